@@ -1,7 +1,7 @@
-"""Handlers of signals that are this process's alone: a child that is forked meanwhile has those of before.
+"""Sets signal handlers for this process only: a child that is forked meanwhile gets the previous handlers back.
 
-Owns nothing but the handlers that were replaced. A process that a user's function forks (multiprocessing) would
-otherwise take the SIGTERM that ends it for a request to stop the worker, and go on.
+Owns only the handlers that were replaced. Otherwise a process that a user's function forks (multiprocessing) would
+handle SIGTERM as a request to stop the worker, and continue to run.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Handlers:
-    """SIGTERM and SIGINT have this handler in the block, which the main thread alone may enter."""
+    """Sets a handler for SIGTERM and SIGINT inside its `with` block, which only the main thread may enter."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        _entered.append(self)
+        _active.append(self)
         for number in (signal.SIGTERM, signal.SIGINT):
-            self.take(number, self._handler)
+            self.set_handler(number, self._handler)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.give_back()
-        if self in _entered:  # a child that is forked in the block leaves it, too
-            _entered.remove(self)
+        self.restore()
+        if self in _active:  # a child that was forked inside the block has cleared the list
+            _active.remove(self)
 
-    def take(self, number: int, handler: Handler) -> None:
-        """Another signal, up to the end of the block."""
+    def set_handler(self, number: int, handler: Handler) -> None:
+        """Set the handler of another signal until the end of the block."""
         self._before[number] = signal.signal(number, handler)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         for number, handler in self._before.items():
-            if handler is not None:  # None: it is not Python's, and cannot be set from here
+            if handler is not None:  # None: it was not set from Python, so it cannot be restored
                 signal.signal(number, handler)
         self._before.clear()
 
 
-_entered: list[Handlers] = []
+_active: list[Handlers] = []
 
 
-def _give_all_back() -> None:
-    while _entered:
-        _entered.pop().give_back()
+def _restore_all() -> None:
+    while _active:
+        _active.pop().restore()
 
 
-os.register_at_fork(after_in_child=_give_all_back)
+os.register_at_fork(after_in_child=_restore_all)

@@ -24,7 +24,7 @@ from eos.app.routes import Route, changelog_of
 from eos.app.state import Store
 from eos.app.stores import find_stores, with_old_names
 from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, dead_letter_topic
-from eos.encoding.serde import annotation_name, checked_decoder, checked_encoder, function_name
+from eos.encoding.serde import annotation_name, function_name, wrap_decoder, wrap_encoder
 from eos.errors import ConfigurationError
 from eos.records import Record, is_pattern, is_topic_name
 
@@ -182,7 +182,7 @@ class App:
             default = Record if decode is None and not with_record else object
             annotation = _resolve_first_annotation(function, default, frame, len(stores) + with_record)
             _check_destination(function, destinations)
-            coders = (checked_decoder(decode, annotation), checked_encoder(encode))
+            coders = (wrap_decoder(decode, annotation), wrap_encoder(encode))
             more: dict[str, Any] = {"stores": stores, "name": name, "with_record": with_record}
             self._add(Route(function, annotation, sources, destinations, False, policy, *coders, **more))
             return function
@@ -219,7 +219,7 @@ class App:
             stores = _find_stores(function, sources, frame, ttl, was, batch=True)
             annotation = _resolve_first_annotation(function, list[Record], frame, len(stores))
             _check_destination(function, destinations)
-            coders = (None, checked_encoder(encode))
+            coders = (None, wrap_encoder(encode))
             more: dict[str, Any] = {"stores": stores, "name": name}
             self._add(Route(function, annotation, sources, destinations, True, policy, *coders, **more))
             return function

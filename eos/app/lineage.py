@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from eos.app.routes import Route
 from eos.encoding.lineage import HEADER, KEY, Source, Tally, encode, tally_of
 from eos.errors import ConfigurationError
-from eos.records import Committed, Each, Record, Send, metadata_of
+from eos.records import Committed, Each, Record, Send, read_metadata
 
 TopicPartition = tuple[str, int]
 
@@ -39,7 +39,7 @@ class Ledger:
         self, starts: Mapping[TopicPartition, Committed], uncommitted: Collection[TopicPartition]
     ) -> Collection[TopicPartition]:
         for partition, at in starts.items():
-            self.begin(partition, max(at.offset, 0), metadata_of(at))
+            self.begin(partition, max(at.offset, 0), read_metadata(at))
         return starts.keys()
 
     def count(self, partition: TopicPartition, outputs: int) -> int:

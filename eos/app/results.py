@@ -14,7 +14,7 @@ import msgspec
 
 from eos import log
 from eos.app.annotations import may_return_none
-from eos.encoding.sends import NEVER_SENT, checked_time, key_bytes, out_converter, value_bytes
+from eos.encoding.sends import NEVER_SENT, check_timestamp, key_bytes, out_converter, value_bytes
 from eos.encoding.serde import IS_JSON, JSON, Encode, function_name, underlying
 from eos.hotloop.python import HOLDS_SEVERAL, Target, looks_like_a_pair
 from eos.records import KEEP, Header, Out, Record, Send
@@ -71,7 +71,7 @@ def make_normaliser(name: str, destinations: tuple[str, ...], hints: Hints, pass
             send = convert(Out(item), record, 0)  # raises: there is no destination
         else:
             value = item if type(item) is bytes else value_bytes(item, name)
-            send = topic, value, record.key, -1, checked_time(max(record.timestamp, 0), name), None
+            send = topic, value, record.key, -1, check_timestamp(max(record.timestamp, 0), name), None
         return _with_passed_headers(send, record.headers, passing) if record.headers and passing else send
 
     def normalise(record: Record, result: object) -> Sequence[Send]:

@@ -30,7 +30,7 @@ from eos.encoding.sends import out_converter
 from eos.encoding.serde import Decode, Encode, annotation_name, decoder, function_name, underlying, without_none
 from eos.errors import ConfigurationError, IllegalState, raise_if_interrupted
 from eos.hotloop.python import END_OF_TIME, Target
-from eos.records import Each, Fed, Feed, Out, Record, Send, Sink
+from eos.records import Each, Feed, FeedResult, Out, Record, Send, Sink
 
 _timestamp = operator.attrgetter("timestamp")
 
@@ -251,9 +251,9 @@ def make_feed(
 ) -> Feed:
     """Return the feed that uses the hot loop; the loop calls `normalise` for unusual results."""
 
-    def feed(records: list[Record], sink: Sink) -> Fed:
+    def feed(records: list[Record], sink: Sink) -> FeedResult:
         partly = 0  # outputs sent for a record that failed afterwards
-        produce, refused = sink.produce, sink.refused
+        produce, refused = sink.produce, sink.on_produce_error
 
         def other(record: Record, result: object) -> int:
             nonlocal partly
@@ -267,7 +267,7 @@ def make_feed(
         sent, handled, error = hotloop.feed_values(records, function, decode, target, produce, refused, other)
         if error is not None:
             raise_if_interrupted(error)
-        return Fed(sent + partly, handled, error, None if error is None else records[handled])
+        return FeedResult(sent + partly, handled, error, None if error is None else records[handled])
 
     return feed
 
@@ -316,7 +316,7 @@ def send_to(send: Send, sink: Sink) -> None:
     try:
         sink.produce(topic, value, key, partition, None, None, timestamp_ms, headers)
     except Exception as error:  # noqa: BLE001 - the sink decides
-        sink.refused(error, send)
+        sink.on_produce_error(error, send)
 
 
 def _one_by_one(outputs: Callable[[Record], Sequence[Send]]) -> Each:
@@ -331,7 +331,7 @@ def _one_by_one(outputs: Callable[[Record], Sequence[Send]]) -> Each:
 def feed_from(each: Each) -> Feed:
     """Return a feed for outputs that come record by record; it is not the fast path."""
 
-    def feed(records: list[Record], sink: Sink) -> Fed:
+    def feed(records: list[Record], sink: Sink) -> FeedResult:
         sent = 0
         coming = iter(records)
         try:
@@ -342,8 +342,8 @@ def feed_from(each: Each) -> Feed:
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
             raise_if_interrupted(error)
             handled = len(records) - operator.length_hint(coming) - 1
-            return Fed(sent, handled, error, records[handled])
-        return Fed(sent, len(records), None)
+            return FeedResult(sent, handled, error, records[handled])
+        return FeedResult(sent, len(records), None)
 
     return feed
 
@@ -518,7 +518,7 @@ def _compile_batch(
     def outputs_batch(records: list[Record]) -> list[Send]:
         return converted(run(records), _latest_ms(records))
 
-    def feed(records: list[Record], sink: Sink) -> Fed:
+    def feed(records: list[Record], sink: Sink) -> FeedResult:
         sent, culprit = 0, records[0] if len(records) == 1 else None
         try:
             outs = run(records)
@@ -526,17 +526,17 @@ def _compile_batch(
             latest_ms = _latest_ms(records)
             fed = None
             if target is not None:
-                fed = hotloop.feed_outs(outs, target, latest_ms, sink.produce, sink.refused)
+                fed = hotloop.feed_outs(outs, target, latest_ms, sink.produce, sink.on_produce_error)
             if fed is not None:
                 sent, failed = fed
-                return Fed(sent, len(records), None) if failed is None else Fed(sent, 0, failed, culprit)
+                return FeedResult(sent, len(records), None) if failed is None else FeedResult(sent, 0, failed, culprit)
             for send in converted(outs, latest_ms):
                 send_to(send, sink)
                 sent += 1
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
             raise_if_interrupted(error)
-            return Fed(sent, 0, error, culprit)
-        return Fed(sent, len(records), None)
+            return FeedResult(sent, 0, error, culprit)
+        return FeedResult(sent, len(records), None)
 
     if stores is None:
         return outputs_batch, feed
@@ -545,15 +545,15 @@ def _compile_batch(
     def outputs_keyed(records: list[Record]) -> list[Send]:
         return keyed(records, lambda result: converted(checked(result, records), _latest_ms(records)))
 
-    def feed_keyed(records: list[Record], sink: Sink) -> Fed:
+    def feed_keyed(records: list[Record], sink: Sink) -> FeedResult:
         try:
             sends = outputs_keyed(records)
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
             raise_if_interrupted(error)
-            return Fed(0, 0, error, records[0] if len(records) == 1 else None)
+            return FeedResult(0, 0, error, records[0] if len(records) == 1 else None)
         for send in sends:
             send_to(send, sink)
-        return Fed(len(sends), len(records), None)
+        return FeedResult(len(sends), len(records), None)
 
     return outputs_keyed, feed_keyed
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar,
 
 from eos.app.cells import parse_cell, store_prefix
 from eos.app.layers import AFTER_FIELDS, Bounds, LowerCells, Overlay, Span, Value
-from eos.encoding.serde import DecodeError, annotation_name, codec, encode, remedy_of
+from eos.encoding.serde import DecodeError, annotation_name, codec, encode, suggest_encoding
 from eos.errors import ConfigurationError, IllegalState
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ class _KeyedState:
             if after != before and type(value) is not compiled.exact_type:
                 compiled.decode(after)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            remedy = remedy_of(value, kept=True)
+            remedy = suggest_encoding(value, kept=True)
             message = f"the state {compiled.store.name} cannot be {reprlib.repr(value)}: {error}"
             raise TypeError(f"{message}: {remedy}" if remedy else message) from error
         return after

@@ -154,7 +154,7 @@ def invoke(arguments: list[str]) -> int:
         _tell_end(str(error), error.exit_code, theirs)
         return error.exit_code
     except Exception:  # noqa: BLE001 - an internal error: its traceback and exit code 70
-        if log.for_machines():
+        if log.logs_json():
             _tell_end("internal error; please report this", INTERNAL, traceback.format_exc())
         else:
             print("eos: internal error; please report this with the lines below", file=sys.stderr)
@@ -167,8 +167,8 @@ def invoke(arguments: list[str]) -> int:
 
 def _tell_end(sentence: str, code: int, trace: str) -> None:
     """The last words: for people the traceback and below it the sentence, for machines one line as all others."""
-    if log.for_machines():
-        log.last_words("ended", error=sentence, exit_code=code, **({"traceback": trace} if trace else {}))
+    if log.logs_json():
+        log.log_final_error("ended", error=sentence, exit_code=code, **({"traceback": trace} if trace else {}))
         return
     print(log.printable(f"{trace}eos: {sentence}", "\n\t"), file=sys.stderr)
 

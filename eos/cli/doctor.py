@@ -19,7 +19,7 @@ from eos.kafka.admin.transactions import OpenTransaction, Verdict, find_open
 from eos.kafka.client import settings
 from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin
 from eos.kafka.client.settings import Settings
-from eos.records import place_of
+from eos.records import format_position
 from eos.state import changelog, notes
 from eos.worker import chains
 from eos.worker.loading import load_app
@@ -144,7 +144,7 @@ def _open_on(admin: ClusterAdmin, topics: list[str] | None) -> list[Finding]:
 
 def _as_finding(t: OpenTransaction) -> Finding:
     who = t.transactional_id or f"producer id {t.producer.producer_id}"
-    sentence = f"{place_of(*t.partition)}: transaction of {who} is {t.verdict.value}: {t.reason}"
+    sentence = f"{format_position(*t.partition)}: transaction of {who} is {t.verdict.value}: {t.reason}"
     if t.verdict is Verdict.HANGING:
         return Finding("transactions", Level.FAILED, f"{sentence}; {t.held_back} offsets wait", heal_command(t))
     level = Level.UNKNOWN if t.verdict is Verdict.UNKNOWN else Level.OK

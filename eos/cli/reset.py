@@ -23,7 +23,7 @@ from eos.kafka.admin.facts import connect, describe_topic
 from eos.kafka.admin.reset import UNCHANGED, GroupOffsets, Move, Target, parse_skip, parse_target, require_exact_skips
 from eos.kafka.admin.tail import OffsetRange, topic_offsets_with
 from eos.kafka.client.settings import Settings
-from eos.records import metadata_with, noted
+from eos.records import merge_metadata, parse_metadata
 from eos.state import notes
 from eos.state.full_reset import FullReset
 from eos.worker.loading import load_app
@@ -181,7 +181,7 @@ def _with_notes_of_state(loaded: Settings, app: App, moves: list[Move]) -> list[
         span = kept(changelog_of(app.id, route)).get(partition)
         if move.before is None and (span is None or span.low == span.end):
             note = notes.make_offset_note(route, 0, partitions(topic)).entries()
-            return dataclasses.replace(move, metadata=metadata_with(move.metadata, note))
+            return dataclasses.replace(move, metadata=merge_metadata(move.metadata, note))
         raise UsageError(
             f"{route.name} of {app.id} has state, which stays as it is: what is read again would change it once more",
             remedy="--with-state empties the state too; --skip steps past a record; `eos reset --group` moves the "
@@ -194,7 +194,7 @@ def _with_notes_of_state(loaded: Settings, app: App, moves: list[Move]) -> list[
 def with_metadata(move: Move, skipping: bool, accept_changelog: bool) -> Move:
     """Return the move with the metadata that is true at its new offset. A record that `--skip` steps past counts as
     handled without outputs; after any other move lineage starts its count again."""
-    found = noted(move.metadata)
+    found = parse_metadata(move.metadata)
     tally = lineage.tally_of(move.metadata)
     if accept_changelog and (found or not move.metadata):  # what another program wrote stays
         found[notes.KEY] = notes.ACCEPTED
@@ -202,7 +202,7 @@ def with_metadata(move: Move, skipping: bool, accept_changelog: bool) -> Move:
         del found[lineage.KEY]
         if skipping:
             found[lineage.KEY] = [tally.begin, tally.inputs + 1, tally.outputs]
-    if found == noted(move.metadata):
+    if found == parse_metadata(move.metadata):
         return move
     return dataclasses.replace(move, metadata=json.dumps(found, separators=(",", ":")))
 

@@ -32,10 +32,10 @@ from eos.cli.options import (
 from eos.errors import Interruption, PoisonRecord, UsageError
 from eos.health.board import Board
 from eos.health.observer import Observer
-from eos.health.report import Reporter, pipe_of_supervisor
+from eos.health.report import Reporter, supervisor_pipe
 from eos.health.status import Status
 from eos.kafka.client import settings
-from eos.records import place_of
+from eos.records import format_position
 from eos.session.stopping import StopSignals
 from eos.signals import Handlers
 from eos.worker.loading import load_app, refuse_ids
@@ -84,7 +84,7 @@ def run(
     worker = own_name()
     if log_format == "human":
         prefix_own_output(worker)
-    pipe = pipe_of_supervisor()
+    pipe = supervisor_pipe()
     show = log_format == "human" and sys.stderr.isatty() and pipe is None
     log.configure(log_format, log_level, sys.stderr, worker)
     loaded = settings.load(flags)
@@ -112,7 +112,7 @@ def remedy_of(poison: PoisonRecord, target: str, servers: str | None = None) -> 
     until the group has given this worker up."""
     if poison.offset < 0:
         return ""
-    skip = f"eos reset {target} --skip '{place_of(poison.topic, poison.partition, poison.offset)}' --wait 30"
+    skip = f"eos reset {target} --skip '{format_position(poison.topic, poison.partition, poison.offset)}' --wait 30"
     skip += f" --bootstrap-servers {servers}" if servers else ""
     return f"`{skip}` steps past it, on_error=eos.dlq keeps such records apart (docs/howto/failures.md)"
 

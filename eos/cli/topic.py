@@ -35,7 +35,7 @@ from eos.kafka.admin import facts, tail
 from eos.kafka.admin.tail import Mark, MarkedRecord
 from eos.kafka.client.settings import Settings
 from eos.plain import Delivery, transaction
-from eos.records import Header, UnreadableHeaders, is_topic_name, place_of, readable
+from eos.records import Header, UnreadableHeaders, format_position, is_topic_name, readable_headers
 
 _TIMEOUT_S = 5.0
 _TOLD = 10
@@ -273,10 +273,13 @@ def _show(seen: MarkedRecord) -> None:
     key = "-" if record.key is None else text_of(record.key)
     value = "(tombstone)" if record.value is None else text_of(record.value)
     given = record.headers
-    said = [*headers_text(readable(given)), *([f"({given.why})"] if isinstance(given, UnreadableHeaders) else [])]
+    said = [
+        *headers_text(readable_headers(given)),
+        *([f"({given.why})"] if isinstance(given, UnreadableHeaders) else []),
+    ]
     headers = "".join(f"  {one}" for one in said)
     print(
-        f"{place_of(record.topic, record.partition, record.offset)}  {moment}  {key}  {value}{headers}{mark}",
+        f"{format_position(record.topic, record.partition, record.offset)}  {moment}  {key}  {value}{headers}{mark}",
         flush=True,
     )
 
@@ -292,7 +295,7 @@ def _show_json(seen: MarkedRecord) -> None:
             "timestamp": record.timestamp,
             "key": json_of(record.key),
             "value": json_of(record.value),
-            "headers": [[name, header_json(name, value)] for name, value in readable(record.headers)],
+            "headers": [[name, header_json(name, value)] for name, value in readable_headers(record.headers)],
             **unreadable,
             "state": seen.mark.value,
         }
@@ -305,7 +308,7 @@ def _clock(timestamp_ms: int) -> str:
 
 
 def _tell_sent(topic: str, sent: Iterable[Delivery]) -> None:
-    places = [place_of(topic, one.partition, one.offset) for one in sent]
+    places = [format_position(topic, one.partition, one.offset) for one in sent]
     more = f", ... ({len(places)} records)" if len(places) > _TOLD else ""
     print(f"sent in one transaction: {', '.join(places[:_TOLD])}{more}")
 

@@ -36,7 +36,7 @@ from eos.kafka.admin.transactions import (
     only_hanging,
 )
 from eos.kafka.client.cluster import ClusterAdmin, ListedTransaction, TransactionalIdState
-from eos.records import place_of
+from eos.records import format_position
 
 HANGING_FOUND = 1
 
@@ -98,7 +98,7 @@ def describe(
     table.add_row("timeout", f"{row.timeout_ms} ms")
     table.add_row("open for", _open_for(row))
     for partition in sorted(row.partitions):
-        table.add_row("partition", place_of(*partition))
+        table.add_row("partition", format_position(*partition))
     _print_table(table, "", 1)
 
 
@@ -160,12 +160,12 @@ def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, j
     hanging = only_hanging(here)
     if not hanging:
         why = f": {here[0].reason} (transactional.id {here[0].transactional_id})" if here else ""
-        raise Unavailable(f"no transaction hangs on {place_of(topic, partition)}{why}")
+        raise Unavailable(f"no transaction hangs on {format_position(topic, partition)}{why}")
     done: list[dict[str, Any]] = []
     try:
         for found in hanging:
             who = f"producer id {found.producer.producer_id}, epoch {found.producer.epoch}"
-            confirm(f"write an abort marker to {place_of(*found.partition)} for {who} ({found.reason})", yes)
+            confirm(f"write an abort marker to {format_position(*found.partition)} for {who} ({found.reason})", yes)
             abort_hanging(admin, found)
             ids = (found.producer.producer_id, found.producer.epoch)
             where = {"topic": topic, "partition": partition}
@@ -173,7 +173,7 @@ def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, j
                 _ended(where, TransactionalIdState(found.verdict.value, *ids), TransactionalIdState("aborted", *ids))
             )
             if not json:
-                print(f"{place_of(*found.partition)}: aborted the transaction of {who}")
+                print(f"{format_position(*found.partition)}: aborted the transaction of {who}")
     finally:
         if json and done:  # what was aborted before one that could not be is said too
             print_json(done)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from eos import log
 from eos.encoding import lineage
-from eos.encoding.dead_letters import parts_of
-from eos.records import Header, place_of
+from eos.encoding.dead_letters import split_headers
+from eos.records import Header, format_position
 
 Json = str | dict[str, str] | None
 
@@ -28,7 +28,7 @@ def text_of(data: bytes) -> str:
 
 def headers_text(headers: Sequence[Header]) -> list[str]:
     """`name=value` of each; those of lineage and of a dead letter in words, behind the others."""
-    own, told = parts_of(headers)
+    own, told = split_headers(headers)
     if "topic" not in told:
         return [_header_text(name, value) for name, value in headers]
     whose = "/".join(told[name] for name in ("app", "function") if name in told)
@@ -46,7 +46,7 @@ def _header_text(name: str, value: bytes | None) -> str:
     if (source := _source_of(name, value)) is None:
         return f"{log.printable(name)}={'(null)' if value is None else text_of(value)}"
     which = f"output {source.i + 1} of {source.n}" if source.n > 1 else "output"
-    place = place_of(log.printable(source.topic), source.partition, source.offset)
+    place = format_position(log.printable(source.topic), source.partition, source.offset)
     return f"({which} of {place}, number {source.number})"
 
 

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from eos.records import noted
+from eos.records import parse_metadata
 
 HEADER = "eos-lineage"
 KEY = "lineage"
@@ -54,7 +54,7 @@ class Tally:
 
 def tally_of(metadata: str | None) -> Tally | None:
     """Return the counts in a committed offset's metadata; None if it has none."""
-    found = noted(metadata)
+    found = parse_metadata(metadata)
     try:
         begin, inputs, outputs = map(operator.index, found[KEY])
         if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:

@@ -19,7 +19,7 @@ from eos.errors import ConfigurationError, UsageError
 from eos.health import metrics
 from eos.health.board import Board
 from eos.health.status import Status
-from eos.probes import Answer, HealthServer, Request, exposition
+from eos.probes import Answer, HealthServer, Request, render_metrics
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -51,7 +51,7 @@ def _answers(board: Board) -> Mapping[str, Callable[[Request], Answer]]:
         "/": lambda _: _page(),
         "/livez": lambda _: _probe([(s.live, s) for s in board.statuses()]),
         "/readyz": lambda _: _probe([(s.ready, s) for s in board.statuses()]),
-        "/metrics": lambda request: exposition(lambda: metrics.families(board.statuses()), request.accept),
+        "/metrics": lambda request: render_metrics(lambda: metrics.collect_metrics(board.statuses()), request.accept),
         "/status.json": lambda request: _status(board, request.query),
     }
 

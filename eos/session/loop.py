@@ -19,7 +19,7 @@ from typing import Any
 
 from eos import log
 from eos.errors import Action, CallFailed, IllegalState, PoisonRecord
-from eos.records import Fed, Feed, Record
+from eos.records import Feed, FeedResult, Record
 from eos.session.committer import Commit
 from eos.session.membership import Membership
 from eos.session.offsets import IDLE_PLACES_S
@@ -229,12 +229,12 @@ class Loop:
             except CallFailed as failure:
                 self._failure = failure
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         if self._can_commit:
             fed = self._producer.feed(feed, records)
             self._failure = fed.failure
-            return fed if self._failure is None else Fed(fed.sent, len(records), None)
-        return Fed(0, len(records), None)
+            return fed if self._failure is None else FeedResult(fed.sent, len(records), None)
+        return FeedResult(0, len(records), None)
 
     # ---- the end of a transaction -----------------------------------------------------------------------------
 

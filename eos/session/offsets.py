@@ -14,7 +14,7 @@ from confluent_kafka import TopicPartition
 from eos.kafka.admin.group_history import GroupHistory
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
-from eos.records import Committed, metadata_of, noted
+from eos.records import Committed, parse_metadata, read_metadata
 from eos.session.committer import Commit
 from eos.session.participants import Outcome, Participant
 from eos.session.positions import Positions
@@ -76,7 +76,7 @@ class Offsets:
         return Outcome.COMMITTED if any(self._is_ours(at) for at in stable.values()) else Outcome.UNKNOWN
 
     def _is_ours(self, at: Committed) -> bool:
-        return bool(self._stamp) and noted(metadata_of(at)).items() >= self._stamp.items()
+        return bool(self._stamp) and parse_metadata(read_metadata(at)).items() >= self._stamp.items()
 
     def committed(self, done: Commit) -> None:
         self._places.add_committed(done.offsets)

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from eos.errors import CallFailed, PoisonRecord
-from eos.records import Committed, Record, place_of
+from eos.records import Committed, Record, format_position
 from eos.session.positions import TopicPartition as Partition
 
 if TYPE_CHECKING:
@@ -89,6 +89,6 @@ class Listener:
     def refused(self, record: Record, failure: CallFailed) -> None:
         """An output of this record was refused for good, by the client or the cluster. Its transaction is aborted, and
         its records come again unless this raises, as it does where it is not overridden."""
-        where = place_of(record.topic, record.partition, record.offset)
+        where = format_position(record.topic, record.partition, record.offset)
         sentence = f"an output of {where} was refused: {failure}"
         raise PoisonRecord(sentence, record.topic, record.partition, record.offset) from failure

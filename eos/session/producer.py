@@ -28,7 +28,7 @@ from eos.kafka.client.failures import (
 from eos.kafka.client.settings import Settings, alternate_transactional_id
 from eos.kafka.client.watchdog import CallHung
 from eos.kafka.client.world import REAL, World
-from eos.records import Fed, Feed, Record, Send
+from eos.records import Feed, FeedResult, Record, Send
 from eos.session.client import ABANDONED_POLL_S, Client, retire, size_of
 from eos.session.observe import Pulse
 from eos.session.states import OPEN, Event, Machine, State
@@ -309,7 +309,7 @@ class TransactionalProducer:
             self._send_when_there_is_room(record, error)
         self._produced += 1
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         """Queues what `feed` makes of the records: the hot path, one state check for all. Raises nothing of its own: a
         send that failed is the CallFailed in `Fed.error`."""
         self._machine.fire(Event.SEND)
@@ -325,7 +325,7 @@ class TransactionalProducer:
         produce: Callable[..., object] = self.client.producer.produce
         return produce
 
-    def refused(self, error: Exception, send: Send) -> None:
+    def on_produce_error(self, error: Exception, send: Send) -> None:
         """produce() raised inside a feed: the record is sent after all, or CallFailed says why not."""
         topic, value, key, partition, timestamp_ms, headers = send
         if not isinstance(error, (BufferError, KafkaException)):

@@ -55,7 +55,7 @@ class StopSignals:
             raise ShutdownExpired("asked a second time")
         self._session.stop_requested = True
         log.info("stopping", signal=signal.Signals(number).name)
-        self._handlers.take(signal.SIGALRM, self._expired)
+        self._handlers.set_handler(signal.SIGALRM, self._expired)
         # setitimer(0) would switch the timer off instead of firing it.
         self._timer = signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))
 

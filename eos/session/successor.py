@@ -15,7 +15,7 @@ from eos.errors import EosError
 from eos.kafka.client.cluster import TransactionalIdState
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
-from eos.records import noted
+from eos.records import parse_metadata
 from eos.session.producer import TransactionalProducer
 
 
@@ -67,7 +67,7 @@ def successor_of(transactional_id: str, our_start_ms: int, metadata: Sequence[st
     offsets' metadata: "; the last commit is by ..."; "" when there is none, as before its first commit."""
     owners = []
     for text in metadata:
-        owner = noted(text)
+        owner = parse_metadata(text)
         try:
             if owner["instance"] == transactional_id and owner["since"] > our_start_ms:
                 owners.append((owner["since"], owner["host"]))

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
-from eos.encoding.dead_letters import dead_letter
+from eos.encoding.dead_letters import make_dead_letter
 from eos.encoding.frames import frames_of
-from eos.encoding.sends import send_of
-from eos.records import Fed, Feed, Headers, Record
+from eos.encoding.sends import make_send
+from eos.records import Feed, FeedResult, Headers, Record
 
 
 class Phase(Enum):
@@ -50,7 +50,7 @@ class Turns(Protocol):
     def send(self, *send: Any) -> None:
         """As a Send."""
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed: ...
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult: ...
 
     def end_now(self, txn: Transaction) -> bool:
         """Whether it is committed; else its records come again."""
@@ -168,7 +168,7 @@ class Transaction:
         if type(value) is bytes and (key is None or type(key) is bytes) and not asked:
             self._loop.send(topic, value, key, -1, 0, None)  # the usual: nothing to encode, nothing to check
         else:
-            self._loop.send(*send_of("send", topic, value, key, partition, timestamp_ms, headers))
+            self._loop.send(*make_send("send", topic, value, key, partition, timestamp_ms, headers))
         self.sent += 1
 
     def dead_letter(self, record: Record, error: BaseException) -> None:
@@ -177,7 +177,7 @@ class Transaction:
         """
         if not self._loop.has(self):
             return
-        self._loop.send(*dead_letter(record, error, frames_of(error), self._loop.group))
+        self._loop.send(*make_dead_letter(record, error, frames_of(error), self._loop.group))
         self.sent += 1
         self.dead_letters += 1
 
@@ -186,10 +186,10 @@ class Transaction:
         """For how long its producer's sends have waited for room in the client's queue, in earlier transactions too."""
         return self._loop.waited_s
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         """Sends what an App's `route.feed` makes of records that were taken; `Fed.error` is the user's own."""
         if not self._loop.has(self):
-            return Fed(0, len(records), None)
+            return FeedResult(0, len(records), None)
         fed = self._loop.feed(feed, records)
         self.sent += fed.sent
         return fed

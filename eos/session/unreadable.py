@@ -10,7 +10,7 @@ from collections.abc import Collection
 from confluent_kafka import KafkaError
 
 from eos.errors import InputGone
-from eos.records import Record, place_of
+from eos.records import Record, format_position
 from eos.session.asking import Asking, NotNow
 from eos.session.positions import Positions
 from eos.session.positions import TopicPartition as Partition
@@ -32,7 +32,7 @@ class Unreadable:
             holds = "other ones"
         at = self._positions.committed.get(partition)
         return InputGone(
-            f"the input is gone: {place_of(*partition)} is committed at offset {at}, but the topic now holds "
+            f"the input is gone: {format_position(*partition)} is committed at offset {at}, but the topic now holds "
             f"{holds}; reset the group's offset on purpose to go on ({error.str()})"
         )
 
@@ -51,7 +51,7 @@ class Unreadable:
             self._damaged = None
         elif not self._positions.holds(partition):
             raise InputGone(
-                f"the input is damaged: {place_of(*partition, offset)} cannot be read, and all before it is "
+                f"the input is damaged: {format_position(*partition, offset)} cannot be read, and all before it is "
                 f"committed ({error.str()})",
                 remedy="make another replica its leader and start again, or give up what the batch holds: "
                 f"`eos reset --from '{partition[0]}[{partition[1]}]@OFFSET'` with an offset behind it",

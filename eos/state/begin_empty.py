@@ -23,7 +23,7 @@ from eos.kafka.admin.reset import UNCHANGED, GroupOffsets, Move
 from eos.kafka.client.failures import explain_denied
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.records import metadata_with, place_of
+from eos.records import format_position, merge_metadata
 from eos.state import changelog, notes
 
 _REQUEST_TIMEOUT_S, _WRITE_TIMEOUT_S = 10.0, 60.0
@@ -92,7 +92,7 @@ class EmptyStates:
                 ends[move.partition[1]] = beside.end
         nothing = tail.OffsetRange(0, 0, 0)
         for partition in ends.keys() | spans.keys():
-            where, span = place_of(self.topic, partition), spans.get(partition, nothing)
+            where, span = format_position(self.topic, partition), spans.get(partition, nothing)
             if (error := changelog.explain_unsettled(where, span, ends.get(partition, 0))) is not None:
                 raise error
 
@@ -112,7 +112,7 @@ class EmptyStates:
                         found[cell] = None
         if header is None:
             return _Leftovers([], header=False)
-        stores = notes.require_owner(self._app_id, self._route, place_of(self.topic, partition), header).stores
+        stores = notes.require_owner(self._app_id, self._route, format_position(self.topic, partition), header).stores
         kept.update(stores)
         gone = {name for name, shape in stores.items() if have.get(name) != shape}
         return _Leftovers([cell for cell in found if parse_cell(cell)[0] in gone], header=True)
@@ -132,7 +132,7 @@ class EmptyStates:
 
     def _noted(self, move: Move, spans: Mapping[int, tail.OffsetRange]) -> Move:
         note = notes.make_offset_note(self._route, spans[move.partition[1]].stable, len(spans)).entries()
-        return dataclasses.replace(move, metadata=metadata_with(move.metadata, note))
+        return dataclasses.replace(move, metadata=merge_metadata(move.metadata, note))
 
     def _write(self, entries: Iterable[tuple[int, bytes, bytes | None]]) -> None:
         failed: list[KafkaError] = []

@@ -17,7 +17,7 @@ from eos.kafka.admin import facts, tail
 from eos.kafka.admin.tail import OffsetRange
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.records import is_topic_name, place_of
+from eos.records import format_position, is_topic_name
 
 _REQUEST_TIMEOUT_S = 10.0
 _DEFAULT_TOMBSTONES_S = 86_400.0  # delete.retention.ms if the brokers do not report it
@@ -135,7 +135,7 @@ def read_state(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple
                 store, key, field = parse_cell(cell)
             except ValueError as error:
                 raise ConfigurationError(
-                    f"{place_of(topic, partition)} holds a record that is not state: {error}"
+                    f"{format_position(topic, partition)} holds a record that is not state: {error}"
                 ) from error
             if not store:
                 continue  # an entry of the task itself

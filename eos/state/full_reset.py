@@ -21,7 +21,7 @@ from eos.kafka.admin import facts, tail
 from eos.kafka.admin.reset import UNCHANGED, GroupOffsets, Move, Target
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.records import metadata_with, place_of
+from eos.records import format_position, merge_metadata
 from eos.state import changelog, notes
 
 _REQUEST_TIMEOUT_S, _DELETE_TIMEOUT_S = 10.0, 30.0
@@ -45,7 +45,9 @@ class FullReset:
         """The new offset of each input partition."""
         named = {move.partition for move in self.moves}
         if missing := [move.partition for move in offsets.plan(Target("earliest")) if move.partition not in named]:
-            raise UsageError(f"--with-state resets all partitions: --from must name one in {place_of(*missing[0])} too")
+            raise UsageError(
+                f"--with-state resets all partitions: --from must name one in {format_position(*missing[0])} too"
+            )
         self.between = {
             topic: tail.topic_offsets(settings, topic, _REQUEST_TIMEOUT_S, world) for topic in sorted(app.chained)
         }
@@ -54,7 +56,7 @@ class FullReset:
             for partition, span in spans.items():
                 if span.stable < span.end:
                     raise Unavailable(
-                        f"{place_of(topic, partition)} has an open transaction: wait for its timeout",
+                        f"{format_position(topic, partition)} has an open transaction: wait for its timeout",
                         remedy="`eos txn find-hanging` names it",
                     )
         self.changelogs = [changelog_of(app.id, route) for route in app.stateful]
@@ -131,7 +133,7 @@ class FullReset:
 
 
 def _with_metadata(move: Move, entries: Mapping[str, object]) -> Move:
-    return dataclasses.replace(move, metadata=metadata_with(move.metadata, entries))
+    return dataclasses.replace(move, metadata=merge_metadata(move.metadata, entries))
 
 
 def _wait_for(future: Any, topic: str, but: int | None = None) -> None:

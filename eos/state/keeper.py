@@ -22,7 +22,7 @@ from eos.kafka.admin import facts, preflight, tail
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.watchdog import Job, Watchdog
 from eos.kafka.client.world import REAL, World
-from eos.records import Committed, Record, metadata_of, place_of
+from eos.records import Committed, Record, format_position, read_metadata
 from eos.state import changelog, notes
 from eos.state.engines import ENGINES, check_engine
 from eos.state.files import allow_open_files
@@ -194,7 +194,7 @@ class Keeper:
         self._uncommitted.discard(partition)
         beside = None
         if partition not in uncommitted:
-            beside = notes.require_offset_note(self._routes[partition[0]], metadata_of(starts[partition]))
+            beside = notes.require_offset_note(self._routes[partition[0]], read_metadata(starts[partition]))
             if beside is None:
                 return None
         if beside is None or beside.end == notes.UNSEEN:
@@ -235,7 +235,7 @@ class Keeper:
         committed offset.
         """
         source, number = partition
-        route, where = self._routes[source], place_of(self._topics[source], number)
+        route, where = self._routes[source], format_position(self._topics[source], number)
         try:
             before = values.get(HEADER)
             if before is not None and partition in self._uncommitted:

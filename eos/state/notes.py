@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from eos.app.routes import Route
 from eos.errors import ConfigurationError, InputGone
-from eos.records import noted, place_of
+from eos.records import format_position, parse_metadata
 from eos.state.changelog import REBUILD
 
 KEY: Final = "state"
@@ -61,7 +61,7 @@ def _store_names(route: Route) -> tuple[str, ...]:
 
 def read_offset_note(metadata: str | None) -> OffsetNote | None:
     """Return the note in an offset's metadata; None if there is none."""
-    match noted(metadata).get(KEY):
+    match parse_metadata(metadata).get(KEY):
         case [str(name), int(end), int(partitions)]:
             return OffsetNote(name, end, partitions)
         case [str(name), int(end), int(partitions), [*stores]]:
@@ -70,12 +70,12 @@ def read_offset_note(metadata: str | None) -> OffsetNote | None:
 
 
 def accepts_changelog(metadata: str | None) -> bool:
-    return noted(metadata).get(KEY) == ACCEPTED
+    return parse_metadata(metadata).get(KEY) == ACCEPTED
 
 
 def check_not_interrupted(committed: Iterable[str | None]) -> None:
     """Raise ConfigurationError if the metadata of a group's offsets says that its reset was interrupted."""
-    if any(noted(metadata).get(KEY) == RESETTING for metadata in committed):
+    if any(parse_metadata(metadata).get(KEY) == RESETTING for metadata in committed):
         raise ConfigurationError(
             "`eos reset --with-state` was interrupted, so only some of the App's state is reset",
             remedy="run it again",
@@ -226,7 +226,7 @@ def _decode_header(header: bytes, where: str) -> Header:
 
 def never_committed(function: str, source: tuple[str, int], changelog: str) -> InputGone:
     """Return the error for a source partition without a committed offset whose changelog is not empty."""
-    where = place_of(*source)
+    where = format_position(*source)
     return InputGone(
         f"{where} has no committed offset, but the changelog {changelog} holds state of {function}: starting by "
         "auto.offset.reset would handle records again that this state already includes",

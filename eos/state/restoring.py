@@ -21,7 +21,7 @@ from eos.kafka.admin import facts, tail
 from eos.kafka.admin.tail import MarkedRecord, TopicReader
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
-from eos.records import place_of
+from eos.records import format_position
 from eos.state import changelog
 from eos.state.values import Value, Values, own_entries
 
@@ -179,7 +179,7 @@ class Restoring:
         """Begin to read a partition, given the offsets that its changelog had at `now`, or wait for it."""
         assert progress.values is not None
         values, accepts = progress.values, progress.min_end is None
-        where = place_of(self._topic, partition)
+        where = format_position(self._topic, partition)
         min_end = 0 if progress.min_end is None else max(values.position, progress.min_end)
         if isinstance(offsets, Unavailable):
             self._keep_waiting(partition, progress, offsets)
@@ -257,7 +257,7 @@ class Restoring:
             try:
                 check_cell(cell)
             except ValueError as error:
-                where = place_of(self._topic, record.partition, record.offset)
+                where = format_position(self._topic, record.partition, record.offset)
                 raise ConfigurationError(
                     f"the changelog record {where} was written by another program: {error}",
                     remedy=f"stop the program that writes to {self._topic}; a tombstone of the same key and a "

@@ -34,7 +34,7 @@ from eos.kafka.admin import facts
 from eos.kafka.client.failures import classify
 from eos.kafka.client.headers import read_headers
 from eos.kafka.client.librdkafka_names import CONSUMER_ONLY
-from eos.records import metadata_of, readable
+from eos.records import read_metadata, readable_headers
 from eos.testing.checker import Ends, Inputs, Outputs
 from eos.testing.lineage import unstamp_many
 
@@ -196,7 +196,7 @@ def committed_with_metadata(
         found = _until(f"committed offsets of group {group}", timeout_s, ask)
     finally:
         consumer.close()
-    return {(one.topic, one.partition): (one.offset, metadata_of(one)) for one in found if one.offset >= 0}
+    return {(one.topic, one.partition): (one.offset, read_metadata(one)) for one in found if one.offset >= 0}
 
 
 def end_offsets(
@@ -457,7 +457,7 @@ class _Reading:
 
 def _last_header(message: Message, name: str) -> bytes | None:
     """Return the last value of that header, as Kafka's own `lastHeader` does."""
-    given = readable(read_headers(message))
+    given = readable_headers(read_headers(message))
     return next((value for found, value in reversed(given) if found == name), None)
 
 

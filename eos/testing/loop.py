@@ -13,7 +13,7 @@ from typing import Any, Self, cast
 
 from eos.errors import ConfigurationError, IllegalState
 from eos.kafka.client.world import REAL
-from eos.records import Fed, Feed, Record, Send
+from eos.records import Feed, FeedResult, Record, Send
 from eos.session.transaction import Transaction
 from eos.testing.offline import Ran, records_of, sent_of
 from eos.worker.handling import Kept
@@ -157,7 +157,7 @@ class _Loop:
             raise ConfigurationError(f"something was sent to {send[0]}, which destinations= does not name")
         self._kept.sends.append(cast(Send, send))
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         return self._kept.feed(feed, records)
 
     def end_now(self, txn: Transaction) -> bool:

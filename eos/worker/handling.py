@@ -23,11 +23,11 @@ from eos.app.lineage import Ledger, check_route, with_lineage
 from eos.app.policies import Policy, stop
 from eos.app.routes import Route, feed_from
 from eos.app.stores import CellsOf
-from eos.encoding.dead_letters import class_name, dead_letter, message_of
-from eos.encoding.frames import Frame, frames_of, text_of
+from eos.encoding.dead_letters import class_name, make_dead_letter, short_message
+from eos.encoding.frames import Frame, format_frames, frames_of
 from eos.encoding.serde import DecodeError
 from eos.errors import EosError, PoisonRecord, Temporary, causes, safe_str
-from eos.records import Each, Fed, Feed, Header, Record, Send, place_of
+from eos.records import Each, Feed, FeedResult, Header, Record, Send, format_position
 
 Partition = tuple[str, int]
 Place = tuple[str, int, int]  # the topic, partition and offset of a record
@@ -68,7 +68,7 @@ class Feeds(Protocol):
     @property
     def waited_s(self) -> float: ...
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed: ...
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult: ...
 
 
 class Kept:
@@ -80,7 +80,7 @@ class Kept:
         self.sends: list[Send] = []
         self.skipped = self.dead_letters = 0
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         return feed(records, self)
 
     def produce(
@@ -96,7 +96,7 @@ class Kept:
     ) -> None:
         self.sends.append((topic, value, key, partition, timestamp_ms, headers))
 
-    def refused(self, error: Exception, send: Send) -> None:
+    def on_produce_error(self, error: Exception, send: Send) -> None:
         raise error  # appending to a list does not fail
 
 
@@ -175,7 +175,7 @@ class Handler:
     def _feed_of(self, each: Each) -> Feed:
         return feed_from(each if self._ledger is None else with_lineage(each, self._ledger))
 
-    def _feed(self, txn: Feeds, feed: Feed, route: Route, records: list[Record]) -> Fed:
+    def _feed(self, txn: Feeds, feed: Feed, route: Route, records: list[Record]) -> FeedResult:
         """Feed the transaction and measure the time it takes."""
         began, waited_s = self._now(), txn.waited_s
         fed = txn.feed(feed, records)
@@ -296,7 +296,7 @@ class Handler:
             txn.skipped += 1
             self._told.line("record skipped", record, error, frames)
         else:
-            sends.append(dead_letter(record, error, frames, self._app.id, route.name))
+            sends.append(make_dead_letter(record, error, frames, self._app.id, route.name))
             self._dead.add(place)
             txn.dead_letters += 1
             self._told.line("dead letter", record, error, frames, to=sends[0][0])
@@ -316,7 +316,7 @@ class Handler:
         named = self._policy_of(route).on
         if cause is None or isinstance(error, named) or isinstance(cause, named):
             return error
-        where = place_of(*_place(record))
+        where = format_position(*_place(record))
         temporary = Temporary(
             f"{route.name} ran out of room on {where}: {_named(class_name(error), error)}",
             remedy="the record counts as unread; give the process more of what it names (memory, files, threads, disk)",
@@ -382,7 +382,7 @@ def spans_of(records: list[Record]) -> dict[Partition, tuple[int, int]]:
 
 
 def _poison(route: Route, record: Record, error: BaseException) -> PoisonRecord:
-    where = place_of(*_place(record))
+    where = format_position(*_place(record))
     sentence = f"{route.name} failed on {where}: {_named(type(error).__name__, error)}"
     return _because(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
 
@@ -400,7 +400,7 @@ def _poison_batch(route: Route, records: list[Record], error: BaseException) -> 
 
 def _named(name: str, error: BaseException) -> str:
     """Return the name of a failure, with its message if it has one."""
-    return f"{name}: {message}" if (message := message_of(error)) else name
+    return f"{name}: {message}" if (message := short_message(error)) else name
 
 
 def _because(poison: PoisonRecord, error: BaseException) -> PoisonRecord:
@@ -432,7 +432,7 @@ class _Told:
             self._last = record, _named(class_name(error), error)
             return
         if first and frames:
-            more["trace"] = text_of(frames, " > ")
+            more["trace"] = format_frames(frames, " > ")
         elif frames:
             more["at"] = f"{frames[-1].file}:{frames[-1].line}"
         where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
@@ -456,7 +456,7 @@ class _Told:
         if self._last is None:
             return
         record, error = self._last
-        last = place_of(*_place(record))
+        last = format_position(*_place(record))
         each = ", ".join(f"{event}: {count}" for event, count in self._untold.items())
         log.warning("more records failed", not_told=sum(self._untold.values()), of=each, last=last, error=error)
         self._untold, self._last = {}, None

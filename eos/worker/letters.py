@@ -20,7 +20,7 @@ from typing import Any
 from confluent_kafka import KafkaException, TopicPartition
 
 from eos import log
-from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, PREFIX, parts_of
+from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, PREFIX, split_headers
 from eos.errors import (
     Action,
     CallFailed,
@@ -35,7 +35,7 @@ from eos.kafka.admin import facts, tail
 from eos.kafka.client.failures import classify
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.records import Header, Record, Send, noted, place_of, readable
+from eos.records import Header, Record, Send, format_position, parse_metadata, readable_headers
 
 _REPLAYS = "replays"
 _CONNECT_S = 10.0
@@ -66,7 +66,7 @@ class Letter:
     def source(self) -> str:
         """Return the record's position in its source topic, or the dead letter's own if no worker noted it."""
         record = self.record
-        return place_of(record.topic, record.partition, record.offset) if "topic" in self.told else self.place
+        return format_position(record.topic, record.partition, record.offset) if "topic" in self.told else self.place
 
     @property
     def app(self) -> str:
@@ -96,7 +96,7 @@ def letter_of(read: Record) -> Letter:
     The topic comes from the name of the dead-letter topic, never from headers: whoever wrote the original record wrote
     those.
     """
-    headers, told = parts_of(readable(read.headers))
+    headers, told = split_headers(readable_headers(read.headers))
     record = Record(
         read.topic.removesuffix(DEAD_LETTER_SUFFIX),
         _number(told, "partition", read.partition),
@@ -106,7 +106,7 @@ def letter_of(read: Record) -> Letter:
         read.value,
         headers or (),
     )
-    where = place_of(read.topic, read.partition, read.offset)
+    where = format_position(read.topic, read.partition, read.offset)
     return Letter(where, read.partition, read.offset, record, told)
 
 
@@ -173,7 +173,7 @@ class Done:
     @staticmethod
     def read(offset: int, metadata: str | None) -> Done:
         """Return the done letters of a committed offset. Raise ConfigurationError for the format of a newer version."""
-        found = noted(metadata)
+        found = parse_metadata(metadata)
         try:
             known = found["v"] <= _FORMAT
             edges = list(itertools.accumulate(map(operator.index, found["done"] if known else ()), initial=offset))
@@ -198,8 +198,8 @@ def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
     for at in offsets:
         if len(at.metadata or "") > _METADATA_BYTES:
             raise UsageError(
-                f"{place_of(topic, at.partition)}: the letters that are done lie in {len(after[at.partition].runs)} "
-                "pieces, more than can be noted; what was settled before stands",
+                f"{format_position(topic, at.partition)}: the letters that are done lie in "
+                f"{len(after[at.partition].runs)} pieces, more than can be noted; what was settled before stands",
                 remedy="take the first ones first: `eos dlq replay` or `drop --all` with --limit",
             )
     return offsets
@@ -260,8 +260,8 @@ class Place:
         if moved := {partition for partition in left if found[partition] != left[partition]}:
             at = min(moved)
             raise Fenced(
-                f"another `eos dlq replay` or `drop` has moved group {self._group} on {place_of(topic, at)} from "
-                f"{left[at]} to {found[at]}: this one stops, what it has committed stands"
+                f"another `eos dlq replay` or `drop` has moved group {self._group} on {format_position(topic, at)} "
+                f"from {left[at]} to {found[at]}: this one stops, what it has committed stands"
             )
 
     def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:

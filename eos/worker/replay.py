@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from eos.app.definition import App
 from eos.app.policies import dlq
 from eos.app.routes import Route
-from eos.encoding.dead_letters import dead_letter_topic, parts_of
+from eos.encoding.dead_letters import dead_letter_topic, split_headers
 from eos.errors import PoisonRecord, UsageError
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
@@ -304,7 +304,7 @@ class _Running:
             raise halt.error
         if not kept.dead_letters:
             return Settled(letter, kept.sends)
-        failed = parts_of(kept.sends[0][-1] or [])[1]["exception"]
+        failed = split_headers(kept.sends[0][-1] or [])[1]["exception"]
         return Settled(letter, [again(letter, kept.sends[0])], failed)
 
     def refused(self, letter: Letter, error: PoisonRecord) -> Settled:

@@ -21,7 +21,7 @@ from eos import log
 from eos.app.routes import Route
 from eos.errors import ConfigurationError
 from eos.kafka.client.settings import Settings
-from eos.records import Record, place_of
+from eos.records import Record, format_position
 from eos.session.participants import Outcome
 from eos.worker.handling import Partition, spans_of
 
@@ -172,7 +172,7 @@ class Slowness:
 
 def _took(name: str, records: list[Record], took_s: float) -> str:
     first = records[0]
-    what = place_of(first.topic, first.partition, first.offset)
+    what = format_position(first.topic, first.partition, first.offset)
     if len(records) > 1:
         what = f"{len(records)} records from {what} on"
     return f"{name} took {took_s:.1f} s for {what}"

@@ -22,7 +22,7 @@ from eos.app.lineage import Ledger, with_lineage
 from eos.app.routes import Route, feed_from
 from eos.encoding.lineage import HEADER, decode
 from eos.errors import ConfigurationError, IllegalState, Interruption, PoisonRecord, Temporary
-from eos.records import Fed
+from eos.records import FeedResult
 from eos.worker.handling import Halt, Handler, Kept
 from eos.worker.worker import Worker
 
@@ -39,7 +39,7 @@ def records(*values: bytes) -> list[Record]:
     return [Record("in", 0, offset, value=value) for offset, value in enumerate(values)]
 
 
-def feed(made: Route, given: list[Record]) -> tuple[list[bytes | None], Fed]:
+def feed(made: Route, given: list[Record]) -> tuple[list[bytes | None], FeedResult]:
     kept = Kept()
     fed = made.feed(given, kept)
     return [send[1] for send in kept.sends], fed
@@ -58,7 +58,7 @@ def test_all_records_of_a_feed_are_run_at_once_and_their_outputs_keep_their_orde
 
     values = [b"%d" % n for n in range(20)]
     put, fed = feed(route(slowest_first), records(*values))
-    assert (put, fed) == (values, Fed(20, 20, None))
+    assert (put, fed) == (values, FeedResult(20, 20, None))
     assert most == 20
 
 
@@ -78,7 +78,7 @@ def test_a_feed_stops_at_the_first_that_failed_and_what_was_done_behind_it_is_no
     put, fed = feed(made, given[2:])
     assert (put, fed.sent, fed.handled, str(fed.error)) == ([b"b"], 1, 1, "bad 2")
     put, fed = feed(made, given[4:])
-    assert (put, fed) == ([b"c"], Fed(1, 1, None))
+    assert (put, fed) == ([b"c"], FeedResult(1, 1, None))
     assert set(runs.values()) == {1}
     feed(made, given[4:])
     assert runs[b"c"] == 2, "what was sent is forgotten"
@@ -139,7 +139,7 @@ def test_lineage_knows_which_output_is_of_which_record() -> None:
 
     ledger, kept = Ledger(), Kept()
     ledger.begin(("in", 0), 0, None)
-    assert feed_from(with_lineage(route(f).each, ledger))(records(b"a", b"bb"), kept) == Fed(3, 2, None)
+    assert feed_from(with_lineage(route(f).each, ledger))(records(b"a", b"bb"), kept) == FeedResult(3, 2, None)
     last = [headers[-1] for *_, headers in kept.sends if headers]
     assert [(name, *decode(source or b"")[2:]) for name, source in last] == [
         (HEADER, 0, 0, 1, 0),

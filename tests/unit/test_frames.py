@@ -13,8 +13,8 @@ import pytest
 
 import eos
 from eos import App, Record
-from eos.encoding.dead_letters import dead_letter
-from eos.encoding.frames import INNERMOST, TEXT_BYTES, frames_of, text_of
+from eos.encoding.dead_letters import make_dead_letter
+from eos.encoding.frames import MAX_FRAMES, MAX_TEXT_BYTES, format_frames, frames_of
 from eos.worker.handling import Handler, Kept
 
 pytestmark = pytest.mark.usefixtures("loop_ends")
@@ -82,7 +82,7 @@ def test_an_error_that_no_code_of_the_user_s_raised_has_none() -> None:
 
     error = failure(order)
     assert frames_of(error) == []
-    assert "eos-dlq-trace" not in dict(dead_letter(Record("in", 0, 0), error, frames_of(error))[5] or [])
+    assert "eos-dlq-trace" not in dict(make_dead_letter(Record("in", 0, 0), error, frames_of(error))[5] or [])
 
 
 def test_a_program_that_is_installed_as_a_library_is_the_user_s_too(tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_deep_and_wide_code_is_told_within_its_bound_and_the_innermost_is_kept()
     code = f"def {name}(depth):\n    return {name}(depth - 1) if depth else 1 / 0\ndef outer(value):\n    {name}(400)\n"
     exec(compile(code, "wide.py", "exec"), space)
     error = failure(space["outer"])
-    assert names(error) == [name] * INNERMOST
-    text = text_of(frames_of(error))
-    assert 300 < len(text.encode()) <= TEXT_BYTES
+    assert names(error) == [name] * MAX_FRAMES
+    text = format_frames(frames_of(error))
+    assert 300 < len(text.encode()) <= MAX_TEXT_BYTES
     assert set(text.splitlines()) == {f"wide.py:2 in {name}"}
 
 

@@ -21,11 +21,20 @@ from eos import log
 from eos.errors import ConfigurationError, UsageError
 from eos.health import metrics
 from eos.health.board import Board
-from eos.health.incidents import Incidents, words
+from eos.health.incidents import Incidents, describe_event
 from eos.health.server import parse_address, serve
-from eos.health.status import Distribution, PartitionLag, Sample, StateOf, Status, judge, judge_report, stuck_after_s
+from eos.health.status import (
+    Distribution,
+    FunctionState,
+    PartitionLag,
+    Sample,
+    Status,
+    judge,
+    judge_report,
+    stuck_after_s,
+)
 from eos.kafka.client.settings import Settings
-from eos.probes import exposition
+from eos.probes import render_metrics
 from eos.session.observe import Histogram, Pulse
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +59,7 @@ def a_status(**more: object) -> Status:
         ("calling", "commit", 0.0, 39.0, WELL, False, False, "stuck for 61 s while calling commit at f (x.py:3)"),
         ("calling", "commit", 98.0, 98.0, WELL, True, True, "running"),
         ("calling", "commit", 10.0, 95.0, WELL, True, False, "waiting for the cluster for 90 s (commit)"),
-        ("polling", "", 0.0, 99.9, None, True, False, "not in its group yet, or its cluster does not answer"),
+        ("polling", "", 0.0, 99.9, None, True, False, "not in its group yet, or the cluster does not answer"),
         ("polling", "", 0.0, 99.9, Sample(False, 0, []), True, False, "not in its group yet"),
         (
             "polling",
@@ -154,7 +163,7 @@ def test_an_incident_that_quotes_a_whole_record_is_cut() -> None:
 
 
 def test_words_name_what_is_left_when_there_is_no_reason() -> None:
-    assert words("worker stuck", {"seconds": 3, "group": "g"}) == "worker stuck (seconds 3)"
+    assert describe_event("worker stuck", {"seconds": 3, "group": "g"}) == "worker stuck (seconds 3)"
 
 
 # ---- metrics -----------------------------------------------------------------------------------------------
@@ -171,7 +180,7 @@ def full_status() -> Status:
         poison={"stop": 0, "dlq": 3, "skip": 0},
         commit_seconds=seen,
         lags=[PartitionLag("t", 0, 5), PartitionLag("t", 1, None)],
-        states=[StateOf("count", 12, 4096, 3)],
+        states=[FunctionState("count", 12, 4096, 3)],
     )
 
 
@@ -179,7 +188,7 @@ STATES = ("values", "bytes", "to_restore_records")
 
 
 def samples(*statuses: Status) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    _, text, content_type = exposition(lambda: metrics.families(statuses))
+    _, text, content_type = render_metrics(lambda: metrics.collect_metrics(statuses))
     assert content_type.startswith("text/plain")
     found = {}
     for family in text_string_to_metric_families(text.decode()):
@@ -217,7 +226,7 @@ def test_several_workers_differ_by_a_label_and_one_that_never_reported_is_left_o
 
 def test_every_metric_has_a_base_unit_a_help_and_is_named_in_names() -> None:
     shown = {name for name, _ in samples(full_status())}
-    assert shown == metrics.names()
+    assert shown == metrics.metric_names()
     assert len(shown) > 20
     assert not [name for name in shown if name.endswith(("_ms", "_millis", "_kb"))]
 
@@ -228,9 +237,9 @@ def test_the_dashboard_and_the_documentation_name_metrics_that_exist_and_the_doc
     asked += [str(variable["query"]) for variable in dashboard["templating"]["list"]]
     named = {name for text in asked for name in re.findall(r"\beos_\w+", text)}
     assert len(named) > 15
-    assert named <= metrics.names(), named - metrics.names()
+    assert named <= metrics.metric_names(), named - metrics.metric_names()
     documented = set(re.findall(r"\beos_[a-z_]+\b", (ROOT / "docs/reference/metrics.md").read_text()))
-    known = {re.sub("_(bucket|sum|count)$", "", name) for name in metrics.names()}
+    known = {re.sub("_(bucket|sum|count)$", "", name) for name in metrics.metric_names()}
     assert documented == known
 
 
@@ -244,7 +253,7 @@ def test_without_prometheus_client_health_is_importable_and_metrics_say_what_to_
         "    answer = ask.getresponse(); print(answer.status, answer.read().decode())\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.stdout.startswith("501 the metrics need prometheus-client: pip install 'eos-kafka[metrics]'"), ended
+    assert ended.stdout.startswith("501 metrics need prometheus-client: pip install 'eos-kafka[metrics]'"), ended
 
 
 # ---- the server --------------------------------------------------------------------------------------------

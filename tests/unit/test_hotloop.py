@@ -380,7 +380,7 @@ class Case:
         if output[1] in (b"refuse", b"for good"):
             raise BufferError("full")
 
-    def refused(self, error: Exception, send: tuple[object, ...]) -> None:
+    def on_produce_error(self, error: Exception, send: tuple[object, ...]) -> None:
         self.calls.append(("refused", type(error), send))
         if send[1] == b"for good":
             raise RuntimeError("refused")
@@ -392,14 +392,14 @@ class Case:
 
     def run(self, loop: Any) -> tuple[object, ...]:
         sent, handled, error = loop.feed_values(
-            self.records, self.function, self.decode, self.target, self.produce, self.refused, self.other
+            self.records, self.function, self.decode, self.target, self.produce, self.on_produce_error, self.other
         )
         return sent, handled, type(error), str(error), self.calls
 
     def run_batch(self, loop: Any) -> tuple[object, ...] | None:
         outs = [item for _, made_of in self._results for item in made_of[1]]
         try:
-            fed = loop.feed_outs(outs, self.target, 7, self.produce, self.refused)
+            fed = loop.feed_outs(outs, self.target, 7, self.produce, self.on_produce_error)
         except (TypeError, ValueError) as error:
             return type(error), str(error), self.calls
         return fed and (fed[0], type(fed[1]), str(fed[1]), self.calls)
@@ -529,10 +529,10 @@ def test_none_of_a_record_without_a_value_is_for_other_to_judge(loop: Any) -> No
 
 
 @both
-@pytest.mark.parametrize("where", ["function", "produce", "refused", "other", "decode", "encode"])
+@pytest.mark.parametrize("where", ["function", "produce", "on_produce_error", "other", "decode", "encode"])
 def test_what_is_no_exception_is_given_to_the_caller_too(loop: Any, where: str) -> None:
     """A function's SystemExit is its record's failure, a signal's exception ends the run: the caller knows which."""
-    made = usual({"other": Out(b"v", topic="unnamed"), "refused": b"refuse", "encode": 5}.get(where, b"v"))
+    made = usual({"other": Out(b"v", topic="unnamed"), "on_produce_error": b"refuse", "encode": 5}.get(where, b"v"))
     case = Case(made, decodes=True)
 
     def interrupt(*_: object) -> None:
@@ -547,7 +547,9 @@ def test_what_is_no_exception_is_given_to_the_caller_too(loop: Any, where: str) 
 @both
 def test_an_error_keeps_its_traceback(loop: Any) -> None:
     case = Case(usual("raise"))
-    error = loop.feed_values(case.records, case.function, None, case.target, case.produce, case.refused, case.other)[2]
+    error = loop.feed_values(
+        case.records, case.function, None, case.target, case.produce, case.on_produce_error, case.other
+    )[2]
     frames = []
     trace: types.TracebackType | None = error.__traceback__
     while trace is not None:

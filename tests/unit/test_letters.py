@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from eos.cli.chosen import Choice, read_changes, row_of
-from eos.encoding.dead_letters import dead_letter
+from eos.encoding.dead_letters import make_dead_letter
 from eos.errors import UsageError
 from eos.records import Record
 from eos.worker.letters import Letter, letter_of
@@ -19,7 +19,7 @@ RECORD = Record("orders", 3, 17, 1_700_000_000_000, b"k\xff", b"v", [("trace", b
 
 
 def letter(error: Exception = ValueError("why"), record: Record = RECORD, offset: int = 5) -> Letter:  # noqa: B008
-    topic, value, key, _, _, headers = dead_letter(record, error, app="shop", function="total")
+    topic, value, key, _, _, headers = make_dead_letter(record, error, app="shop", function="total")
     return letter_of(Record(topic, 1, offset, 9, key, value, headers or []))
 
 

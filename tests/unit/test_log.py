@@ -139,7 +139,7 @@ def test_details_of_a_library_are_held_back_whatever_levels_say(caplog: pytest.L
     below = logging.getLogger("secretive.net.connection")
     for name in (None, "secretive", "secretive.net.connection"):
         caplog.set_level(logging.DEBUG, name)
-    log.hold_back("secretive")
+    log.hide_debug_lines("secretive")
     below.debug("the password")
     logging.getLogger("secretive.later").debug("the token")
     caplog.set_level(logging.DEBUG, "secretive")
@@ -150,6 +150,6 @@ def test_details_of_a_library_are_held_back_whatever_levels_say(caplog: pytest.L
 
 
 def test_library_says_no_more_than_before_it_was_held_back(caplog: pytest.LogCaptureFixture) -> None:
-    log.hold_back("reticent")
+    log.hide_debug_lines("reticent")
     logging.getLogger("reticent").info("connected")
     assert caplog.messages == []

@@ -24,11 +24,11 @@ import eos.worker.handling
 from eos import App, Out, Record, dlq, retry, skip, stop
 from eos.app.lineage import Ledger
 from eos.app.policies import Policy, policy_of
-from eos.encoding.dead_letters import MESSAGE_BYTES, dead_letter
+from eos.encoding.dead_letters import MAX_MESSAGE_BYTES, make_dead_letter
 from eos.encoding.lineage import HEADER, decode
 from eos.encoding.serde import DecodeError
 from eos.errors import Action, CallFailed, ConfigurationError, PoisonRecord, Temporary
-from eos.records import Fed, Feed, Send, UnreadableHeaders, readable
+from eos.records import Feed, FeedResult, Send, UnreadableHeaders, readable_headers
 from eos.worker.handling import DeadLetterRefused, Halt, Handler, RecordRefused
 
 
@@ -47,13 +47,13 @@ class Txn:
         self._refuses = set(refuses)
         self.fed: list[int] = []
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         if self.failure is not None:
-            return Fed(0, len(records), None)  # as a session: what comes now leads nowhere
+            return FeedResult(0, len(records), None)  # as a session: what comes now leads nowhere
         self.fed.append(len(records))
         fed = feed(records, self)
         self.failure = fed.failure
-        return fed if self.failure is None else Fed(fed.sent, len(records), None)
+        return fed if self.failure is None else FeedResult(fed.sent, len(records), None)
 
     def produce(self, *send: Any) -> None:
         topic, value, key = send[:3]
@@ -61,7 +61,7 @@ class Txn:
             raise BufferError("it says no")
         self.sends.append((topic, value, key, -1, send[6] if len(send) > 6 else 0, send[7] if len(send) > 7 else None))
 
-    def refused(self, error: Exception, send: Send) -> None:
+    def on_produce_error(self, error: Exception, send: Send) -> None:
         raise CallFailed("produce", Action.POISON, error)
 
     @property
@@ -178,18 +178,18 @@ def test_what_is_logged_of_a_failing_record_is_cut_as_in_its_dead_letter(caplog:
         raise ValueError(value.decode())
 
     huge = b"x" * 1_000_000
-    cut = "x" * MESSAGE_BYTES + "..."
+    cut = "x" * MAX_MESSAGE_BYTES + "..."
     for policy in (skip, dlq, retry(1)):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "eos"):
             Handler(app_of(quotes, policy)).handle(Txn(), records(huge))
         (line,) = caplog.messages
         assert f"error=ValueError: {cut}" in line
-        assert len(line) < 2 * MESSAGE_BYTES
+        assert len(line) < 2 * MAX_MESSAGE_BYTES
     for app in (app_of(quotes), batch_app(stop)):
         halt = Handler(app).handle(Txn(), records(b"bad" + huge, b"b"))
         assert halt is not None
-        assert len(str(halt.error)) < 2 * MESSAGE_BYTES
+        assert len(str(halt.error)) < 2 * MAX_MESSAGE_BYTES
 
 
 def test_dlq_sends_the_record_as_it_came_with_where_and_why_in_its_place() -> None:
@@ -214,14 +214,14 @@ def test_dlq_sends_the_record_as_it_came_with_where_and_why_in_its_place() -> No
 
 def test_a_dead_letter_names_foreign_classes_with_their_module_and_cuts_long_messages() -> None:
     record = Record("in", 0, 1, value=None, headers=[(HEADER, b"of an earlier step"), ("h", None)])
-    send = dead_letter(record, DecodeError("ü" * MESSAGE_BYTES))
+    send = make_dead_letter(record, DecodeError("ü" * MAX_MESSAGE_BYTES))
     headers = dict(send[5] or [])
     assert send[1] is None
     assert headers["eos-dlq-exception"] == b"eos.serde.DecodeError"
-    assert headers["eos-dlq-message"] == ("ü" * (MESSAGE_BYTES // 2) + "...").encode()
+    assert headers["eos-dlq-message"] == ("ü" * (MAX_MESSAGE_BYTES // 2) + "...").encode()
     assert headers["eos-dlq-timestamp"] == b"-1"
     assert next(iter(headers)) == "h", "lineage of an earlier step is not this one's"
-    assert dead_letter(record, ValueError("\ud800"))[5][-1] == ("eos-dlq-message", b"?")  # type: ignore[index]
+    assert make_dead_letter(record, ValueError("\ud800"))[5][-1] == ("eos-dlq-message", b"?")  # type: ignore[index]
 
 
 def test_the_first_failure_of_each_place_is_logged_with_its_frames_whatever_the_limit(
@@ -570,7 +570,7 @@ def test_what_a_feed_waits_for_room_is_no_time_of_the_function(monkeypatch: pyte
         clock.now += 5
         txn.waited_s += 5
 
-    monkeypatch.setattr(txn, "refused", waits)
+    monkeypatch.setattr(txn, "on_produce_error", waits)
     assert handler.handle(txn, records(b"a")) is None
     clock.now += 1
     assert handler.handle(txn, records(b"b", b"b")) is None
@@ -619,7 +619,7 @@ def test_a_delivery_that_failed_is_not_taken_for_the_record_that_is_being_sent(m
         raise CallFailed("delivery", Action.POISON, error)
 
     txn = Txn(refuses=[b"B"])
-    monkeypatch.setattr(txn, "refused", refused)
+    monkeypatch.setattr(txn, "on_produce_error", refused)
     Handler(app_of()).handle(txn, records(b"a", b"b"))
     assert txn.failure is not None
     assert txn.failure.record is None
@@ -889,7 +889,7 @@ def test_what_own_decoders_and_encoders_raise_is_about_the_record() -> None:
     assert messages[1].startswith(b"reversed_bytes: UnicodeDecodeError")
     assert b"got a tombstone" in messages[2]
     txn = handled(app_of(lambda value: "wrong", dlq, encode=starred), b"a")
-    assert b"starred gave a str, not bytes" in (dict(txn.sends[0][5] or [])["eos-dlq-message"] or b"")
+    assert b"starred returned a str, not bytes" in (dict(txn.sends[0][5] or [])["eos-dlq-message"] or b"")
 
 
 def test_an_own_decoder_leaves_tombstones_to_functions_that_take_them() -> None:
@@ -952,7 +952,7 @@ def test_unreadable_headers_raise_in_a_loop_of_ones_own() -> None:
     for read in (list, len, dict, lambda given: given[0], lambda given: ("b", b"2") in given):
         with pytest.raises(ValueError, match="header 1 of 2"):
             read(headers)
-    assert (readable(headers), readable(())) == ([("b", b"2")], ())
+    assert (readable_headers(headers), readable_headers(())) == ([("b", b"2")], ())
 
 
 MICROSECONDS = 1_700_000_000_000_000

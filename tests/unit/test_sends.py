@@ -78,15 +78,15 @@ def test_values_keys_and_headers_are_encoded_alike(way: Way, value: object, argu
     ("value", "arguments", "error", "sentence"),
     [
         (object(), {}, TypeError, "object cannot be sent"),
-        (INPUT, {}, TypeError, r"gave a Record as a value: .*record\.out"),
-        (Out(b"v"), {}, TypeError, "gave a Out as a value"),
-        (KEEP, {}, TypeError, "gave a Keep as a value"),
-        (b"v", {"key": INPUT}, TypeError, r"gave a Record as a key: use record\.key"),
+        (INPUT, {}, TypeError, r"a value of type Record cannot be sent: .*record\.out"),
+        (Out(b"v"), {}, TypeError, "a value of type Out cannot be sent"),
+        (KEEP, {}, TypeError, "a value of type Keep cannot be sent"),
+        (b"v", {"key": INPUT}, TypeError, r"a key of type Record cannot be sent: use record\.key"),
         ("\ud800", {}, UnicodeEncodeError, "surrogates"),
         (b"v", {"partition": -2}, ValueError, "the partition -2"),
         (b"v", {"partition": "1"}, TypeError, "the partition '1'"),
         (b"v", {"timestamp_ms": -1}, ValueError, "the timestamp"),
-        (b"v", {"headers": [("a", 1)]}, TypeError, "the header 'a' a int"),
+        (b"v", {"headers": [("a", 1)]}, TypeError, "the header 'a' is of type int"),
         (b"v", {"headers": ["a"]}, TypeError, r"a header is a \(str, bytes"),
     ],
 )
@@ -99,7 +99,7 @@ def test_what_cannot_be_sent_is_refused_alike(
 
 @pytest.mark.parametrize("way", [by_session, by_plain])
 def test_a_send_without_an_input_has_no_key_to_keep(way: Way) -> None:
-    with pytest.raises(TypeError, match=r"gave a Keep as a key: use record\.key"):
+    with pytest.raises(TypeError, match=r"a key of type Keep cannot be sent: use record\.key"):
         way(b"v", {"key": KEEP})
 
 

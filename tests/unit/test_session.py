@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError
 from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
 from eos.kafka.client.settings import FUNCTION_OPTIONS, OPTIONS
-from eos.records import Fed
+from eos.records import FeedResult
 from eos.session.committer import Commit
 from eos.session.participants import Listener
 from eos.session.recovery import Trouble
@@ -63,13 +63,13 @@ def test_what_a_feed_sent_before_its_send_failed_is_told_and_its_records_lead_no
     """A worker measures by it for how long the broker has known of the transaction."""
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     failed = CallFailed("produce", Action.REBUILD, RuntimeError("timed out"))
-    producer: Any = SimpleNamespace(feed=lambda feed, records: Fed(2, 2, failed))
+    producer: Any = SimpleNamespace(feed=lambda feed, records: FeedResult(2, 2, failed))
     membership: Any = SimpleNamespace(lost_sentence=None)
     session._parts.intake._membership = membership
     give_producer(session, producer)
-    given, feed = [Record("in", 0, offset) for offset in range(3)], lambda records, sink: Fed(0, 0, None)
-    assert session._loop.feed(feed, given) == Fed(2, 3, None)
-    assert session._loop.feed(feed, given) == Fed(0, 3, None)
+    given, feed = [Record("in", 0, offset) for offset in range(3)], lambda records, sink: FeedResult(0, 0, None)
+    assert session._loop.feed(feed, given) == FeedResult(2, 3, None)
+    assert session._loop.feed(feed, given) == FeedResult(0, 3, None)
 
 
 @pytest.mark.parametrize("refused_at", [0, 99, 100, 199])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from eos import cli
 from eos.cli.written import bytes_of, header_json, headers_text, json_of, text_of
 from eos.encoding import lineage
-from eos.encoding.dead_letters import dead_letter
+from eos.encoding.dead_letters import make_dead_letter
 from eos.errors import Unavailable
 from eos.kafka.admin.tail import Mark, MarkedRecord, OffsetRange, _merge_by_timestamp, _PartitionReader, topic_offsets
 from eos.kafka.client.settings import Settings
@@ -141,7 +141,7 @@ def test_our_own_headers_are_said_in_words() -> None:
     assert headers_text([strangers, ("b", None)]) == [r"eos-lineage=b'\xff'", "b=(null)"]
     assert header_json(*strangers) == {"base64": "/w=="}
     failed = Record("in", 2, 9, 5, None, b"v", [("a", b"1")])
-    letter = dead_letter(failed, ValueError("no\x1b[2J price"), app="shop", function="total")[-1] or []
+    letter = make_dead_letter(failed, ValueError("no\x1b[2J price"), app="shop", function="total")[-1] or []
     said = r"(dead letter of shop/total, from in[2]@9: ValueError: no\x1b[2J price)"
     assert headers_text(letter) == ["a=1", said]
     assert headers_text([*letter, mark, ("eos-dlq-replays", b"2")]) == [

@@ -25,7 +25,7 @@ from eos.app.routes import feed_from
 from eos.cli.verify import NothingToExamine, _tell
 from eos.encoding.lineage import HEADER, Source, Tally, decode, encode, tally_of
 from eos.errors import ConfigurationError
-from eos.records import Fed, Out, Record
+from eos.records import FeedResult, Out, Record
 from eos.testing import verify as verifying
 from eos.testing.checker import Ends
 from eos.testing.history import Log
@@ -125,7 +125,7 @@ def test_a_partition_that_begins_again_forgets_what_was_open() -> None:
 # ---- the feed --------------------------------------------------------------------------------------------------
 
 
-def feed(function: Callable[[Record], Any], records: list[Record]) -> tuple[list[Any], Fed, Ledger]:
+def feed(function: Callable[[Record], Any], records: list[Record]) -> tuple[list[Any], FeedResult, Ledger]:
     app, ledger, kept = App("app"), Ledger(), Kept()
     app.process("a", to="out")(function)
     ledger.begin(A, 0, None)
@@ -147,7 +147,7 @@ def test_each_output_names_its_input_and_its_own_headers_stay() -> None:
         Source("a", 0, 3, 1, 2, 1),
         Source("a", 0, 8, 0, 1, 2),
     ]
-    assert (fed, ledger.tally(A)) == (Fed(3, 3, None), Tally(0, 3, 3))
+    assert (fed, ledger.tally(A)) == (FeedResult(3, 3, None), Tally(0, 3, 3))
 
 
 def test_a_record_that_fails_is_not_counted() -> None:

@@ -28,7 +28,7 @@ from eos.kafka.client.failures import explain_denied
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.watchdog import Job, Watchdog
 from eos.kafka.client.world import REAL, World
-from eos.records import place_of
+from eos.records import format_position
 
 PARTITIONS = 8
 CONFIG = {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "min.cleanable.dirty.ratio": "0.1"}
@@ -193,9 +193,10 @@ def offsets_expired(group: str, found: Mapping[Partition, int], reset: str) -> I
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     effect = "handle all records again" if reset == "earliest" else "skip the records written in the meantime"
     return InputGone(
-        f"group {group} has handled {place_of(topic, number)}{more} before (noted on {since}), but has no committed "
-        "offset now: the brokers delete the offsets of a group without members after offsets.retention.minutes, or "
-        f"somebody deleted them. Starting by auto.offset.reset={reset} would {effect}",
+        f"group {group} has handled {format_position(topic, number)}{more} before (noted on {since}), but has no "
+        "committed offset now: the brokers delete the offsets of a group without members after "
+        "offsets.retention.minutes, or somebody deleted them. "
+        f"Starting by auto.offset.reset={reset} would {effect}",
         remedy="choose where it starts: `eos reset MODULE:APP --from ...`, or `eos reset --group "
         f"{group} --topic {topic} --from ...`",
     )

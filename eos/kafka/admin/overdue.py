@@ -27,7 +27,7 @@ from eos.kafka.admin.transactions import log_partition_of
 from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin, ListedTransaction
 from eos.kafka.client.settings import Settings, alternate_transactional_id
 from eos.kafka.client.world import REAL, World
-from eos.records import noted
+from eos.records import parse_metadata
 
 _ABORT_STARTED = "ConcurrentTransactions"  # the coordinator's answer while it writes the markers
 _CHECK_INTERVAL_S = 0.5
@@ -103,7 +103,7 @@ def transactional_ids_in(group: str, metadata: Iterable[str]) -> set[str]:
     Metadata of other programs is ignored. Earlier versions of eos wrote the instance without the group."""
     names = set()
     for text in metadata:
-        name = noted(text).get("instance")
+        name = parse_metadata(text).get("instance")
         names |= {name, f"{group}-{name}"} if isinstance(name, str) else set()
     return names | {alternate_transactional_id(name) for name in names}
 

@@ -30,7 +30,7 @@ from eos.kafka.admin.facts import cluster_metadata, connect, describe_topic
 from eos.kafka.client.cluster import Partition
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.records import place_of
+from eos.records import format_position
 
 _REQUEST_TIMEOUT_S, _POLL_INTERVAL_S = 10.0, 0.5
 _OFFSET_PATTERN = re.compile(r"([A-Za-z0-9._-]+)(?::(\d+):(\d+)|\[(\d+)\]@(\d+))")
@@ -161,7 +161,9 @@ class GroupOffsets:
         if target.offsets is not None:
             for topic, number in target.offsets:
                 if (topic, number) not in low:
-                    raise UsageError(f"{place_of(topic, number)}: no such partition among {', '.join(self._topics)}")
+                    raise UsageError(
+                        f"{format_position(topic, number)}: no such partition among {', '.join(self._topics)}"
+                    )
             return dict(target.offsets)
         if target.timestamp_ms is not None:
             spec = OffsetSpec.for_timestamp(target.timestamp_ms)
@@ -232,7 +234,7 @@ def require_exact_skips(settings: Settings, moves: Iterable[Move], world: World 
     for move in moves:
         (topic, number), record = move.partition, move.after - 1
         at = max(move.low, move.before or 0)
-        named = place_of(topic, number, record)
+        named = format_position(topic, number, record)
         if at > record:
             raise ConfigurationError(f"{named} is before the group's offset, {at}: there is nothing to skip")
         with tail.TopicReader(settings, topic, {number: at}, uncommitted=False, world=world) as reader:
@@ -241,8 +243,8 @@ def require_exact_skips(settings: Settings, moves: Iterable[Move], world: World 
             raise ConfigurationError(f"there is no record at {named}: it is a transaction marker or an aborted record")
         if first != record:
             raise ConfigurationError(
-                f"{place_of(topic, number, first)} comes before {named} and is not handled yet: --skip skips only the "
-                f"record that it names; `--from '{place_of(topic, number, move.after)}'` skips all up to it"
+                f"{format_position(topic, number, first)} comes before {named} and is not handled yet: --skip skips "
+                f"only the named record; `--from '{format_position(topic, number, move.after)}'` skips all up to it"
             )
 
 

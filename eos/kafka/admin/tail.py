@@ -28,7 +28,7 @@ from eos.kafka.client.failures import classify, explain_denied
 from eos.kafka.client.headers import read_damaged_headers
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.records import Record, place_of
+from eos.records import Record, format_position
 
 T = TypeVar("T")
 _REQUEST_TIMEOUT_S = 5.0
@@ -161,7 +161,9 @@ def _list_offsets(
         except (KafkaException, TimeoutError) as error:
             new = isinstance(error, KafkaException) and error.args[0].code() in _LEADER_NOT_READY_CODES
             kind = _LeaderNotReady if new else Unavailable
-            why = kind(f"the offsets of {place_of(at.topic, at.partition)} are unavailable: {describe_error(error)}")
+            why = kind(
+                f"the offsets of {format_position(at.topic, at.partition)} are unavailable: {describe_error(error)}"
+            )
             why.__cause__ = error
             found[at.partition] = why
     return found
@@ -174,7 +176,7 @@ def _list_readable_offsets(
     found = _list_offsets(client, places, spec, level)
     for partition, offset in found.items():
         if isinstance(offset, int) and offset < 0:
-            where = place_of(places[0].topic, partition)
+            where = format_position(places[0].topic, partition)
             found[partition] = Unavailable(f"the offsets of {where} are unavailable: a broker answered {offset}")
     return found
 

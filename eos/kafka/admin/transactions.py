@@ -17,7 +17,7 @@ from eos.errors import ConfigurationError, EosError, Temporary
 from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin, ListedTransaction, OpenProducer, Partition
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.records import place_of
+from eos.records import format_position
 
 _REQUEST_TIMEOUT_MS = 5_000
 FIND_HANGING = f"eos txn find-hanging --topic {OFFSETS_LOG}"
@@ -104,11 +104,13 @@ def abort_hanging(admin: ClusterAdmin, hanging: OpenTransaction) -> None:
 
     Raise Temporary if it no longer does, and ConfigurationError if it did not hang at the first check."""
     if hanging.verdict is not Verdict.HANGING:
-        raise ConfigurationError(f"{place_of(*hanging.partition)}: {hanging.reason}; it must not be aborted from here")
+        raise ConfigurationError(
+            f"{format_position(*hanging.partition)}: {hanging.reason}; it must not be aborted from here"
+        )
     again = [t for t in find_open(admin, [hanging.partition[0]]) if t.verdict is Verdict.HANGING]
     if hanging.producer.key not in {t.producer.key for t in again}:
         raise Temporary(
-            f"{place_of(*hanging.partition)}: the transaction of producer {hanging.producer.producer_id} ended"
+            f"{format_position(*hanging.partition)}: the transaction of producer {hanging.producer.producer_id} ended"
         )
     admin.write_abort_marker(hanging.producer)
 

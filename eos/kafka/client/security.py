@@ -44,7 +44,7 @@ logging.getLogger("kafka").addHandler(logging.NullHandler())
 def admin_configuration(settings: Settings, timeout_ms: int) -> dict[str, Any]:
     """Return the arguments of a kafka-python client that connects as the worker's clients do."""
     # It logs its configuration, and each request with its bytes: those of a login contain the password or the token.
-    log.hold_back("kafka")
+    log.hide_debug_lines("kafka")
     values = settings.connection()
     arguments: dict[str, Any] = {new: values[old] for old, new in _SASL.items() if old in values}
     protocol = str(values.get("security.protocol", "plaintext")).upper()
