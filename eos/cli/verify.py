@@ -64,7 +64,7 @@ def verify(
         found = verify_cluster(
             *(loaded.bootstrap_servers, inputs, outputs, group_id, loaded.connection()),
             progress=progress,
-            waits=lambda sentence: console.print(f"eos: {sentence}", markup=False, highlight=False, soft_wrap=True),
+            on_wait=lambda sentence: console.print(f"eos: {sentence}", markup=False, highlight=False, soft_wrap=True),
         )
     return _tell(found, group_id, outputs, app)
 

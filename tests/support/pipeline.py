@@ -59,7 +59,7 @@ FENCED = 79
 RULES = {
     "no_duplicates",
     "no_losses",
-    "no_strangers",
+    "no_unexpected_outputs",
     "order",
     "atomic",
     "atomic_transactions",
@@ -625,7 +625,7 @@ def counts_of(
             if not store:
                 continue  # the task's own: its header
             kept[source, partition_of(int(partition), key), key] = int(value or b"")
-    return Counts(keys=outputs.keys, told=np.array(told, np.int64), kept=kept)
+    return Counts(keys=outputs.keys, reported=np.array(told, np.int64), final=kept)
 
 
 class Pipelines:

@@ -75,11 +75,11 @@ def test_flights_that_were_lost_or_counted_twice_are_found(monkeypatch: pytest.M
     upserts = right_upserts()
     key, row = upserts[-1]
     rows = proof(monkeypatch, [*upserts[:-1], (key, {**row, "flights": row["flights"] + 1})])
-    assert not rows["airport hours with other numbers"].holds
-    assert key in rows["airport hours with other numbers"].why
+    assert not rows["airport hours with wrong numbers"].holds
+    assert key in rows["airport hours with wrong numbers"].why
     assert not rows["flights counted, all airports and hours"].holds
-    assert not proof(monkeypatch, upserts[:-1])["airport hours with other numbers"].holds
-    assert not proof(monkeypatch, [])["airport hours with other numbers"].holds
+    assert not proof(monkeypatch, upserts[:-1])["airport hours with wrong numbers"].holds
+    assert not proof(monkeypatch, [])["airport hours with wrong numbers"].holds
 
 
 def test_a_hanging_transaction_and_a_kill_without_effect_do_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def wrong(rows: dict[str, Row]) -> set[str]:
     return {check for check, row in rows.items() if not row.holds}
 
 
-SUMS, KEPT = "airlines and days with another sum in the output", "airlines and days with another sum in the changelog"
+SUMS, KEPT = "airlines and days with a wrong sum in the output", "airlines and days with a wrong sum in the changelog"
 UNEVEN = "sums that skip or repeat a flight"
 
 

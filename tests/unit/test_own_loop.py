@@ -80,7 +80,7 @@ def test_a_loop_that_was_left_has_committed_nothing_of_the_transaction_it_was_in
 
 
 def test_what_a_test_gets_wrong_is_said() -> None:
-    with pytest.raises(ConfigurationError, match="size=0: a transaction has one record at least"):
+    with pytest.raises(ConfigurationError, match="size=0: a transaction has at least one record"):
         eos.testing.Session([], size=0)
     with eos.testing.Session([("in", "a")]) as session, pytest.raises(IllegalState, match="or always aborts"):
         for txn in session:
@@ -89,10 +89,10 @@ def test_what_a_test_gets_wrong_is_said() -> None:
     with eos.testing.Session([Record("in", 0, 0)], destinations=["out"]) as session:
         with pytest.raises(TypeError):
             next(session).send("out", object())
-        with pytest.raises(ConfigurationError, match="sent to uot, which destinations= does not name"):
+        with pytest.raises(ConfigurationError, match="sent to uot, which is not in destinations="):
             next(session).send("uot", b"x")
         with pytest.raises(IllegalState, match="takes no record, or always aborts"):
             for _ in session:
                 pass
-        with pytest.raises(ConfigurationError, match="no output goes to 'uot', they go to out"):
+        with pytest.raises(ConfigurationError, match="no output goes to 'uot': outputs go to out"):
             session.ran.values("uot")

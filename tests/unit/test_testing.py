@@ -23,7 +23,7 @@ def test_a_topic_that_the_app_never_writes_to_is_an_error_and_not_an_empty_answe
     assert (ran.values("priced"), ran.values("audit"), ran.values("orders.dlq")) == ([b"o"], [], [])
     for asked in (ran.values, ran.to):
         with pytest.raises(
-            ConfigurationError, match=r"no output goes to 'pricedd', they go to audit, orders\.dlq, priced$"
+            ConfigurationError, match=r"no output goes to 'pricedd': outputs go to audit, orders\.dlq, priced$"
         ):
             asked("pricedd")
 

@@ -29,7 +29,7 @@ from eos.records import FeedResult, Out, Record
 from eos.testing import verify as verifying
 from eos.testing.checker import Ends
 from eos.testing.history import Log
-from eos.testing.verify import Committed, Verification, judge, marks_of, verify
+from eos.testing.verify import Committed, Verification, extract_marks, judge, verify
 from eos.worker.handling import Kept
 
 # ---- formats ---------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class History:
         headers: list[bytes | None] = [encode(source) for source in self.sources]
         headers += [None] * self.unmarked
         lanes = [self.lane(source) for source in self.sources] + [0] * self.unmarked
-        marks, unmarked = marks_of(log_of("out", list(zip(lanes, range(len(lanes)), strict=True)), headers))
+        marks, unmarked = extract_marks(log_of("out", list(zip(lanes, range(len(lanes)), strict=True)), headers))
         assert len(unmarked) == self.unmarked
         return judge(inputs, marks, self.committed, self.begins, self.output_begins, self.compacted)
 
@@ -237,7 +237,7 @@ def test_a_history_with_filtered_inputs_holds_and_says_how_much_was_examined() -
     assert found.report.ok, str(found.report)
     assert (found.inputs, found.outputs, found.notes) == (42, 42, ())
     assert {v.rule for v in found.report.verdicts} == {
-        "all_inputs_counted", "no_losses", "no_duplicates", "no_strangers", "order", "atomic"
+        "all_inputs_counted", "no_losses", "no_duplicates", "no_unexpected_outputs", "order", "atomic"
     }  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def test_an_input_that_lost_a_part_of_its_outputs_is_torn_too(history: History) 
     history.drop(0, 6, 1)
     report = history.judged().report
     assert report.violated == ("no_losses", "atomic")
-    assert "in[0]@6 is torn: copy 1 is missing" in report["atomic"].sentence
+    assert "in[0]@6 is incomplete: copy 1 is missing" in report["atomic"].sentence
 
 
 def test_a_doubled_output_is_named(history: History) -> None:
@@ -309,7 +309,7 @@ def test_an_input_that_was_never_handled_is_a_violation(history: History) -> Non
 
 def test_an_output_of_an_input_that_does_not_exist_is_a_stranger(history: History) -> None:
     history.inputs.remove((0, 3))
-    assert "no_strangers" in history.judged().report.violated
+    assert "no_unexpected_outputs" in history.judged().report.violated
 
 
 def test_outputs_out_of_order_are_named(history: History) -> None:
@@ -325,7 +325,7 @@ def test_what_cannot_be_decided_is_a_note_and_no_verdict(history: History) -> No
     assert found.report.ok
     assert found.inputs == COUNT
     assert "in[1] is committed at 21 without lineage: not decided" in found.notes
-    assert any("21 outputs are of inputs that are not committed yet" in note for note in found.notes)
+    assert any("21 outputs belong to inputs that are not committed yet" in note for note in found.notes)
 
 
 def test_inputs_that_retention_removed_are_a_note(history: History) -> None:
@@ -403,7 +403,12 @@ def test_what_a_truncated_partition_does_not_show_at_all_cannot_be_decided(histo
     found = history.judged()
     assert found.report.ok, str(found.report)
     assert found.outputs == 0
-    assert {v.rule for v in found.report.verdicts} == {"all_inputs_counted", "no_duplicates", "no_strangers", "order"}
+    assert {v.rule for v in found.report.verdicts} == {
+        "all_inputs_counted",
+        "no_duplicates",
+        "no_unexpected_outputs",
+        "order",
+    }
     assert len(found.notes) == 2
     assert all("out[1] no longer begins at 0 but at 100: not decided" in note for note in found.notes)
 
@@ -489,13 +494,13 @@ def test_outputs_that_compaction_may_have_removed_are_not_decided(history: Histo
 
 def test_inputs_that_compaction_removed_are_not_decided_and_their_outputs_are_no_strangers(history: History) -> None:
     history.inputs.remove((0, 9))
-    assert history.judged().report.violated == ("all_inputs_counted", "no_strangers")
+    assert history.judged().report.violated == ("all_inputs_counted", "no_unexpected_outputs")
     history.compacted = ("in",)
     found = history.judged()
     assert found.report.ok, str(found.report)
     assert (found.report["all_inputs_counted"].examined, found.outputs) == (COUNT, 42)
     assert found.notes == (
-        "in[0]: 1 of 21 inputs are not there, and the topic is compacted; "
+        "in[0]: 1 of 21 inputs are missing, and the topic is compacted; "
         "their outputs and the number of inputs are not decided",
     )
 
@@ -613,12 +618,12 @@ def test_beside_a_record_without_lineage_nobody_says_that_there_is_no_stranger(
 
     alone = rules()
     cluster.strangers = 1
-    assert alone - rules() == {"no_strangers"}
+    assert alone - rules() == {"no_unexpected_outputs"}
     found = verify("servers", ["in"], ["out"], "group")
     assert found.report.ok
     (note,) = found.notes
-    assert note.startswith("1 output carries no lineage (out[0]@9): something else wrote them")
-    assert note.endswith("whether they are strangers is not decided")
+    assert note.startswith("1 output carries no lineage (out[0]@9): another program wrote them")
+    assert note.endswith("whether they have an input is not decided")
     assert _tell(found, "group", ["out"], None) == 0
     assert "holds, as far as it could be decided" in " ".join(capsys.readouterr().out.split())
     cluster.strangers = 7
@@ -630,7 +635,7 @@ def test_what_a_topic_s_policy_says_of_compaction_is_heeded(cluster: Cluster) ->
     assert verify("servers", ["in"], ["out"], "group").report.violated == (
         "all_inputs_counted",
         "no_losses",
-        "no_strangers",
+        "no_unexpected_outputs",
     )
     cluster.policies = {"in": "compact", "out": "compact,delete"}
     assert not verify("servers", ["in"], ["out"], "group").report.violated
@@ -640,7 +645,7 @@ def test_a_policy_that_cannot_be_read_is_a_note(cluster: Cluster) -> None:
     cluster.policies["out"] = None
     found = verify("servers", ["in"], ["out"], "group")
     assert (found.report.ok, found.notes) == (
-        True, ("the cleanup.policy of out cannot be read: decided as if out was not compacted",)
+        True, ("the cleanup.policy of out cannot be read: out is treated as not compacted",)
     )  # fmt: skip
 
 
@@ -653,7 +658,7 @@ from eos.cli import invoke
 from eos.testing import verify as verifying
 from eos.testing.checker import Report, Verdict
 
-def slow(*_, progress, waits):
+def slow(*_, progress, on_wait):
     progress("inputs", 300, 400)
     sys.stdin.readline()
     return verifying.Verification(Report((Verdict("no_losses", True, 4, 0, "all are visible"),)), (), 400, 4)
@@ -702,4 +707,4 @@ def test_a_wait_for_an_open_transaction_is_told_before_it_is_over(monkeypatch: p
     monkeypatch.setattr("eos.testing.history.end_offsets", lambda *_: asked.pop() if asked else free)
     monkeypatch.setattr("eos.testing.verify.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     assert verifying._readable_ends("", ["out"], None, 60.0, told.append) == {("out", 0): 9}
-    assert told == ["an open transaction holds out[0]: waits for its end, 60 s at most"]
+    assert told == ["a transaction is open on out[0]: waiting up to 60 s for its end"]

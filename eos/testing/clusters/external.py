@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from eos.broker.questions import metadata
 from eos.errors import ConfigurationError
-from eos.testing.clusters.base import READY_TIMEOUT_S, Cluster, NotSupported, examine
+from eos.testing.clusters.base import READY_TIMEOUT_S, Cluster, NotSupported, collect_late
 
 
 class ExternalCluster(Cluster):
@@ -32,7 +32,7 @@ class ExternalCluster(Cluster):
         self.size = 0
 
     def __enter__(self) -> ExternalCluster:
-        nodes = self._ask_a_node(
+        nodes = self._query_node(
             f"{self.bootstrap_servers} answers", lambda server: metadata(server).nodes or None, timeout_s=30
         )
         self.size = len(nodes)
@@ -49,16 +49,16 @@ class ExternalCluster(Cluster):
 
     def wait_in_sync(self, *topics: str, timeout_s: float = READY_TIMEOUT_S) -> int:
         """Wait as in other clusters, but by the report of one node."""
-        late: list[str] = []
+        problems: list[str] = []
         examined = 0
 
         def in_sync() -> bool:
             nonlocal examined
-            late.clear()
-            examined = examine(metadata(self._next_server()), topics, "the cluster", late)
-            return not late
+            problems.clear()
+            examined = collect_late(metadata(self._next_server()), topics, "the cluster", problems)
+            return not problems
 
-        self._until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(late[:5]))
+        self._wait_until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(problems[:5]))
         return examined
 
     def repair(self) -> None:
@@ -74,7 +74,7 @@ class ExternalCluster(Cluster):
     _kill = _stop = _launch = _pause = _resume = _partition = _heal = _no_fault
 
     def server(self, i: int) -> NoReturn:
-        raise NotSupported(f"one node cannot be told from the others at {self.bootstrap_servers}: its ids are its own")
+        raise NotSupported(f"nodes cannot be distinguished at {self.bootstrap_servers}: its node ids are its own")
 
     def log(self, i: int) -> NoReturn:
         raise NotSupported(f"a node's log needs a cluster of our own, not {self.bootstrap_servers}")
