@@ -38,7 +38,7 @@ class _State:
     """The state of one pytest process.
 
     `reasons`: the summary's lines about the brokers, including those of xdist's workers. `swept`: the results of those
-    workers' sweeps (eos.testing.sweeping.recorded).
+    workers' sweeps (eos.testing.sweeping.recorded_outcomes).
     """
 
     choices: dict[str | None, Choice] = field(default_factory=dict)
@@ -220,7 +220,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def _sweep_results() -> list[tuple[Any, ...]]:
     # only a module that is imported already can have run
     sweeping = sys.modules.get("eos.testing.sweeping")
-    return sweeping.recorded() if sweeping is not None else []
+    return sweeping.recorded_outcomes() if sweeping is not None else []
 
 
 @pytest.hookimpl(tryfirst=True)
