@@ -1,4 +1,4 @@
-"""The names of cells; a cell is one entry of a function's state.
+"""Builds and parses the names of cells; a cell is one entry of a function's state.
 
 A cell's name consists of a store (the name of the state), a record's key and, in a map or list, a field. As bytes it is
 the store's name, a zero byte, the key's length (four bytes, big endian), the key and the field. The same bytes are the

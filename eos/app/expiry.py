@@ -1,4 +1,4 @@
-"""Expiry of state: a value of a store with a time-to-live expires that long after its last write.
+"""Expires state: a value of a store with a time-to-live expires that long after its last write.
 
 The clock is the task's own time: the latest timestamp of its records so far. So the same records expire the same
 values, whenever they are handled. Such a value starts with the time of its write. The function does not see this
@@ -67,7 +67,7 @@ def ttls_of(stores: Iterable[Store]) -> dict[bytes, int]:
 
 
 class UnexpiredCells:
-    """The cells of a task at one time, without expired values.
+    """Shows the cells of a task at one time, without expired values.
 
     `ttls`: milliseconds by the name of a store. A value that is put gets this time as the time of its write.
     """

@@ -1,4 +1,4 @@
-"""Layers of changes on top of other entries, read together with them in order.
+"""Keeps layers of changes on top of other entries, and reads both together in order.
 
 Owns the order: names are sorted on the first read in order, and stay sorted from then on, because functions read the
 same row again and again. It must never interpret a value.
@@ -23,7 +23,9 @@ _SORT_EACH_TIME: Final = 32  # up to this many names are sorted at each scan, wh
 
 
 class Span(NamedTuple):
-    """A range of fields from `start` (included) to `stop` (excluded, None: no end); `back`: in reverse order."""
+    """Describes a range of fields from `start` (included) to `stop` (excluded, None: no end).
+
+    `back`: in reverse order."""
 
     start: bytes = b""
     stop: bytes | None = None
@@ -35,7 +37,7 @@ class Span(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The range of a row's live fields, from `low` (included) to `high` (excluded); empty if `low` >= `high`.
+    """Holds the range of a row's live fields, from `low` (included) to `high` (excluded); empty if `low` >= `high`.
 
     Bounds are kept in memory. A scan within them does not read deleted and expired entries again and again if a row is
     deleted from one end. Bounds that are too wide only cost time.
@@ -72,7 +74,7 @@ class Bounds(NamedTuple):
 
 
 class LowerCells(Protocol):
-    """The entries below a layer of changes."""
+    """Describes the entries below a layer of changes."""
 
     def get(self, cell: bytes) -> Value: ...
 
@@ -81,7 +83,7 @@ class LowerCells(Protocol):
 
 
 class Overlay(dict[bytes, X], Generic[X]):
-    """The changed fields of one row. Change it only with `put` and `drop`, because it may be sorted already."""
+    """Holds the changed fields of one row. Change it only with `put` and `drop`, because it may be sorted already."""
 
     _names: Any = None  # a SortedList, once there are many fields and the row was read in order
     _dropped = 0
@@ -138,7 +140,7 @@ class Overlay(dict[bytes, X], Generic[X]):
 
 
 class Layer:
-    """Changes of cells on top of other cells, which stay as they are."""
+    """Keeps changes of cells on top of other cells, which stay unchanged."""
 
     def __init__(self, below: LowerCells) -> None:
         self._below = below

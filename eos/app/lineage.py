@@ -1,4 +1,4 @@
-"""Lineage: headers that connect an output to its input, and counts that connect an offset to its outputs.
+"""Adds lineage: headers that connect an output to its input, and counts that connect an offset to its outputs.
 
 With `eos.lineage=true` each output carries a header with its input record, its index among the record's outputs, and
 its number among all outputs of that input partition. The metadata of each committed offset has the number of inputs

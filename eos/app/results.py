@@ -121,7 +121,7 @@ _PAIR = (
 
 
 class Hints:
-    """Warnings about the results of one function, each logged once per process."""
+    """Warns about the results of one function, once per process for each kind of warning."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         code = getattr(underlying(function), "__code__", None)

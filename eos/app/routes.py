@@ -1,4 +1,4 @@
-"""One function of an App with its topics, compiled into the form that a worker, Spark and tests call.
+"""Compiles one function of an App with its topics into the form that a worker, Spark and tests call.
 
 Owns how records pass through a function (one by one, in batches or concurrently), and which outputs are sent if it
 fails. A record's outputs exist only once its function has returned (a generator: is exhausted). A function that fails
@@ -36,7 +36,7 @@ _timestamp = operator.attrgetter("timestamp")
 
 
 class Route:
-    """One function with its topics, compiled: the form that an engine calls.
+    """Holds one function with its topics, compiled into the form that an engine calls.
 
     `outputs(record)` returns what to send for one record. A route with `batch` also has `outputs_batch(records)` for
     many records; its `outputs` runs a batch of one, to find the record that fails. `feed(records, sink)` does the same

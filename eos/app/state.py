@@ -1,4 +1,4 @@
-"""The state of a function, by the key of its record: the objects that the function uses while it runs.
+"""Defines the state of a function by the key of its record: the objects that the function uses while it runs.
 
 A parameter after the first that is annotated `State[T]`, `MapState[K, V]` or `ListState[T]` is a store
 (eos/app/stores.py). Changes to it count only if the function returns. eos/state keeps them, behind the interface
@@ -46,7 +46,7 @@ _NO_VALUE: Final = (_ABSENT, None)  # an absent value, and its bytes
 
 
 class Cells(LowerCells, Protocol):
-    """The values of one task (a function and a partition), as the open transaction sees them."""
+    """Gives access to the values of one task (a function and a partition), as the open transaction sees them."""
 
     def put(self, cell: bytes, value: Value) -> None:
         """Change a cell of a row that is never read in order."""
@@ -59,7 +59,7 @@ class Cells(LowerCells, Protocol):
 
 
 class TaskCells(Cells, Protocol):
-    """All cells of a task, with the task's time."""
+    """Gives access to all cells of a task, with the task's time."""
 
     time_ms: int
     """The latest timestamp of the task's records so far, in milliseconds since the epoch."""
@@ -69,7 +69,7 @@ class TaskCells(Cells, Protocol):
 
 
 class Store(NamedTuple):
-    """A parameter that is state of this `kind`; `annotations` are the types that it holds."""
+    """Describes a parameter that is state of this `kind`; `annotations` are the types that it holds."""
 
     name: str
     kind: type[State[Any]] | type[MapState[Any, Any]] | type[ListState[Any]]
@@ -93,7 +93,7 @@ class Store(NamedTuple):
 
 
 class CompiledStore:
-    """The parts that all states of one parameter share, compiled once per function."""
+    """Holds what all states of one parameter share, compiled once per function."""
 
     __slots__ = ("begin", "decode", "decode_key", "encode", "exact_type", "field", "renews", "store", "unordered")
 
@@ -107,7 +107,7 @@ class CompiledStore:
 
 
 class _KeyedState:
-    """The base of all kinds of state: it holds the cells from construction until the function has returned.
+    """Is the base of all kinds of state: it holds the cells from construction until the function has returned.
 
     Each record gets its own objects, so an object that the function kept raises IllegalState from then on.
     """
@@ -183,7 +183,7 @@ class _KeyedState:
 
 
 class State(_KeyedState, Generic[T]):
-    """A single value per key: read it with `get()`, change it with `set(value)` and `delete()`.
+    """Keeps a single value per key: read it with `get()`, change it with `set(value)` and `delete()`.
 
     `get()` returns None, or the given default, if the key has no value. A value that is changed in place is stored too,
     even a default: `seen.get([]).append(x)` is enough. Values are stored as JSON; bytes and str are stored as they are.
@@ -249,7 +249,7 @@ class State(_KeyedState, Generic[T]):
 
 
 class MapState(_KeyedState, MutableMapping[K, V]):
-    """A map per key, used like a dict; its own keys are str, bytes or int, and it is read in their order.
+    """Keeps a map per key, used like a dict; its own keys are str, bytes or int, and it is read in their order.
 
     `range(start, stop)` reads a part of it. A value that is changed in place is stored too, even one that was passed to
     `get` as its default. Do not keep the object: it raises IllegalState once its function has returned.
@@ -428,7 +428,7 @@ class MapState(_KeyedState, MutableMapping[K, V]):
 
 
 class ListState(_KeyedState, Generic[T]):
-    """A list per key: `append`, `extend`, `popleft`, `clear` and iteration.
+    """Keeps a list per key, with `append`, `extend`, `popleft`, `clear` and iteration.
 
     An append writes only its own value, however long the list is. A value that is changed in place is stored too. Do
     not keep the object: it raises IllegalState once its function has returned.

@@ -156,7 +156,7 @@ def split_at_repeated_keys(records: list[Record], times: Mapping[int, int]) -> I
 
 
 class Stores:
-    """The stores of the function `name`, and access to their cells; without `cells_of` the function cannot run."""
+    """Gives a function access to its stores; without `cells_of` the function cannot run."""
 
     def __init__(self, name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> None:
         self._name, self.task_of = name, cells_of or self._refuse_to_run

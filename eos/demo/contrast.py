@@ -1,4 +1,4 @@
-"""The same fault without transactions: a plain at-least-once loop is killed and duplicates records.
+"""Shows the same fault without transactions: a plain at-least-once loop is killed and duplicates records.
 
 Owns the loop (its own process: `python -m eos.demo.contrast SERVERS RECORDS_PER_COMMIT`) and its fault. It must never
 use eos' engine: it is the loop that people write by hand.
@@ -56,7 +56,7 @@ def at_least_once(servers: str, commit_every: int) -> None:
 
 @dataclass(frozen=True)
 class Contrast:
-    """The results of the at-least-once loop."""
+    """Holds the results of the at-least-once loop."""
 
     flights: int
     records: int

@@ -1,4 +1,4 @@
-"""SIGKILL and SIGSTOP that provably hit an open transaction.
+"""Makes SIGKILL and SIGSTOP provably hit an open transaction.
 
 Owns the definition of a hit: the coordinator reports the transaction as Ongoing, reports the same again after all
 requests on their way have arrived, and a broker has records of it. After a miss the fault is undone and repeated.
@@ -26,14 +26,14 @@ TIMEOUT_S = 30.0
 
 
 class NotProven(EosError):
-    """The demo did not show what it promises; the message names the missing part."""
+    """Reports that the demo did not show what it promises; the message names the missing part."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A fault that left a transaction open.
+    """Describes a fault that left a transaction open.
 
     It has the transaction's id, the coordinator's description of it, the number of partitions with its records, and the
     number of attempts until the fault hit.

@@ -24,7 +24,7 @@ from eos.testing.history import Log, committed_offsets, end_offsets, read_topic
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `why` names the error if it does not hold."""
+    """Holds one line of the table; `why` names the error if it does not hold."""
 
     check: str
     expected: str
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The records read after the run: flights and outputs with read_committed, and a count with read_uncommitted."""
+    """Holds the records read after the run: flights and committed outputs, and a count with read_uncommitted."""
 
     flights: Log
     outputs: Log  # of topics.OUTPUTS, in this order

@@ -1,4 +1,4 @@
-"""`eos demo --spark`: flights -> worker -> Kafka -> stateful Spark query -> Kafka, with the driver killed mid-batch.
+"""Runs `eos demo --spark`: a worker and a stateful Spark query over flights, with the driver killed mid-batch.
 
 Owns the order of this demo and its proof. The expectation is computed directly from the CSV file. Nothing here shares
 code with examples/departures.py and examples/delays_by_hour.py, which it judges. It must never leave a process behind.
@@ -43,7 +43,7 @@ Totals = tuple[int, int, int]  # flights, minutes, late ones
 
 @dataclass(frozen=True)
 class Killed:
-    """The kill that hit: the transaction that it left open, and the number of batches committed before."""
+    """Describes the kill that hit: the transaction that it left open, and the number of batches committed before."""
 
     hit: Hit
     batches: int

@@ -1,4 +1,4 @@
-"""`eos demo --state`: delays per airline and day in keyed state, with two kills and a deleted folder.
+"""Runs `eos demo --state`: delays per airline and day in keyed state, with two kills and a deleted folder.
 
 Two workers are each killed in an open transaction, and the folder of one is deleted. This module owns the order of this
 demo and its proof. The expectation is computed directly from the CSV file. Nothing here shares code with
@@ -43,7 +43,7 @@ Totals = dict[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Killed:
-    """The transactions that the kills left open, and the changes each worker read again with and without its folder."""
+    """Holds the transactions that the kills left open, and the changes read again with and without a folder."""
 
     hits: tuple[Hit, Hit]
     read_with_folder: int

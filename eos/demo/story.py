@@ -1,4 +1,4 @@
-"""The order of the demo: Kafka, flights, two workers and their faults, the contrast, the proof.
+"""Runs the demo in order: Kafka, flights, two workers and their faults, the contrast, the proof.
 
 Owns the order and the supervision of the workers. It must never judge (proof.py does), and never leave a process
 behind.
@@ -38,7 +38,7 @@ _TEMPORARY_FAILURE = 75
 
 @dataclass(frozen=True)
 class Faults:
-    """The faults that hit the workers; `timed_out`: the paused worker's transaction after the broker aborted it."""
+    """Holds the faults that hit the workers; `timed_out`: the paused worker's transaction after its timeout."""
 
     kill: Hit
     pause: Hit

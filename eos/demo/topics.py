@@ -1,4 +1,4 @@
-"""The demo's topics: it creates, loads and follows them, and deletes them on an external cluster.
+"""Creates, loads and follows the demo's topics, and deletes them on an external cluster.
 
 Owns the names. It must never write to or delete a topic that existed before.
 """

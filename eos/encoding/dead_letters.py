@@ -1,4 +1,4 @@
-"""Dead letters: unchanged copies of records that could not be handled, with headers that name position and error.
+"""Defines dead letters: unchanged copies of records that could not be handled, with headers about position and error.
 
 Owns the format only; it must never send a dead letter. eos/worker/handling.py and eos/session/transaction.py send it in
 the transaction that commits the record's offset.

@@ -1,4 +1,4 @@
-"""The frames of a user's code in which an exception was raised, for log lines and the headers of dead letters.
+"""Finds the frames of a user's code that raised an exception, for log lines and the headers of dead letters.
 
 Owns the choice of frames and their text. It must never run a user's code or keep a traceback, and its text is bounded:
 an exception may have passed through a thousand frames.

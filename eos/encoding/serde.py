@@ -1,4 +1,4 @@
-"""Decoders from type annotations, and encoders from Python values to bytes.
+"""Makes decoders from type annotations, and encodes Python values to bytes.
 
 Owns the rule by which an annotation chooses the decoder of a record's value, and the rule by which a value or key
 becomes bytes. It must never do I/O, know about topics or records, or decide about a record that does not decode: it
@@ -210,7 +210,7 @@ def wrap_encoder(encode: Callable[[Any], bytes] | None) -> Encode | None:
 
 
 class _UserDecoder:
-    """A user's decoder with the common rules; a class and not a closure, because Spark pickles routes."""
+    """Wraps a user's decoder with the common rules; a class and not a closure, because Spark pickles routes."""
 
     def __init__(self, decode: Callable[[bytes], Any], name: str, nullable: bool) -> None:
         self._decode, self._name, self._nullable = decode, name, nullable
@@ -254,7 +254,7 @@ def encode(value: object) -> bytes | None:
 
 
 class Codec(NamedTuple):
-    """The decoder and encoder for state values of one annotation; `decode` reads the bytes that `encode` wrote.
+    """Holds the decoder and encoder for state values of one annotation; `decode` reads the bytes that `encode` wrote.
 
     `encode` raises TypeError or ValueError for a value that cannot be encoded. Every value whose exact type is
     `exact_type` can be decoded again; for other types only `decode` shows it. `unordered`: a decoded value may encode

@@ -1,4 +1,4 @@
-"""The HTTP server of a worker or a supervisor: /livez, /readyz, /metrics, the page at / and its data.
+"""Serves the HTTP requests of a worker or a supervisor: /livez, /readyz, /metrics, the page at / and its data.
 
 Owns the responses; their contents come from eos.health.status, and eos/probes.py serves them. No response contains a
 secret.

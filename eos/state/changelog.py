@@ -1,4 +1,4 @@
-"""The changelog of a function: a compacted topic with as many partitions as the function's source.
+"""Manages the changelog of a function: a compacted topic with as many partitions as the function's source.
 
 Each task writes the changes of its transactions to one partition, and reads the partition to its end before its first
 record. A missing changelog is created.
@@ -47,7 +47,7 @@ def changelogs_of(app_id: str, routes: Iterable[Route]) -> dict[str, str]:
 
 
 class ChangelogFit(NamedTuple):
-    """The state of a function's changelog compared with its source.
+    """Compares a function's changelog with its source.
 
     `partitions` counts the source's partitions; 0 if the source does not exist. `missing`: the changelog must be
     created. `tombstones_s`: how long the changelog keeps tombstones, in seconds.
@@ -177,7 +177,7 @@ def beginning_removed(where: str, low: int) -> InputGone:
 
 
 class Start(NamedTuple):
-    """The offset from which a restore reads a changelog.
+    """Names the offset from which a restore reads a changelog.
 
     `keeps`: the restore keeps the existing values and applies the changelog on top of them.
     """

@@ -1,4 +1,4 @@
-"""The engines that keep values in a folder: LMDB, and RocksDB for state that does not fit in memory.
+"""Provides the engines that keep values in a folder: LMDB, and RocksDB for state that does not fit in memory.
 
 An engine has two tables of bytes: values and notes. One write changes both tables atomically and survives a killed
 process; neither engine syncs on a write. LMDB reads a cached value in a microsecond, and writes a page for each value

@@ -1,4 +1,4 @@
-"""The values of a task in a folder of its own, which a restarted worker continues to use.
+"""Keeps the values of a task in its own folder, which a restarted worker continues to use.
 
 A folder is written once a transaction is known to be committed; the engine writes values and position atomically
 (eos/state/engines.py). The write survives a killed process but not a machine crash, because nothing is synced while the
@@ -39,7 +39,7 @@ _MAX_ROW_BYTES = 100  # LMDB allows 511, the field included
 
 
 class InFolder:
-    """The values of one task in a folder.
+    """Keeps the values of one task in a folder.
 
     Raises Temporary if the folder cannot be written or read; no state is lost, because the changelog has it.
     `changelog_id` is the topic id of the changelog; values of another topic of the same name are discarded.

@@ -1,4 +1,4 @@
-"""The notes that a task keeps about its state, so that the next owner can verify the state before the first record.
+"""Defines the notes that a task keeps about its state, so that the next owner can verify it before the first record.
 
 The offset metadata of each source partition holds facts that change with a commit: the function and the names of its
 states, the end of its changelog, and the number of partitions. An entry of the changelog, the header, holds facts that
@@ -32,7 +32,7 @@ _NAMES_BYTES: Final = 1_000
 
 
 class OffsetNote(NamedTuple):
-    """The note about a function's state in the metadata of an offset.
+    """Holds the note about a function's state in the metadata of an offset.
 
     `function`: a function of another name has another changelog. `end`: the end offset of the changelog's partition.
     `partitions`: how many partitions the source and the changelog had. `stores`: the names of the function's states in
@@ -161,7 +161,7 @@ def check_partitions(beside: OffsetNote, source: str, partitions: int) -> None:
 
 
 class Header(NamedTuple):
-    """The header of a changelog's partition. `stores`: the kind of each store by its name in the changelog."""
+    """Holds the header of a changelog's partition. `stores`: the kind of each store by its name in the changelog."""
 
     app: str
     function: str

@@ -40,7 +40,7 @@ _MAX_READ = 1_000
 
 @dataclass
 class _Partition:
-    """The progress of one partition."""
+    """Tracks the progress of one partition."""
 
     min_end: int | None
     """The lowest acceptable end of its changelog; None accepts its contents even if records are missing."""
@@ -60,7 +60,7 @@ class _Partition:
 
 
 class Restoring:
-    """The restore of some partitions of one function.
+    """Restores some partitions of one function.
 
     `partitions`: the lowest acceptable end of each partition's changelog; None accepts its contents as they are.
     `open_values`: opens the values of a partition, and returns None while another process owns the folder; its second

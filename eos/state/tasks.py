@@ -1,4 +1,4 @@
-"""The values of one task, and the changes of the open transaction to them.
+"""Holds the values of one task, and the changes of the open transaction to them.
 
 A task is a function and a partition of its source.
 """
@@ -26,7 +26,7 @@ ChangelogEntry = tuple[bytes, Value, int]
 
 
 class Task(Layer):
-    """The state of one task, with the changes of the open transaction as a layer on top.
+    """Holds the state of one task, with the changes of the open transaction as a layer on top.
 
     `ttls`: milliseconds by the name of a store. `clock`: returns the current time in seconds. The task's time never
     runs ahead of it: a record with a future timestamp must not expire recent entries.

@@ -1,4 +1,4 @@
-"""The committed values of a task, in memory or in a folder (eos/state/folders.py).
+"""Keeps the committed values of a task, in memory or in a folder (eos/state/folders.py).
 
 The values cover the changelog before `position`, so a restart reads only the records after it. Nothing here needs an
 engine: Spark's executors and tests without a broker have none.
@@ -19,7 +19,7 @@ _EMPTY: Final[Overlay[bytes]] = Overlay()
 
 
 class Values(Protocol):
-    """The committed values of one task.
+    """Gives access to the committed values of one task.
 
     If a store has a time-to-live, each of its values begins with the time of its write (eos/app/expiry.py).
     """

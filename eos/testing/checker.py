@@ -44,7 +44,7 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Records:
-    """The positions of n records: one array element per record, in any order unless a rule requires one.
+    """Holds the positions of n records: one array element per record, in any order unless a rule requires one.
 
     `topic` (n,) int32 is an index into `topics`; `partition` (n,) int32; `offset` (n,) int64. Accepts anything that
     numpy can convert to these without loss. Raises ValueError for unequal lengths or an impossible position.
@@ -93,7 +93,7 @@ class Records:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs(Records):
-    """The input records that a read_committed reader finds; each must be given only once.
+    """Holds the input records that a read_committed reader finds; each must be given only once.
 
     `transaction` (n,) int64, optional: a number for the transaction that handled the record last, -1 if unknown.
     """
@@ -105,7 +105,7 @@ class Inputs(Records):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outputs(Records):
-    """Visible output records, with the input of each.
+    """Holds the visible output records, with the input of each.
 
     `source_topic` (n,) int32 is an index into the *inputs'* topics; `source_partition` (n,) int32; `source_offset` (n,)
     int64; `copy` (n,) int32, 0..fan_out-1. Sources may be any number: a nonexistent source violates
@@ -127,14 +127,14 @@ class Outputs(Records):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CommitSeries(Records):
-    """Observed committed offsets of a group, in the order of observation; -1 stands for "none committed"."""
+    """Holds observed committed offsets of a group, in the order of observation; -1 stands for "none committed"."""
 
     _lowest_offset = -1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Counts:
-    """The outputs and the final state of a function that counts the records of each key.
+    """Holds the outputs and the final state of a function that counts the records of each key.
 
     `keys` and `reported` (n,): each output's key, and the count that it reports, its own record included. `final`: the
     final counts in all of the function's changelogs, by (index of the source topic, partition, key).
@@ -147,7 +147,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one rule; `examples` are one line each, for at most `EXAMPLES` of the `violations`.
+    """Holds the result of one rule; `examples` are one line each, for at most `EXAMPLES` of the `violations`.
 
     `about`: the inputs of the first example, for rules whose inputs cannot be found by counting outputs.
     """
@@ -162,12 +162,12 @@ class Verdict:
 
 
 class Violated(AssertionError):
-    """The records in Kafka are not exactly once; unlike a timeout, no retry can correct this."""
+    """Reports that the records in Kafka are not exactly once; unlike a timeout, no retry can correct this."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The verdicts of one check, in the order of the rules."""
+    """Holds the verdicts of one check, in the order of the rules."""
 
     verdicts: tuple[Verdict, ...]
 
@@ -611,7 +611,7 @@ def check(
 
 
 class _Index:
-    """An index of records by (topic, partition, offset). Raises ValueError if one of them appears twice.
+    """Indexes records by (topic, partition, offset). Raises ValueError if one of them appears twice.
 
     `order` sorts the records by position, or is None if they are sorted already; `rows` refers to the sorted order.
     """

@@ -224,7 +224,7 @@ def end_offsets(
 
 
 class ConcurrentReader:
-    """A thread that reads topics from the beginning during a run, and keeps the delivered records in order.
+    """Reads topics on a thread from the beginning during a run, and keeps the delivered records in order.
 
     For one user: `with ConcurrentReader(...) as reader: ...; reader.wait_for_ends(ends); reader.seen()`. It reads the
     partitions that the topics have at the start. An error that a retry cannot fix ends the thread, and the next call

@@ -32,7 +32,9 @@ from eos.worker.hooks import Hooks
 
 @dataclass(frozen=True)
 class Sent:
-    """One output. `partition` None: the partitioner chooses. `timestamp`: ms since the epoch, 0: time of producing."""
+    """Holds one output.
+
+    `partition` None: the partitioner chooses. `timestamp`: ms since the epoch, 0: time of producing."""
 
     topic: str
     value: bytes | None
@@ -44,7 +46,7 @@ class Sent:
 
 @dataclass
 class Ran:
-    """The results of a run: all outputs in order, dead letters included, and counts.
+    """Holds the results of a run: all outputs in order, dead letters included, and counts.
 
     `topics`: the topics to which outputs can go.
     """

@@ -1,4 +1,4 @@
-"""The pytest plugin: `--eos-kafka=container|jvm|HOST:PORT`, and the fixtures `eos_run`, `eos_kafka`, `eos_cluster`.
+"""Defines the pytest plugin: `--eos-kafka=container|jvm|HOST:PORT`, and fixtures `eos_run`, `eos_kafka`, `eos_cluster`.
 
 Owns the options, the lifetime of the clusters, and the rule that a test with a fault which its backend cannot make
 counts as not run. Every pytest run loads the plugin where eos is installed, so it must never import a client, docker or
@@ -35,7 +35,7 @@ _IGNORED_WARNINGS = (
 
 @dataclass
 class _State:
-    """The state of one pytest process.
+    """Holds the state of one pytest process.
 
     `reasons`: the summary's lines about the brokers, including those of xdist's workers. `swept`: the results of those
     workers' sweeps (eos.testing.sweeping.recorded_outcomes).
@@ -51,7 +51,7 @@ _STATE = pytest.StashKey[_State]()
 
 
 class StartCluster(Protocol):
-    """The fixture `eos_cluster`: starts a cluster that ends with the test; defaults come from the command line."""
+    """Describes the fixture `eos_cluster`, which starts a cluster for one test; options give the defaults."""
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class StartCluster(Protocol):
 
 
 class RunOnBroker(Protocol):
-    """The fixture `eos_run`: runs an App on a real broker, see eos.testing.online.run_on."""
+    """Describes the fixture `eos_run`: runs an App on a real broker, see eos.testing.online.run_on."""
 
     def __call__(
         self, app: App, records: Iterable[Record | tuple[Any, ...]], settings: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""A fault sweep: runs a user's own App on a real worker and real Kafka, once per (step of a transaction, fault).
+"""Sweeps faults: runs a user's own App on a real worker and real Kafka, once per (step of a transaction, fault).
 
 Owns the cases (which fault at which step, as a plan of the shim) and one run of each: create the topics again, load the
 input, run a worker process behind a shim until all input is done, then call `eos.testing.verify`. It must never judge
@@ -127,7 +127,9 @@ ACTIONS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a sweep: `action` at `step`; `error` for the action "errors". `protocol`: classic or consumer."""
+    """Describes one run of a sweep: `action` at `step`; `error` for the action "errors".
+
+    `protocol`: classic or consumer."""
 
     step: str
     action: str
@@ -204,7 +206,7 @@ def every_case(
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one case. `wrong`: every reason why it does not count as exactly once; empty if it does.
+    """Holds the result of one case. `wrong`: every reason why it does not count as exactly once; empty if it does.
 
     `way`: whether the shim protects, on which side of it the faults were, and the eos.* settings of the sweeper.
     """

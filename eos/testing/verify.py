@@ -38,7 +38,7 @@ assert _MARK.itemsize == lineage.FORMAT.size, "the bulk reader and the writer mu
 
 @dataclass(frozen=True)
 class Committed:
-    """The committed progress of a group in one partition: all before `offset`; `tally` None: without lineage."""
+    """Holds a group's committed progress in one partition: all before `offset`; `tally` None: without lineage."""
 
     offset: int
     tally: Tally | None
@@ -46,7 +46,7 @@ class Committed:
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """The sources of n outputs: arrays (n,); `topic` is an index into `topics`, `outputs` are the records."""
+    """Holds the sources of n outputs: arrays (n,); `topic` is an index into `topics`, `outputs` are the records."""
 
     topics: tuple[str, ...]
     topic: NDArray[np.int32]
@@ -64,7 +64,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`.
+    """Holds the result of `verify`.
 
     `report` has the verdicts, none if nothing could be decided. `notes` name what could not be decided, and why.
     `inputs` and `outputs` count the records that could be examined.

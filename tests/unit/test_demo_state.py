@@ -66,12 +66,12 @@ SUMS, KEPT = "airlines and days with a wrong sum in the output", "airlines and d
 UNEVEN = "sums that skip or repeat a flight"
 
 
-def test_a_right_history_holds_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_history_holds_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = proof(monkeypatch, *right())
     assert (wrong(rows), len(rows)) == (set(), 11)
 
 
-def test_a_flight_that_was_summed_twice_or_never_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_or_missing_flight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, changes = right()
     assert wrong(proof(monkeypatch, [*outputs, outputs[-1]], changes)) == {"departures summed", UNEVEN}
     assert wrong(proof(monkeypatch, outputs[:-1], changes)) >= {"departures summed", SUMS}
@@ -81,6 +81,6 @@ def test_a_flight_that_was_summed_twice_or_never_is_found(monkeypatch: pytest.Mo
     assert "expected" in proof(monkeypatch, outputs, stale)[KEPT].why
 
 
-def test_faults_that_showed_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ineffective_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(wrong(proof(monkeypatch, *right(), reads=(9, 9)))) == 1
     assert len(wrong(proof(monkeypatch, *right(), reads=(0, 0)))) == 2

@@ -45,7 +45,7 @@ def app_of(ttl: Any = TTL) -> App:
     return app
 
 
-def test_reading_a_set_does_not_make_it_live_longer() -> None:
+def test_reading_does_not_extend_life() -> None:
     """Equal sets may be other bytes."""
     app = App("shop")
     names: set[int] = set()
@@ -112,7 +112,7 @@ RECORDS = st.lists(
 
 
 @given(where=st.sampled_from(["memory", *ENGINES]), steps=RECORDS)
-def test_a_value_is_there_for_so_long_behind_its_last_write_whatever_happens_in_between(
+def test_value_expires_after_its_last_write(
     where: str, steps: list[tuple[bytes, str, int, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     base, changelog = tmp_path_factory.mktemp("ages"), list[ChangelogEntry]()
@@ -175,7 +175,7 @@ def restored(values: Values, changelog: list[ChangelogEntry], ttls: Mapping[byte
     return values
 
 
-def test_what_is_over_leaves_the_changelog_and_the_values_with_the_next_transactions() -> None:
+def test_expired_entries_are_deleted_by_next_transactions() -> None:
     route = app_of().routes["in"]
     task = Task(InMemory(expiring=route.ttls), route.ttls)
     bound = route.bind(cells_of=lambda _: task)
@@ -195,7 +195,7 @@ def test_what_is_over_leaves_the_changelog_and_the_values_with_the_next_transact
 
 
 @pytest.mark.parametrize("where", ["memory", *ENGINES])
-def test_what_is_set_lives_on_though_it_is_what_it_was(where: str, tmp_path: Path) -> None:
+def test_setting_an_equal_value_extends_life(where: str, tmp_path: Path) -> None:
     route = app_of().routes["in"]
     values = values_in(where, tmp_path, route.ttls)
     task = Task(values, route.ttls)
@@ -210,7 +210,7 @@ def test_what_is_set_lives_on_though_it_is_what_it_was(where: str, tmp_path: Pat
     values.close()
 
 
-def test_much_that_is_over_at_once_goes_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_expired_entries_are_deleted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_MAX_EXPIRED", 5)
     values = InMemory(expiring=[b"s"])
     values.apply({cell_of("s", b"%d" % n): add_write_time(n, b"") for n in range(12)} | {TIME: b"50"}, 0, 0.0)
@@ -221,12 +221,12 @@ def test_much_that_is_over_at_once_goes_a_part_at_a_time(monkeypatch: pytest.Mon
         assert len(values) == left
 
 
-def test_a_record_from_the_future_does_not_take_the_time_along() -> None:
+def test_future_timestamp_does_not_advance_time() -> None:
     task = Task(clock=lambda: 5.0)
     assert [task.at(ms) for ms in (4_000, 99_000, -1, 0)] == [4_000, 5_000, 5_000, 5_000]
 
 
-def test_async_and_batch_functions_have_the_time_of_their_records() -> None:
+def test_async_and_batch_functions_use_their_records_time() -> None:
     app = App("shop")
 
     @app.process("one", to="out", ttl=TTL, on_error=eos.skip)
@@ -274,7 +274,7 @@ def failing_apps() -> list[App]:
 
 @pytest.mark.parametrize("app", failing_apps(), ids=lambda app: app.routes["in"].name)
 @pytest.mark.parametrize("page", [b"bad", b"unsendable", b"unstorable"])
-def test_failed_record_moves_no_time_and_touches_no_task(
+def test_failed_record_advances_no_time_and_touches_no_task(
     app: App, page: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = Task(ttls={b"times": 10})
@@ -329,9 +329,7 @@ def batch_app(calls: list[int]) -> App:
     ),
     data=st.data(),
 )
-def test_batch_with_ttl_gives_what_its_records_give_one_by_one(
-    steps: list[tuple[bytes, str, int]], data: st.DataObject
-) -> None:
+def test_batch_with_ttl_matches_single_records(steps: list[tuple[bytes, str, int]], data: st.DataObject) -> None:
     now, records = 100, []
     for number, (key, page, later) in enumerate(steps):
         now += later
@@ -357,7 +355,7 @@ def test_batch_with_ttl_gives_what_its_records_give_one_by_one(
     assert found[0] == found[1] == found[2]
 
 
-def test_batch_is_cut_only_where_a_key_comes_again_later() -> None:
+def test_batch_is_split_only_at_a_repeated_key() -> None:
     def calls(ttl: bool, *records: tuple[bytes, int]) -> list[int]:
         found: list[int] = []
         app = batch_app(found)
@@ -374,7 +372,7 @@ def test_batch_is_cut_only_where_a_key_comes_again_later() -> None:
     assert calls(True, *((b"%d" % n, 100 + n) for n in range(9))) == [9]
 
 
-def test_batch_that_fails_in_a_later_cut_changes_nothing() -> None:
+def test_batch_failing_in_later_part_changes_nothing() -> None:
     found: list[int] = []
     app = batch_app(found)
     task = Task(ttls=app.routes["in"].ttls)
@@ -385,7 +383,7 @@ def test_batch_that_fails_in_a_later_cut_changes_nothing() -> None:
     assert (task.changed, task.has_changes) == ({}, False)
 
 
-def test_what_is_left_of_a_run_is_what_is_not_over() -> None:
+def test_final_state_has_only_unexpired_values() -> None:
     record = Record("in", 0, 0, 100, b"a", b"x")
     later = Record("in", 0, 1, 110, b"b", b"x")
     states = eos.testing.run(app_of({"times": TTL}), [record, later]).states["visit"]
@@ -402,12 +400,12 @@ def test_what_is_left_of_a_run_is_what_is_not_over() -> None:
         ({"times": 60}, "ttl= of visit is 60: it must be a timedelta"),
     ],
 )
-def test_a_time_to_live_that_is_none_is_refused_where_it_stands(ttl: Any, said: str) -> None:
+def test_invalid_ttl_is_refused_at_definition(ttl: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         app_of(ttl)
 
 
-def test_a_function_without_state_has_nothing_to_forget() -> None:
+def test_ttl_without_state_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="f has ttl= but no state"):
         App("shop").process("in", ttl=TTL)(f)
 
@@ -415,7 +413,7 @@ def test_a_function_without_state_has_nothing_to_forget() -> None:
 def f(value: str) -> None: ...
 
 
-def test_a_folder_of_another_time_to_live_is_begun_anew(tmp_path: Path) -> None:
+def test_folder_with_other_ttl_is_discarded(tmp_path: Path) -> None:
     for expiring, left in (([b"s"], 0), ([b"s"], 1), ([], 0)):
         folder = InFolder.of(tmp_path, "t", "id", expiring=expiring)
         assert folder is not None
@@ -426,7 +424,7 @@ def test_a_folder_of_another_time_to_live_is_begun_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ENGINES)
-def test_oldest_entries_are_looked_for_where_the_last_were_found(
+def test_oldest_entries_scan_starts_at_last_position(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = values_in(where, tmp_path, {b"s": 10})

@@ -139,7 +139,7 @@ def note(value: bytes | None) -> Record:
     return Record("shop-count-changelog", 0, 0, key=CELL, value=value)
 
 
-def test_a_partition_begins_with_what_its_changelog_says_and_nothing_from_before(
+def test_restore_returns_exactly_the_changelogs_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], [], [note(b"7"), note(None)])
@@ -234,7 +234,7 @@ def until_ready(one: restoring.Restoring, now: list[float], most_s: float = 200.
     return ready
 
 
-def test_restore_waits_until_the_transaction_before_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_waits_for_decision_of_previous_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator answers before its markers are everywhere: what is committed may not be readable yet."""
     one, now = restoring_of(monkeypatch, {0: [OPEN, OPEN, OffsetRange(0, 9, 9)]})
     assert until_ready(one, now) == {0}
@@ -283,14 +283,14 @@ def test_restore_of_a_leaderless_partition_does_not_stop_others(
         (0, 101, 0.0, (0, False)),
     ],
 )
-def test_restore_starts_where_the_folder_stands_or_at_the_beginning(
+def test_restore_starts_at_folder_position_or_at_beginning(
     low: int, position: int, age_s: float, start: tuple[int, bool] | None
 ) -> None:
     found = changelog.find_start(position, 50.0, OffsetRange(low, 100, 100), tombstones_s=10.0, now=50.0 + age_s)
     assert found == start
 
 
-def test_restore_ends_where_the_changelogs_beginning_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_restore_fails_if_changelog_beginning_was_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = [note(b"%d" % number) for number in range(5)]
     first = keeper_on(monkeypatch, log, folder=tmp_path)
     restore(first)
@@ -316,7 +316,7 @@ def test_restore_refuses_a_record_of_another_program(monkeypatch: pytest.MonkeyP
         restore(keeper_on(monkeypatch, [note(b"1"), strange]))
 
 
-def test_restore_writes_by_bytes_with_the_position(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_restore_writes_in_bounded_batches_with_position(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A restore that is killed goes on where it stood, however large the values are."""
     large = [note(b"%d" % number + b"x" * 3_000_000) for number in range(6)]
     keeper = keeper_on(monkeypatch, large, folder=tmp_path)
@@ -338,7 +338,7 @@ def _raised(error: Exception | None) -> None:
         raise error
 
 
-def test_keeper_notes_the_changelogs_end_beside_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeper_notes_changelog_end_in_offset_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], [note(b"1")] * 7)
     restore(keeper)
     said = []
@@ -376,7 +376,7 @@ def test_keeper_notes_the_changelogs_end_beside_the_offset(monkeypatch: pytest.M
         ],
     ],
 )
-def test_keeper_refuses_what_was_handled_with_other_state(
+def test_keeper_refuses_records_handled_with_other_state(
     monkeypatch: pytest.MonkeyPatch, beside: object, sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
@@ -441,7 +441,7 @@ def test_keeper_refuses_a_changelog_by_its_header(monkeypatch: pytest.MonkeyPatc
         restore(keeper_on(monkeypatch, [Record("", 0, 0, key=HEADER, value=there)]))
 
 
-def test_names_of_ninety_states_are_in_the_header_alone() -> None:
+def test_names_of_ninety_states_are_only_in_the_header() -> None:
     """Brokers take 4,096 bytes beside an offset."""
     stores = tuple(Store(f"a_long_name_of_a_state_{number}", State, (int,)) for number in range(90))
     route = Route(lambda value: None, str, ("in",), (), False, stores=stores, name="count")
@@ -449,7 +449,7 @@ def test_names_of_ninety_states_are_in_the_header_alone() -> None:
     assert len(current_header("shop", route).stores) == 90
 
 
-def test_keeper_refuses_state_that_no_offset_was_committed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeper_refuses_state_without_a_committed_offset(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [note(b"1"), Record("", 0, 0, key=HEADER, value=HEADER_VALUE)]
     with pytest.raises(
         InputGone, match=r"in\[0\] has no committed offset, but the changelog shop-count-changelog\[0\]"
@@ -466,7 +466,7 @@ def test_keeper_refuses_partitions_that_grew_with_their_changelog(monkeypatch: p
         check_partitions(beside, "in", 4)
 
 
-def test_a_source_that_grew_under_a_running_worker_is_refused_with_its_new_partition(
+def test_source_grown_while_running_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keeper = keeper_on(monkeypatch)
@@ -502,7 +502,7 @@ def test_a_source_that_grew_under_a_running_worker_is_refused_with_its_new_parti
     keeper.close()
 
 
-def test_a_restore_waits_for_a_broker_that_is_away_while_it_reads(
+def test_restore_waits_for_unavailable_broker_while_reading(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")])
@@ -515,7 +515,7 @@ def test_a_restore_waits_for_a_broker_that_is_away_while_it_reads(
     assert len(waits) == 2
 
 
-def test_an_end_that_is_no_offset_is_not_read_to() -> None:
+def test_restore_does_not_read_to_a_negative_end() -> None:
     """Else a restore would take the changelog for empty."""
 
     def answers(asked: dict[Any, Any], **_: object) -> dict[Any, Future[Any]]:
@@ -534,7 +534,7 @@ def commit(keeper: Keeper) -> None:
     keeper.committed()
 
 
-def test_restart_after_aborts_reads_nothing_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_restart_after_aborts_reads_no_known_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What an abort left in the changelog is passed by the next commit that changes something there."""
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], folder=tmp_path)
     restore(keeper)
@@ -566,7 +566,7 @@ def test_restart_after_aborts_reads_nothing_that_it_has(monkeypatch: pytest.Monk
     keeper.close()
 
 
-def test_folder_is_dated_before_its_transactions_offsets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_as_of_precedes_its_transactions_offsets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process may stand still between a commit and the folder's write, while others delete keys."""
     clock = [1_000.0]
     keeper = keeper_on(monkeypatch, [], folder=tmp_path)
@@ -580,7 +580,7 @@ def test_folder_is_dated_before_its_transactions_offsets(monkeypatch: pytest.Mon
     keeper.close()
 
 
-def test_what_is_over_is_deleted_by_a_transaction_that_has_records_of_its_partition() -> None:
+def test_expired_entries_are_deleted_by_a_transaction_of_the_partition() -> None:
     """Another member may have the partition by then, and have renewed the value."""
     values = InMemory(expiring=[b"seen"])
     values.apply({CELL: add_write_time(0, b"1")}, 0, 0.0)
@@ -592,7 +592,7 @@ def test_what_is_over_is_deleted_by_a_transaction_that_has_records_of_its_partit
     assert [entry for entry in send(keeper) if entry[0] == CELL] == [(CELL, None)]
 
 
-def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_continues_after_the_last_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     longer = [note(b"%d" % number) for number in range(1, 9)]
     first = keeper_on(monkeypatch, longer[:2], folder=tmp_path)
     restore(first)
@@ -618,7 +618,7 @@ def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("why", ["boot", "another changelog", "away too long", "damaged"])
-def test_a_folder_that_may_be_wrong_is_begun_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
+def test_untrusted_folder_is_discarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
     one = keeper_on(monkeypatch, [note(b"1"), note(b"2")], folder=tmp_path)
     restore(one)
     one.close()
@@ -639,7 +639,7 @@ def test_a_folder_that_may_be_wrong_is_begun_anew(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_folder_is_not_thrown_away_where_none_can_be_opened(tmp_path: Path, engine: str) -> None:
+def test_folder_is_kept_if_no_engine_can_be_opened(tmp_path: Path, engine: str) -> None:
     def failing(path: Path, memory_bytes: int) -> None:
         ENGINES[engine](path, memory_bytes).close()
         raise EngineFailed("Too many open files")
@@ -694,7 +694,7 @@ def test_keys_of_any_length_are_kept(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_a_folder_that_cannot_be_is_said_before_the_first_record(tmp_path: Path) -> None:
+def test_unusable_folder_is_reported_before_the_first_record(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"eos.state.dir=.*/file/x cannot be written: Not a directory"):
         folders.check_folder(tmp_path / "file" / "x")
@@ -710,7 +710,7 @@ def test_keeper_waits_for_the_coordinator_of_a_new_cluster(monkeypatch: pytest.M
         Keeper(app_of(), Settings({"eos.state.dir": "", "eos.startup.timeout.ms": "1000"})).prepare()
 
 
-def test_where_the_usual_folder_cannot_be_values_are_in_memory(
+def test_unusable_default_folder_keeps_state_in_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "home").touch()
@@ -724,7 +724,7 @@ def test_where_the_usual_folder_cannot_be_values_are_in_memory(
         Keeper(app_of(), Settings({"eos.state.dir": str(tmp_path / "home" / "x")})).prepare()
 
 
-def test_two_functions_of_one_name_do_not_share_their_state() -> None:
+def test_functions_of_one_name_do_not_share_state() -> None:
     app = app_of()
 
     def count(value: str, seen: State[int]) -> None: ...
@@ -742,7 +742,7 @@ def test_two_functions_of_one_name_do_not_share_their_state() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("synced", [True, False])
-def test_folder_synced_at_its_end_is_kept_under_another_boot(
+def test_folder_synced_at_close_is_kept_under_another_boot(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, synced: bool
 ) -> None:
     def opened() -> folders.InFolder:
@@ -768,7 +768,7 @@ def test_folder_synced_at_its_end_is_kept_under_another_boot(
     fourth.close()
 
 
-def test_folders_unused_for_long_are_deleted(tmp_path: Path) -> None:
+def test_unused_folders_are_deleted(tmp_path: Path) -> None:
     def opened(task: str) -> folders.InFolder:
         found = folders.InFolder.of(tmp_path, task, "id")
         assert found is not None
@@ -789,7 +789,7 @@ def test_folders_unused_for_long_are_deleted(tmp_path: Path) -> None:
     used.close()
 
 
-def test_folder_deleted_while_it_is_locked_has_no_two_owners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_deleted_while_locked_has_no_two_owners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lock = fcntl.flock
 
     def deleted_first(opened: int, how: int) -> None:
@@ -805,7 +805,7 @@ def test_folder_deleted_while_it_is_locked_has_no_two_owners(monkeypatch: pytest
     assert owned[0] == tmp_path / "t.0"
 
 
-def test_changelog_with_short_lived_tombstones_is_warned_of(
+def test_changelog_with_short_tombstone_retention_is_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(facts, "connect", lambda *_: None)
@@ -818,7 +818,7 @@ def test_changelog_with_short_lived_tombstones_is_warned_of(
 
 
 @pytest.mark.parametrize(("engine", "needed"), [("lmdb", 280), ("rocksdb", 320)])
-def test_too_few_open_files_are_told_with_the_number_that_is_needed(
+def test_too_few_open_files_error_names_the_needed_number(
     engine: str, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten partitions, before a folder of theirs is opened."""

@@ -93,7 +93,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.what}: E+{row.bumps} {row.state} {row.owner.name}")
-def test_a_measured_answer_means(row: Row) -> None:
+def test_measured_answer_maps_to_owner(row: Row) -> None:
     assert judge(row.mine, TransactionalIdState(row.state, PRODUCER, E + row.bumps)) is row.owner
 
 
@@ -111,7 +111,7 @@ STATES = [  # Kafka's TransactionState
 
 @pytest.mark.parametrize("age_ms", [0, TIMEOUT_MS - 1, TIMEOUT_MS, 10 * TIMEOUT_MS])
 @pytest.mark.parametrize("reach", Progress)
-def test_it_was_my_own_timeout_only_if_every_condition_holds(reach: Progress, age_ms: float) -> None:
+def test_own_timeout_needs_every_condition(reach: Progress, age_ms: float) -> None:
     situation = Situation(Identity(PRODUCER, E), reach, age_ms, TIMEOUT_MS)
     examined = 0
     for producer, epoch, state in itertools.product((PRODUCER, 9), range(E - 1, E + 5), STATES):
@@ -125,12 +125,12 @@ def test_it_was_my_own_timeout_only_if_every_condition_holds(reach: Progress, ag
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("situation", [LATE, YOUNG, IDLE], ids=["late", "young", "idle"])
-def test_another_producer_id_is_a_newer_instance_whatever_its_epoch(situation: Situation, state: str) -> None:
+def test_other_producer_id_is_newer_at_any_epoch(situation: Situation, state: str) -> None:
     for epoch in (0, E, E + 1, E + 2):
         assert judge(situation, TransactionalIdState(state, PRODUCER + 1, epoch)) is Owner.NEWER
 
 
-def test_an_expired_transactional_id_belongs_to_nobody() -> None:
+def test_expired_transactional_id_has_no_owner() -> None:
     assert judge(LATE, None) is Owner.EXPIRED
 
 
@@ -173,7 +173,7 @@ SUCCESSOR = TransactionalIdState("Empty", PRODUCER, E + 2)
 
 
 @pytest.mark.parametrize(("situation", "owner"), [(LATE, Owner.OWN_TIMEOUT), (IDLE, Owner.UNKNOWN_TIMEOUT)])
-def test_two_answers_a_second_and_a_half_apart_must_agree(situation: Situation, owner: Owner) -> None:
+def test_settle_needs_two_answers_one_and_a_half_seconds_apart(situation: Situation, owner: Owner) -> None:
     coordinator = Coordinator({0: TIMED_OUT})
     assert coordinator.settle(situation) == (owner, TIMED_OUT)
     assert coordinator.asked_at[-1] - coordinator.asked_at[0] >= AGREEMENT_INTERVAL_S == 1.5
@@ -195,7 +195,7 @@ def test_two_answers_a_second_and_a_half_apart_must_agree(situation: Situation, 
         pytest.param({0: BUSY, 300.0: SUCCESSOR}, Owner.NEWER, 300, id="busy for minutes with a successor's abort"),
     ],
 )
-def test_answers_that_change_are_asked_for_until_two_agree_that_are_a_second_and_a_half_apart(
+def test_settle_asks_until_two_answers_agree(
     script: dict[float, TransactionalIdState | None], owner: Owner, asked_until_s: float
 ) -> None:
     """Counted from the first that was not busy: what a transaction ended as may take minutes, with leaders away."""
@@ -204,7 +204,7 @@ def test_answers_that_change_are_asked_for_until_two_agree_that_are_a_second_and
     assert coordinator.asked_at[-1] >= asked_until_s
 
 
-def test_a_slow_second_answer_is_not_a_late_one() -> None:
+def test_settle_accepts_slow_second_answer() -> None:
     """It was given when it was asked for, not when it arrived: a successor may have come since."""
     coordinator = Coordinator({0: TIMED_OUT, 1.0: SUCCESSOR}, answer_takes_s=lambda n: 3.0 if n == 2 else 0.01)
     assert coordinator.settle(LATE) == (Owner.NEWER, SUCCESSOR)
@@ -220,20 +220,20 @@ def test_a_slow_second_answer_is_not_a_late_one() -> None:
     ],
     ids=["a newer epoch", "a newer producer id", "still ours", "expired"],
 )
-def test_an_answer_that_leaves_no_doubt_is_taken_at_once(answer: TransactionalIdState | None, owner: Owner) -> None:
+def test_settle_returns_at_once_on_certain_answer(answer: TransactionalIdState | None, owner: Owner) -> None:
     coordinator = Coordinator({0: answer})
     assert coordinator.settle(LATE) == (owner, answer)
     assert coordinator.asked_at == [0.0]
 
 
-def test_a_young_transaction_that_was_aborted_is_given_a_newer_instance_the_time_of_an_init_to_show_itself() -> None:
+def test_early_abort_waits_for_a_possible_newer_init() -> None:
     coordinator = Coordinator({0: TIMED_OUT})
     assert coordinator.settle(YOUNG) == (Owner.ABORTED_EARLY, TIMED_OUT)
     assert coordinator.asked_at[-1] >= AGREEMENT_INTERVAL_S
     assert Coordinator({0: TIMED_OUT, 1.0: SUCCESSOR}).settle(YOUNG) == (Owner.NEWER, SUCCESSOR)
 
 
-def test_a_coordinator_that_flips_for_ever_is_somebody_elses() -> None:
+def test_flipping_coordinator_means_newer_instance() -> None:
     flips = {moment: BUSY if int(moment) % 2 else TIMED_OUT for moment in range(40)}
     coordinator = Coordinator({float(moment): answer for moment, answer in flips.items()})
     owner, answer = coordinator.settle(LATE)
@@ -242,7 +242,7 @@ def test_a_coordinator_that_flips_for_ever_is_somebody_elses() -> None:
 
 
 @pytest.mark.parametrize("patience_s", [1.0, 10.0])
-def test_a_coordinator_busy_beyond_patience_is_somebody_elses(patience_s: float) -> None:
+def test_busy_coordinator_means_newer_instance(patience_s: float) -> None:
     coordinator = Coordinator({0: TransactionalIdState("Ongoing", PRODUCER, E + 1)})
     owner, answer = coordinator.settle(IDLE, patience_s)
     assert (owner, answer) == (Owner.NEWER, TransactionalIdState("Ongoing", PRODUCER, E + 1))
@@ -254,21 +254,19 @@ MINE = TransactionalIdState("Empty", PRODUCER, E)
 
 
 @pytest.mark.parametrize(("then", "owner"), [(MINE, Owner.MINE), (SUCCESSOR, Owner.NEWER)])
-def test_a_coordinator_of_the_past_is_asked_until_the_present_one_answers(
-    then: TransactionalIdState, owner: Owner
-) -> None:
+def test_outdated_coordinator_is_asked_until_the_current_one_answers(then: TransactionalIdState, owner: Owner) -> None:
     """Found by the failure matrix, transaction coordinator cut off: a worker took an epoch before its own for a newer
     instance's."""
     assert Coordinator({0: BEHIND, 4.0: then}).settle(YOUNG) == (owner, then)
 
 
-def test_a_transactional_id_that_stays_behind_our_epoch_is_nobody_elses() -> None:
+def test_id_with_older_epoch_for_long_is_ours() -> None:
     coordinator = Coordinator({0: BEHIND})
     assert coordinator.settle(YOUNG) == (Owner.MINE, BEHIND)
     assert 10.0 <= coordinator.asked_at[-1] < 10.5
 
 
-def test_a_coordinator_that_cannot_be_asked_is_the_callers_to_wait_for() -> None:
+def test_coordinator_error_is_raised_to_the_caller() -> None:
     def unreachable() -> TransactionalIdState | None:
         raise ConnectionError("down")
 

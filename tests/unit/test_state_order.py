@@ -232,7 +232,7 @@ def test_ordered_access_walks_no_more_with_many_entries(shape: str) -> None:
     assert few[1] > 0 or shape == "list that grows", "which needs no look at what is there"
 
 
-def test_first_scan_alone_walks_over_what_is_deleted() -> None:
+def test_first_scan_alone_walks_over_deleted_entries() -> None:
     """The count above is of deleted names, too."""
     values = Walked()
     cells = [cell_of("map", b"k", MAP.field(number)) for number in range(100)]
@@ -284,7 +284,7 @@ def record(task: Task, change: Callable[[MapState[int, int]], Any]) -> None:
     each._write(task)
 
 
-def test_entry_that_comes_and_goes_in_a_transaction_leaves_nothing() -> None:
+def test_entry_added_and_deleted_in_a_transaction_leaves_nothing() -> None:
     task = Task()
     record(task, lambda each: each.update({1: 1, 2: 2}))
     record(task, lambda each: each.pop(1))
@@ -304,7 +304,7 @@ def test_entry_that_comes_and_goes_in_a_transaction_leaves_nothing() -> None:
     assert not task.has_changes
 
 
-def test_abort_takes_bounds_back() -> None:
+def test_abort_restores_bounds() -> None:
     task = Task()
     record(task, lambda each: each.update({n: n for n in range(5)}))
     record(task, lambda each: next(iter(each)))
@@ -319,7 +319,7 @@ def test_abort_takes_bounds_back() -> None:
     assert task.bounds(ROW).low == MAP.field(0), "a change of a row that is not read in order counts too"
 
 
-def test_bounds_of_a_task_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_per_task_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_MAX_BOUNDS", 3)
     task = Task()
     for key in range(9):
@@ -332,7 +332,7 @@ def test_bounds_of_a_task_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch)
     assert len(task._committed_bounds) == 3
 
 
-def test_failed_record_leaves_bounds_alone() -> None:
+def test_failed_record_does_not_change_bounds() -> None:
     app, task = App("order"), Task()
 
     @app.process("in", to="out", on_error=eos.skip)

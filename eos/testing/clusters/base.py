@@ -1,4 +1,4 @@
-"""The interface of every test cluster: the faults, and the queries that find the node for a fault.
+"""Defines the interface of every test cluster: the faults, and the queries that find the node for a fault.
 
 Owns the known state of each node (down, paused, cut off), and every query to Kafka. Queries go only to nodes that can
 answer, one at a time, because a node that was cut off still returns outdated answers. It must never start a process or
@@ -41,7 +41,7 @@ class NotSupported(EosError):
 
 
 class Cluster(ABC):
-    """A cluster with nodes 0 to `size - 1`, node.id i for node i; use it as a context manager.
+    """Controls a cluster with nodes 0 to `size - 1`, node.id i for node i; use it as a context manager.
 
     A fault lasts until the call that ends it (`start`, `resume`, `heal`, or `repair` for all of them). To make a fault
     twice, or to end one that does not exist, raises IllegalState, because it would test nothing. Every method may raise

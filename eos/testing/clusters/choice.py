@@ -18,7 +18,7 @@ Backend = Literal["container", "jvm", "external"]
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen backend. `reason`: one line for people. `servers`: the address of an external cluster."""
+    """Describes a chosen backend. `reason`: one line for people. `servers`: the address of an external cluster."""
 
     backend: Backend
     reason: str

@@ -1,4 +1,4 @@
-"""An external cluster, by its address: tests can query it but not break it.
+"""Connects to an external cluster by its address: tests can query it but not break it.
 
 It must never change anything in the cluster, and never report a fault that it did not make.
 """
@@ -14,7 +14,7 @@ from eos.testing.clusters.base import READY_TIMEOUT_S, Cluster, NotSupported, co
 
 
 class ExternalCluster(Cluster):
-    """A cluster at `servers`: HOST:PORT[,HOST:PORT...].
+    """Connects to a cluster at `servers`: HOST:PORT[,HOST:PORT...].
 
     Its node ids are its own, so nodes are not counted from 0 here. `server`, `log` and every fault raise NotSupported.
     """

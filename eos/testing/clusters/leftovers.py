@@ -96,7 +96,7 @@ def _start_of(pid: int) -> str | None:
 
 
 class Watcher:
-    """A shell that removes one cluster after this process has ended, because its pipe then reports end of file.
+    """Runs a shell that removes one cluster after this process has ended, because its pipe then reports end of file.
 
     Otherwise three brokers would stay until the next run removes them. Without docker's command line there is no
     watcher.
