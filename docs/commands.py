@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from eos.cli import COMMANDS, program
+from eos.cli import COMMANDS, build_program
 
 
 def page() -> str:
     """Return every command with its arguments and options, as `eos COMMAND --help` has them."""
     lines = ["# Commands", "", "`eos COMMAND --help` shows the same. `make reference` writes this page.", ""]
     for name in COMMANDS:
-        lines += _lines(program([name]).commands[name], f"eos {name}", "##")
+        lines += _lines(build_program([name]).commands[name], f"eos {name}", "##")
     return "\n".join(lines).rstrip() + "\n"
 
 

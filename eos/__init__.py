@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from eos.kafka.client.settings import Settings
     from eos.plain import transaction
     from eos.records import KEEP, Out, Record
-    from eos.session.transact import TransactSession
+    from eos.session.session import TransactSession
     from eos.session.transaction import Transaction
     from eos.worker.running import run
 
@@ -51,7 +51,7 @@ _HOMES = {
     "Settings": "eos.kafka.client.settings",
     "State": "eos.app.state",
     "Temporary": "eos.errors",
-    "TransactSession": "eos.session.transact",
+    "TransactSession": "eos.session.session",
     "Transaction": "eos.session.transaction",
     "Unavailable": "eos.errors",
     "dlq": "eos.app.policies",

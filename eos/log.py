@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _SILENT = logging.CRITICAL + 1  # librdkafka logs a fenced producer as critical; our own event reports it
@@ -124,3 +124,23 @@ def redirect(stream: Any) -> None:
     for handler in logger.handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(stream)
+
+
+class Reminder:
+    """Limits the log events of one wait: `tick` returns True once per `interval_s`, for the first time after the first
+    interval, or at the first call with `at_once`. `now` returns seconds."""
+
+    def __init__(self, now: Callable[[], float], interval_s: float = 10.0, at_once: bool = False) -> None:
+        self._now, self._interval_s = now, interval_s
+        self._last = now() - (interval_s if at_once else 0.0)
+
+    def restart(self) -> None:
+        """Begin a new wait."""
+        self._last = self._now()
+
+    def tick(self) -> bool:
+        """Return whether to log now."""
+        if self._now() - self._last < self._interval_s:
+            return False
+        self._last = self._now()
+        return True

@@ -33,10 +33,10 @@ from eos.kafka.client.cluster import TransactionalIdState
 from eos.kafka.client.settings import Settings, to_settings
 from eos.kafka.client.world import REAL, World
 from eos.records import Headers, format_position
-from eos.session.claim import Claim
-from eos.session.producer import OLD_TRANSACTIONS, TransactionalProducer
+from eos.session.producer.ownership import TransactionalIdOwnership
+from eos.session.producer.producer import OLD_TRANSACTIONS, TransactionalProducer
+from eos.session.producer.states import State
 from eos.session.recovery import PLAN, Step
-from eos.session.states import State
 
 
 class Delivery:
@@ -155,7 +155,7 @@ class Transactions:
         )
         self._open: PlainTransaction | None = None  # the transaction whose block is open
         self._begin_lock = threading.Lock()
-        self._claim = Claim(self.settings, _describe_owner, world=world)
+        self._ownership = TransactionalIdOwnership(self.settings, _describe_owner, world=world)
 
     def __enter__(self) -> Transactions:
         alternate = False
@@ -197,14 +197,14 @@ class Transactions:
                     "own transactional.id"
                 )
             self._open = txn
-            self._claim.hold()
+            self._ownership.raise_if_lost()
             # An exception from outside the client (a signal's) interrupted the previous transaction: its answer was
             # not awaited, and the new producer's init ends it.
             producer.give_up("the transaction before it was not ended")
             try:
-                if reason := producer.must_replace():
+                if reason := producer.decide_replacement():
                     txn.renewed = True
-                    self._claim.replace(producer, reason)
+                    self._ownership.replace(producer, reason)
                 producer.begin()
             except CallFailed as failure:
                 raise self._to_public_error(failure) from failure
@@ -262,7 +262,7 @@ class Transactions:
         After our own timeout the next begin replaces the producer; after a newer instance's init every begin fails."""
         timeout_ms = self.settings.transaction_timeout_ms
         try:
-            owner = self._claim.settle(self._producer, str(failure))
+            owner = self._ownership.settle(self._producer, str(failure))
         except Fenced as fenced:
             return fenced
         if owner is Owner.OWN_TIMEOUT:

@@ -23,8 +23,8 @@ from eos.app.definition import App
 from eos.encoding.serde import function_name
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
 from eos.kafka.client.settings import Settings
-from eos.session.asking import check_topics
-from eos.session.stopping import ShutdownExpired, StopSignals, took_too_long
+from eos.session.consumer.queries import check_topics
+from eos.session.signals import ShutdownExpired, StopSignals, took_too_long
 from spark_connector import failures, keyed
 from spark_connector.apply import OUTPUTS, Apply
 from spark_connector.java_settings import unused
@@ -252,6 +252,10 @@ class _Batches:
         self.writing = False
         self.done = 0
         self.failure: Exception | None = None
+
+    def stop(self) -> None:
+        """Stop before the next batch."""
+        self.stop_requested = True
 
     def __call__(self, rows: DataFrame, batch_id: int) -> None:
         self.writing = True

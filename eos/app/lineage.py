@@ -20,7 +20,7 @@ TopicPartition = tuple[str, int]
 
 
 class Ledger:
-    """Counts inputs and outputs per input partition, as a Participant in transactions (eos/session/participants.py)."""
+    """Counts inputs and outputs per input partition, as a Participant in transactions (eos/session/outcomes.py)."""
 
     topics: Collection[str] = ()
 
@@ -52,12 +52,12 @@ class Ledger:
         """Return the counts of a partition with those of the open transaction."""
         return self._open.get(partition) or self._committed[partition]
 
-    def writes(self) -> Collection[TopicPartition]:
+    def changed_partitions(self) -> Collection[TopicPartition]:
         return ()
 
-    def last_sends(self, send: Callable[..., None], partitions: Collection[TopicPartition]) -> None: ...
+    def before_flush(self, send: Callable[..., None], partitions: Collection[TopicPartition]) -> None: ...
 
-    def beside(self, partition: TopicPartition) -> Mapping[str, list[int]]:
+    def offset_metadata(self, partition: TopicPartition) -> Mapping[str, list[int]]:
         tally = self.tally(partition)
         return {KEY: [tally.begin, tally.inputs, tally.outputs]}
 
@@ -65,7 +65,7 @@ class Ledger:
         self._committed |= self._open
         self._open = {}
 
-    def undone(self) -> None:
+    def aborted(self) -> None:
         # The inputs will be handled and counted again.
         self._open = {}
 

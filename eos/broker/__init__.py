@@ -1,4 +1,4 @@
-"""Real Apache Kafka in a local JVM: for `eos broker`, the demo and tests. Nothing else of eos needs it."""
+"""Run real Apache Kafka in local JVMs, for `eos broker`, the demo and tests."""
 
 from eos.broker.jars import DEFAULT_VERSION
 from eos.broker.local import LocalKafka

@@ -1,8 +1,8 @@
-"""What spares a node's start most of its processor time: an archive of the classes that a Kafka version loads (the
-JVM's class data sharing), and a copy of the storage that its StorageTool formats.
+"""Create an archive of Kafka's classes and a copy of its formatted storage, which save most of a node's start time.
 
-Owns how both are made, which is only done on request (`make`; the test suites ask). A node takes those of its Java and
-its jars where they are (eos/broker/node.py).
+The archive is the JVM's class data sharing for the classes that a Kafka version loads. The copy is the storage that its
+StorageTool formats. They are created only on request (`create`, called by the test suites). A node uses those of its
+Java and its jars if they exist (eos/broker/node.py).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from eos.broker.jars import kafka_jars, locked
 from eos.broker.java import find_java
 from eos.broker.local import LocalKafka, choose_ports
-from eos.broker.node import JVM_OPTIONS, Node, archive_of, format_all, random_id, storage_of
+from eos.broker.node import JVM_OPTIONS, Node, class_archive_path, format_all, random_id, storage_copy_path
 from eos.errors import Unavailable
 
 
-def make(version: str) -> Path:
-    """The archive of this version on this machine's Java; if it is not there a node is started, used and stopped. The
-    storage is beside it.
+def create(version: str) -> Path:
+    """Return the archive of this version for this machine's Java, and create it and the storage copy if necessary.
 
-    Raises Unavailable where no node can run, or this Java makes none.
+    To create the archive, a node is started, used and stopped. Raises Unavailable if no node can run or this Java
+    writes no archive.
     """
     java, jars = find_java(), kafka_jars(version)
-    path, storage = archive_of(java, jars), storage_of(java, jars)
+    path, storage = class_archive_path(java, jars), storage_copy_path(java, jars)
     with locked(path.with_suffix(".lock")):
         if not storage.exists():
             _format(version, java, jars, storage)
         if not path.exists():
             part = path.with_suffix(".part")
-            _record(version, part)
-            _check(java, jars, part)
-            keep(part, path)
+            _write_archive(version, part)
+            _verify(java, jars, part)
+            move_into_place(part, path)
     return path
 
 
@@ -51,29 +51,32 @@ def _format(version: str, java: Path, jars: Sequence[Path], storage: Path) -> No
         (node.directory / "data").replace(storage)
 
 
-def keep(part: Path, path: Path) -> None:
-    """What a JVM wrote at its end; Unavailable if it wrote nothing."""
+def move_into_place(part: Path, path: Path) -> None:
+    """Move the archive that a JVM wrote at its end into place. Raises Unavailable if it wrote none."""
     if not part.exists():
-        raise Unavailable("the JVM wrote no archive of its classes: this Java may lack the one of its own")
+        raise Unavailable("the JVM wrote no class archive: this Java may lack its own default archive")
     part.replace(path)
 
 
-def _check(java: Path, jars: Sequence[Path], part: Path) -> None:
-    """A JVM crashes on an archive that is not whole: its writer was killed, or had no room on the disk."""
+def _verify(java: Path, jars: Sequence[Path], part: Path) -> None:
+    """Delete an incomplete archive and raise Unavailable, because a JVM would crash on it.
+
+    An archive is incomplete if its writer was killed or had no disk space.
+    """
     if not part.exists():
         return
     command = [str(java), "-Xshare:on", "-XX:+VerifySharedSpaces", f"-XX:SharedArchiveFile={part}"]
     command += ["-cp", os.pathsep.join(map(str, jars)), "-version"]
-    with tempfile.TemporaryDirectory() as crash:  # where it leaves its report
+    with tempfile.TemporaryDirectory() as crash:  # for the report of a crash
         whole = subprocess.run(command, cwd=crash, capture_output=True, check=False).returncode == 0
     if not whole:
         part.unlink()
-        raise Unavailable("the archive of Kafka's classes is not whole: the JVM did not come to the end of writing it")
+        raise Unavailable("the archive of Kafka's classes is incomplete: the JVM ended while it wrote the file")
 
 
 @contextmanager
 def _jvm_options(options: str) -> Iterator[None]:
-    """Those of nodes that are started meanwhile; everything else that this process starts has its own."""
+    """Set the JVM options of nodes that are started inside the block."""
     before = os.environ.get(JVM_OPTIONS)
     os.environ[JVM_OPTIONS] = options
     try:
@@ -84,7 +87,7 @@ def _jvm_options(options: str) -> Iterator[None]:
             os.environ[JVM_OPTIONS] = before
 
 
-def _record(version: str, part: Path) -> None:
+def _write_archive(version: str, part: Path) -> None:
     options = f"-XX:+UseSerialGC -XX:ArchiveClassesAtExit={part}"
     with _jvm_options(options), LocalKafka(version=version) as kafka:
         client: dict[str, str | int | float | bool] = {"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0}
@@ -103,5 +106,5 @@ def _record(version: str, part: Path) -> None:
         producer.send_offsets_to_transaction(read, consumer.consumer_group_metadata())
         producer.commit_transaction()
         consumer.close()
-        # In good order: the JVM writes the archive at its end.
+        # Stop it cleanly: the JVM writes the archive at its end.
         kafka.stop(0)

@@ -1,8 +1,8 @@
-"""The local Kafka of `eos broker`: nodes that outlive the command that started them.
+"""Run the local Kafka of `eos broker`, whose nodes outlive the command that started them.
 
-Owns the state file in the data directory (version, ports, pids) and the proof that a pid in it is still one of our
-nodes. It must never signal a process it has not just proved to be one, and never change data to another version's
-or another number of nodes.
+The module owns the state file in the data directory (version, ports, pids) and the check that a pid in it still belongs
+to a node. It must never signal a process without this check, and never use the data with an older version or another
+number of nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from eos.broker.jars import DEFAULT_VERSION, folder_of_user, kafka_jars, parse_version
+from eos.broker.jars import DEFAULT_VERSION, kafka_jars, parse_version, user_folder
 from eos.broker.java import find_java
 from eos.broker.local import choose_ports, heap_for, persistent_cluster_id
 from eos.broker.node import (
@@ -33,12 +33,12 @@ from eos.broker.node import (
     unknown_settings,
     wait_until_ready,
 )
-from eos.broker.properties import HOST, LAID_OUT, NodePorts
+from eos.broker.properties import DERIVED_SETTINGS, HOST, NodePorts
 from eos.errors import ConfigurationError, Unavailable
 
 DEFAULT_PORT = 9092
 _STATE_FILE = "broker.json"
-_LETS_GO_S = 3.0
+_PORT_RELEASE_S = 3.0
 
 
 class NodeState(msgspec.Struct):
@@ -48,11 +48,11 @@ class NodeState(msgspec.Struct):
 
 
 class State(msgspec.Struct):
-    """What is known of the data in a directory; `pid` is a claim, `Detached.is_up` the proof."""
+    """Hold the stored state of a data directory. A stored `pid` may be outdated; `DetachedKafka.is_up` checks it."""
 
     version: str
     nodes: list[NodeState]
-    config: dict[str, str] = {}  # brokers' settings that were asked for
+    config: dict[str, str] = {}  # broker settings of --config
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class NodeStatus:
     index: int
     pid: int | None
     port: int
-    up: bool
+    is_up: bool
     log_path: Path
 
 
 def default_directory() -> Path:
-    return folder_of_user("XDG_DATA_HOME", ".local/share") / "eos" / "broker"
+    return user_folder("XDG_DATA_HOME", ".local/share") / "eos" / "broker"
 
 
-class Detached:
-    """The local Kafka whose data is in `directory`."""
+class DetachedKafka:
+    """Manage the local Kafka whose data is in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.expanduser().absolute()
@@ -95,7 +95,7 @@ class Detached:
         ]
 
     def is_up(self, index: int, pid: int | None) -> bool:
-        """Whether `pid` is the JVM of this directory's node `index`: its command line ends with our properties file."""
+        """Return whether `pid` is the JVM of node `index`: its command line ends with the node's properties file."""
         if pid is None:
             return False
         return f"kafka.Kafka {self._node_directory(index) / 'server.properties'}" in command_line(pid)
@@ -108,29 +108,29 @@ class Detached:
         config: Mapping[str, str] | None = None,
         console: Console | None = None,
     ) -> list[int]:
-        """Starts the nodes that are down and returns them; an empty list means all were running.
+        """Start the nodes that are down and return their numbers. The list is empty if all were running.
 
-        None takes what the data has, for new data 1 node of 4.4.0 at 9092. `config`: brokers' settings beside those
-        that the data has. Raises ConfigurationError for another number of nodes, an older version, or other wishes for
-        a cluster that is running; Unavailable if it cannot be started.
+        None keeps the value of the data, or for new data 1 node of 4.4.0 at port 9092. `config` are further broker
+        settings. Raises ConfigurationError for another number of nodes, an older version, or different settings of a
+        running cluster; Unavailable if the cluster cannot be started.
         """
         if nodes not in (None, 1, 3):
             raise ConfigurationError(f"a local Kafka has 1 or 3 nodes, not {nodes}")
-        if taken := LAID_OUT & (config or {}).keys():
-            raise ConfigurationError(f"{min(taken)} cannot be set: it follows from --nodes, --port and --data")
+        if taken := DERIVED_SETTINGS & (config or {}).keys():
+            raise ConfigurationError(f"{min(taken)} cannot be set: --nodes, --port and --data determine it")
         with self._locked():
             before = self.state()
-            up = {node.index for node in self.status() if node.up}
+            up = {node.index for node in self.status() if node.is_up}
             if before is not None:
                 _wait_for_ports(node for i, node in enumerate(before.nodes) if i not in up)
-            state = self._wanted(before, bool(up), nodes, version, port, config or {})
+            state = self._next_state(before, bool(up), nodes, version, port, config or {})
             down = [i for i in range(len(state.nodes)) if i not in up]
             if down:
                 new = (config or {}).keys() - (before.config if before else {}).keys()
                 self._start_nodes(state, down, new, console or Console(stderr=True))
             return down
 
-    def _wanted(
+    def _next_state(
         self,
         before: State | None,
         running: bool,
@@ -146,7 +146,7 @@ class Detached:
         count, first_port = len(before.nodes), before.nodes[0].client_port
         if nodes not in (None, count):
             raise ConfigurationError(
-                f"the data in {self.directory} is of {count} node{'s' if count > 1 else ''}, not {nodes}: "
+                f"the data in {self.directory} belongs to {count} node{'s' if count > 1 else ''}, not {nodes}: "
                 "choose another --data directory"
             )
         if version is not None and parse_version(version) < parse_version(before.version):
@@ -160,14 +160,14 @@ class Detached:
                 raise ConfigurationError(
                     f"Kafka {before.version} is running at port {first_port} on the data in {self.directory}"
                     f"{''.join(f', with {name}={value}' for name, value in before.config.items())}: "
-                    "`eos broker stop` it first"
+                    "stop it first with `eos broker stop`"
                 )
             return before
         layout = _layout(count, first_port if port is None else port, before.nodes)
         return State(version or before.version, layout, {**before.config, **config})
 
     def _start_nodes(self, state: State, down: list[int], new: Set[str], console: Console) -> None:
-        """`new`: names of settings that the data does not have yet."""
+        """Start the nodes that are down. `new` are the names of settings that the data does not have yet."""
         require_free(state.nodes[i].client_port for i in down)
         java, jars = find_java(), kafka_jars(state.version, console)
         if new and (unknown := unknown_settings(java, jars, new)):
@@ -179,7 +179,7 @@ class Detached:
                 for node in nodes:
                     node.configure(ports, state.config)
                 format_all(nodes, persistent_cluster_id(self.directory))
-                # From here on the data belongs to this version and this number of nodes.
+                # From now on the data belongs to this version and this number of nodes.
                 for node in nodes:
                     node.launch(heap_for(len(ports)), die_with_parent=False)
                     assert node.process is not None
@@ -187,17 +187,17 @@ class Detached:
                     self._write(state)
                 wait_until_ready(nodes, set(range(len(ports))))
         except BaseException:
-            # Half a cluster that nobody asked for must not stay behind, whoever interrupted us.
+            # An interrupted start must not leave half a cluster running.
             for node in nodes:
-                node.end_now()
+                node.kill()
             raise
 
     def stop(self, console: Console | None = None) -> list[int]:
-        """SIGTERM to all nodes at once, SIGKILL after 30 s; returns the nodes that were running."""
+        """Send SIGTERM to all nodes at once, and SIGKILL after 30 s. Return the nodes that were running."""
         if self.state() is None:
             return []
         with self._locked():
-            running = {node.index: node.pid for node in self.status() if node.up and node.pid is not None}
+            running = {node.index: node.pid for node in self.status() if node.is_up and node.pid is not None}
             if not running:
                 return []
             with (console or Console(stderr=True)).status("stopping Kafka …"):
@@ -206,7 +206,7 @@ class Detached:
                 if not self._wait_down(running, STOP_TIMEOUT_S):
                     self._signal(running, signal.SIGKILL)
                     if not self._wait_down(running, STOP_TIMEOUT_S):
-                        raise Unavailable(f"Kafka in {self.directory} does not end, not even by SIGKILL")
+                        raise Unavailable(f"Kafka in {self.directory} did not end after SIGKILL")
             state = self.state()
             assert state is not None
             _wait_for_ports(state.nodes[i] for i in running)
@@ -221,7 +221,7 @@ class Detached:
                 try:
                     os.kill(pid, number)
                 except ProcessLookupError:
-                    continue  # it ended between the look and the signal
+                    continue  # it ended after the check
 
     def _wait_down(self, running: dict[int, int], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -241,7 +241,7 @@ class Detached:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Two commands on the same data take turns; the second then sees what the first did."""
+        """Let only one command at a time use the data, so that the second sees the changes of the first."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             handle = (self.directory / "lock").open("w")
@@ -253,7 +253,7 @@ class Detached:
 
 
 def _layout(count: int, first_port: int, before: list[NodeState] | None = None) -> list[NodeState]:
-    """Ports of a cluster that is down: controller ports stay as they were unless somebody else has one now."""
+    """Return the ports of a cluster that is down. Controller ports stay the same unless they are in use."""
     fresh = choose_ports(count, first_port)
     return [
         NodeState(
@@ -265,15 +265,15 @@ def _layout(count: int, first_port: int, before: list[NodeState] | None = None) 
 
 
 def _wait_for_ports(down: Iterable[NodeState]) -> None:
-    """A JVM that was killed a moment ago is down, for its command line is gone, and has its ports still."""
-    deadline = time.monotonic() + _LETS_GO_S
+    """Wait until killed JVMs have released their ports. A JVM loses its command line before its ports."""
+    deadline = time.monotonic() + _PORT_RELEASE_S
     for node in down:
         while node.pid is not None and not is_free(node.client_port) and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
 def command_line(pid: int) -> str:
-    """The command line of a process, "" if there is none; a zombie has none."""
+    """Return the command line of a process, or "" if it does not exist or is a zombie."""
     if sys.platform == "linux":
         try:
             raw = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")

@@ -1,9 +1,9 @@
-"""Resolves the jars of one Kafka version (or of anything else on Maven Central) and remembers where they are.
+"""Resolve the jars of one Kafka version (or of any Maven coordinates) and record where they are.
 
-Owns the Maven coordinates per version of Kafka, the file lock that keeps two resolving processes apart, and the record
-of a finished resolve (so that the usual start costs one small file). It must never start Java and never touch a
-broker's data. It uses jgo's resolver, not jgo's environments: those classify jars with a JDK that jgo downloads for it,
-and a half-linked environment counts as a valid one.
+The module owns the Maven coordinates per version of Kafka, the file lock between resolving processes, and the record of
+a finished resolve, so that later starts read one small file. It must never start Java or touch a broker's data. It uses
+jgo's resolver instead of jgo's environments: those classify jars with a JDK that jgo downloads for this, and accept a
+half-linked environment as valid.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ DEFAULT_VERSION = "4.4.0"
 KNOWN_VERSIONS = ("3.9.2", "4.0.2", "4.1.2", "4.2.1", "4.3.1", "4.4.0")
 OLDEST_VERSION = (3, 9, 0)
 
-# Kafka's published modules bring slf4j-api without a binding; without one every broker error is invisible.
-# 4.x logs through log4j 2; 3.9 is written against log4j 1, whose maintained form is reload4j.
+# Kafka's published modules contain slf4j-api without a binding, and without one no broker error is logged.
+# 4.x logs through log4j 2. 3.9 uses log4j 1, whose maintained fork is reload4j.
 _BINDING_4 = "org.apache.logging.log4j:log4j-slf4j-impl:2.25.3"
 _BINDING_3 = "org.slf4j:slf4j-reload4j:1.7.36"
 
@@ -46,20 +46,20 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """`"4.3.1"` as `(4, 3, 1)`. Raises ConfigurationError for what is no Kafka version or is older than 3.9."""
+    """Parse `"4.3.1"` to `(4, 3, 1)`. Raises ConfigurationError for an invalid version or one before 3.9."""
     parts = version.split(".")
     if len(parts) != 3 or not all(part.isdecimal() and part.isascii() for part in parts):
         raise ConfigurationError(f"{version!r} is not a Kafka version like {DEFAULT_VERSION}")
     numbers = tuple(int(part) for part in parts)
     if numbers < OLDEST_VERSION:
-        raise ConfigurationError(f"Kafka {version} is older than 3.9, the oldest that is supported here")
+        raise ConfigurationError(f"Kafka {version} is not supported here: use 3.9 or later")
     return numbers
 
 
 def coordinates(version: str) -> list[str]:
-    """The Maven coordinates of a runnable broker of this version, its logging binding included."""
-    # kafka-clients is named although kafka_2.13 depends on it: log4j's dependency management would otherwise
-    # choose an older one, and no broker starts with that.
+    """Return the Maven coordinates of a runnable broker of this version, including its logging binding."""
+    # kafka-clients is listed although kafka_2.13 depends on it: otherwise log4j's dependency management would choose
+    # an older one, and no broker starts with that.
     broker = [f"org.apache.kafka:kafka_2.13:{version}", f"org.apache.kafka:kafka-clients:{version}"]
     if parse_version(version)[0] < 4:
         return [*broker, _BINDING_3]
@@ -67,9 +67,10 @@ def coordinates(version: str) -> list[str]:
 
 
 def kafka_jars(version: str = DEFAULT_VERSION, console: Console | None = None) -> list[Path]:
-    """The jars of this Kafka version, fetched on first use (70 MB) with a progress bar on `console` (stderr).
+    """Return the jars of this Kafka version. The first use downloads 70 MB, with a progress bar on `console` (stderr).
 
-    Raises Unavailable when they are not here and cannot be fetched, ConfigurationError for no such version.
+    Raises Unavailable if they are not on this machine and cannot be downloaded, ConfigurationError for an unknown
+    version.
     """
     wanted = coordinates(version)
     return maven_jars(version, wanted, f"Kafka {version}", f"Kafka {', '.join(KNOWN_VERSIONS)}", console=console)
@@ -84,14 +85,16 @@ def maven_jars(
     only: frozenset[str] | None = None,
     console: Console | None = None,
 ) -> list[Path]:
-    """The jars of these Maven coordinates and all they need (of these only the artifact ids of `only`), remembered
-    under `name`. `what` and `known_to_work` are for the sentence of Unavailable, when they cannot be had."""
+    """Return the jars of these Maven coordinates and their dependencies, and record them under `name`.
+
+    `only` limits them to these artifact ids. `what` and `known_to_work` are for the message of Unavailable.
+    """
     record = _record_path(name)
     known = _read_record(record, wanted)
     if known is not None:
         return known
     record.parent.mkdir(parents=True, exist_ok=True)
-    # One lock for all versions: they share most of the repository's files, and the resolver writes in place.
+    # One lock for all versions: they share most files of the local repository, and the resolver writes in place.
     with locked(record.parent / "lock"):
         known = _read_record(record, wanted)
         if known is not None:
@@ -102,16 +105,16 @@ def maven_jars(
 
 
 def cache_directory() -> Path:
-    return folder_of_user("XDG_CACHE_HOME", ".cache") / "eos" / "kafka-jars"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "eos" / "kafka-jars"
 
 
-def folder_of_user(variable: str, below_home: str) -> Path:
-    """Return the folder that the variable names, or the one in the user's home. Raises ConfigurationError."""
+def user_folder(variable: str, below_home: str) -> Path:
+    """Return the folder in the variable, or the one in the user's home. Raises ConfigurationError."""
     if named := os.environ.get(variable):
         return Path(named)
     try:
         return Path.home() / below_home
-    except RuntimeError as error:  # no HOME, and a user that /etc/passwd does not know
+    except RuntimeError as error:  # HOME is not set and /etc/passwd has no entry for the user
         raise ConfigurationError(f"this user has no home folder: set HOME or {variable}") from error
 
 
@@ -120,7 +123,7 @@ def _record_path(name: str) -> Path:
 
 
 def _read_record(record: Path, wanted: list[str]) -> list[Path] | None:
-    """The jars of the record, or None unless every one of them is still there in full length."""
+    """Return the jars of the record, or None unless each of them still exists with its full size."""
     try:
         known = msgspec.json.decode(record.read_bytes(), type=_Record)
         if known.coordinates != wanted or not known.jars:
@@ -142,7 +145,7 @@ def _write_record(record: Path, wanted: list[str], jars: list[Path]) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time is in here."""
+    """Let only one process at a time run the block."""
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -156,9 +159,7 @@ def _resolve(
         from jgo.maven import MavenContext, PythonResolver
         from jgo.parse import Coordinate
     except ImportError:
-        raise Unavailable(
-            f"the jars of {what} are fetched by jgo, which is not installed: pip install 'eos-kafka[embedded]'"
-        ) from None
+        raise Unavailable(f"downloading the jars of {what} needs jgo: pip install 'eos-kafka[embedded]'") from None
     with _progress(what, console) as (progress, overall):
         context = MavenContext(resolver=PythonResolver(progress_callback=_file_bar(progress)), timeout=60)
         try:
@@ -169,16 +170,16 @@ def _resolve(
             progress.update(overall, total=len(artifacts))
             jars = []
             for artifact in artifacts:
-                jars.append(_whole_jar(artifact))
+                jars.append(_download_jar(artifact))
                 progress.advance(overall)
         except requests.exceptions.SSLError as error:
             raise Unavailable(
-                f"the jars of {what} cannot be fetched: the certificate of the repository was refused ({error})",
-                remedy="where a proxy signs certificates, set REQUESTS_CA_BUNDLE to its CA",
+                f"the jars of {what} cannot be downloaded: the repository's certificate was rejected ({error})",
+                remedy="behind a proxy that signs certificates, set REQUESTS_CA_BUNDLE to its CA",
             ) from error
         except (requests.RequestException, OSError) as error:
             raise Unavailable(
-                f"the jars of {what} are not on this machine and cannot be fetched without a network "
+                f"the jars of {what} are not on this machine and cannot be downloaded without a network "
                 f"({type(error).__name__})"
             ) from error
         except (RuntimeError, ValueError) as error:
@@ -189,11 +190,11 @@ def _resolve(
     return jars
 
 
-def _whole_jar(artifact: Artifact) -> Path:
-    """This artifact's file, fetched again if an earlier fetch was cut off in the middle."""
+def _download_jar(artifact: Artifact) -> Path:
+    """Return this artifact's file, and download it again if an earlier download was incomplete."""
     jar = artifact.resolve()
     if not zipfile.is_zipfile(jar):
-        # A jar's directory is at its end, so a cut-off file is no zip. The resolver only asks whether it exists.
+        # A zip's directory is at its end, so an incomplete file is not a zip. The resolver checks only that it exists.
         jar.unlink()
         jar = artifact.resolve()
         if not zipfile.is_zipfile(jar):
@@ -205,7 +206,7 @@ def _whole_jar(artifact: Artifact) -> Path:
 def _progress(what: str, console: Console) -> Iterator[tuple[Progress, TaskID]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress, progress.add_task(f"fetching the jars of {what}", total=None)
+        yield progress, progress.add_task(f"downloading the jars of {what}", total=None)
 
 
 def _file_bar(progress: Progress) -> Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]:

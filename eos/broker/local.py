@@ -1,7 +1,7 @@
-"""LocalKafka: one or three real Kafka nodes that live as long as a `with` block.
+"""Run one or three real Kafka nodes for the duration of a `with` block.
 
-Owns the cluster's directory, its ports and its processes; ends all of them, whatever ended the block. It must never
-retry what a test did to a node: killed stays killed until `start`.
+The module owns the cluster's directory, its ports and its processes, and ends all of them however the block ends. It
+must never undo an action of a test: a killed node stays down until `start`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from eos.broker.jars import DEFAULT_VERSION, kafka_jars, parse_version
 from eos.broker.java import find_java
 from eos.broker.node import Node, format_all, free_ports, stop_all, wait_until_ready
 from eos.broker.properties import HOST, NodePorts
-from eos.broker.questions import metadata
+from eos.broker.queries import fetch_metadata
 from eos.errors import ConfigurationError, IllegalState, Unavailable
 
 
 class LocalKafka:
-    """Real Apache Kafka (KRaft, combined roles) on 127.0.0.1, as a context manager.
+    """Run real Apache Kafka (KRaft, combined roles) on 127.0.0.1, as a context manager.
 
-    `nodes` 1 or 3; `data` a directory to keep (None: a temporary one, removed unless the block failed or `keep` was
-    set); `port` the first node's client port, the others follow (None: free ones); `config` broker properties that
-    win over ours; `proxied_port` see `proxied_servers`. Node i has node.id i, counted from 0. The JVMs die with this
-    process even if it is SIGKILLed. With EOS_KEEP_LOGS=DIR the nodes' logs are copied there at the end.
-    Raises Unavailable: no Java, no jars, a port taken, a node that does not start.
+    `nodes` is 1 or 3. `data` is a directory to keep; None uses a temporary one, which is removed unless the block fails
+    or `keep` is set. `port` is the first node's client port and the others follow; None uses free ones. `config` are
+    broker properties that override the defaults here. For `proxied_port` see `proxied_servers`. Node i has node.id i,
+    counted from 0. The JVMs end with this process even if it is SIGKILLed. With EOS_KEEP_LOGS=DIR the nodes' logs are
+    copied there at the end. Raises Unavailable without Java or jars, if a port is in use or if a node does not start.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LocalKafka:
         if nodes not in (1, 3):
             raise ConfigurationError(f"a local Kafka has 1 or 3 nodes, not {nodes}")
         if proxied_port is not None and nodes != 1:
-            raise ConfigurationError("proxied_port needs a single node: one proxy stands for one broker")
+            raise ConfigurationError("proxied_port needs a single node, because one proxy serves one broker")
         parse_version(version)
         self.version, self.config = version, dict(config or {})
         self.keep = False
@@ -69,7 +69,7 @@ class LocalKafka:
                 node.launch(heap_for(self._count), die_with_parent=True)
             wait_until_ready(self._nodes, set(range(self._count)))
         except BaseException:
-            # The directory stays: the error names a log in it.
+            # Keep the directory: the error names a log in it.
             self._end(keep=True)
             raise
         return self
@@ -77,7 +77,7 @@ class LocalKafka:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # An interrupt or an exit is no failure of the block; its logs are worth nothing.
+        # An interrupt or an exit is not a failure of the block, so its logs are not kept.
         failed = kind is not None and issubclass(kind, Exception)
         self._end(keep=failed or self.keep)
         if (failed or self.keep) and self._data is None:
@@ -87,7 +87,7 @@ class LocalKafka:
         if self._data is not None:
             stop_all(self._nodes)
         for node in self._nodes:
-            node.end_now()
+            node.kill()
         copies = os.environ.get("EOS_KEEP_LOGS")
         if copies:
             self._copy_logs(Path(copies))
@@ -110,12 +110,12 @@ class LocalKafka:
 
     @property
     def bootstrap_servers(self) -> str:
-        """`127.0.0.1:port`, one per node; clients that bootstrap here reach the brokers directly."""
+        """Return `127.0.0.1:port` of each node, for clients that connect to the brokers directly."""
         return ",".join(f"{HOST}:{self._node(i).ports.client}" for i in range(self._count))
 
     @property
     def proxied_servers(self) -> str:
-        """`127.0.0.1:proxied_port`: where a test's own proxy listens, and the only address such a client is told.
+        """Return `127.0.0.1:proxied_port`, where a test's own proxy listens. Its clients get no other address.
 
         The proxy forwards each connection to `proxied_upstream`.
         """
@@ -125,7 +125,7 @@ class LocalKafka:
 
     @property
     def proxied_upstream(self) -> tuple[str, int]:
-        """(host, port) of the listener behind the test's proxy."""
+        """Return (host, port) of the listener that the test's proxy forwards to."""
         port = self._node(0).ports.proxied
         if port is None:
             raise IllegalState("the local Kafka has no proxied_port")
@@ -140,60 +140,62 @@ class LocalKafka:
         return self._node(i).log_path
 
     def running(self, i: int) -> bool:
-        """Whether the JVM is there; a paused one is."""
-        return self._node(i).running()
+        """Return whether the JVM exists, even if it is paused."""
+        return self._node(i).is_running()
 
     def kill(self, i: int) -> None:
-        """SIGKILL, and reaped: when this returns its sockets are closed and its ports are free.
+        """Send SIGKILL and wait until the JVM has ended, its sockets are closed and its ports are free.
 
-        On a single node of 4.x a commit that was acknowledged within the last milliseconds may hang for ever after
-        `start`: the restarted coordinator takes a partition without a leader for a deleted one, skips its marker and
-        calls the transaction complete (KAFKA-20734; 3 of 5 kills right after a commit on 4.3.1, 0 of 5 on 3.9.2).
-        Wait until the commit is visible before the kill, or use three nodes.
+        On a single node of 4.x, a commit acknowledged a few milliseconds before may hang forever after `start`: the
+        restarted coordinator takes a partition without a leader for a deleted one, skips its marker and marks the
+        transaction as complete (KAFKA-20734; 3 of 5 kills right after a commit on 4.3.1, 0 of 5 on 3.9.2). Wait until
+        the commit is visible before the kill, or use three nodes.
         """
-        self._node(i).end_now()
+        self._node(i).kill()
 
     def stop(self, i: int, timeout_s: float = broker_node.STOP_TIMEOUT_S) -> None:
-        """SIGTERM and wait; SIGKILL after `timeout_s`."""
+        """Send SIGTERM and wait; send SIGKILL after `timeout_s`."""
         stop_all([self._node(i)], timeout_s)
 
     def start(self, i: int, timeout_s: float = broker_node.START_TIMEOUT_S) -> None:
-        """Starts a stopped or killed node on its data and ports; returns when it answers and sees all running nodes.
+        """Start a stopped or killed node on its data and ports. Return when it answers and sees all running nodes.
 
-        Its replicas may still be catching up: `wait_in_sync`. Raises IllegalState if it runs, Unavailable if it
-        does not come up.
+        Its replicas may still be catching up: see `wait_in_sync`. Raises IllegalState if the node is running,
+        Unavailable if it does not start.
         """
         self.launch(i)
-        alive = {other.index for other in self._nodes if other.reachable}
+        alive = {other.index for other in self._nodes if other.is_reachable}
         wait_until_ready([self._node(i)], alive, timeout_s)
 
     def launch(self, i: int) -> None:
-        """As `start`, without the wait: whether its JVM lives on is told by `running`, why it ended by `last_words`."""
+        """Start a node as `start` does, without waiting. `running` and `failure_reason` report its state later."""
         node = self._node(i)
-        if node.running():
+        if node.is_running():
             raise IllegalState(f"Kafka node {i} is running")
         node.launch(heap_for(self._count), die_with_parent=True)
 
-    def last_words(self, i: int) -> str:
-        """The first error the node logged since its last launch, else the last thing its JVM printed."""
-        return self._node(i).last_words()
+    def failure_reason(self, i: int) -> str:
+        """Return the first error the node logged since its last launch, or else the last line its JVM printed."""
+        return self._node(i).failure_reason()
 
     def pause(self, i: int) -> None:
-        """SIGSTOP: its connections stay open and nothing answers on them."""
+        """Send SIGSTOP: connections stay open and get no responses."""
         self._node(i).pause()
 
     def resume(self, i: int) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self._node(i).resume()
 
     def wait_in_sync(self, timeout_s: float = broker_node.START_TIMEOUT_S) -> int:
-        """Until each node that runs says that every partition has all its replicas in sync and a leader; returns the
-        number of partitions seen."""
+        """Wait until each running node reports a leader and all replicas in sync for every partition.
+
+        Return the number of partitions. Raises Unavailable after `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 nodes = [self._node(i) for i in range(self._count)]
-                seen = [metadata(f"{HOST}:{node.ports.client}") for node in nodes if node.reachable]
+                seen = [fetch_metadata(f"{HOST}:{node.ports.client}") for node in nodes if node.is_reachable]
                 behind = [f"{topic}-{partition}" for one in seen for topic, partition in one.not_in_sync()]
                 if seen and not behind:
                     return len(seen[0].partitions)
@@ -214,7 +216,7 @@ def heap_for(nodes: int) -> str:
 
 
 def choose_ports(nodes: int, first_client_port: int | None, proxied_port: int | None = None) -> list[NodePorts]:
-    """Client ports from `first_client_port` on (None: free ones); the other ports are free ones."""
+    """Return client ports from `first_client_port` on, or free ones for None, and free ports for the rest."""
     count = 3 * nodes
     wanted = [] if first_client_port is None else [first_client_port + i for i in range(nodes)]
     free = free_ports(count, taken=[*wanted, *([] if proxied_port is None else [proxied_port])])
@@ -226,7 +228,7 @@ def choose_ports(nodes: int, first_client_port: int | None, proxied_port: int | 
 
 
 def persistent_cluster_id(directory: Path) -> str:
-    """The cluster id of the data in `directory`, made at its first use."""
+    """Return the cluster id of the data in `directory`, and create it at the first use."""
     file = directory / "cluster.id"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""One Kafka node: a directory, a format, a JVM, and the question whether it answers yet.
+"""Run one Kafka node: its directory, its storage format, its JVM, and the check that it answers.
 
-Owns the files of a node's directory, the command line of its JVM and how that JVM's life is tied to ours. It must
-never know about other nodes' processes, and never decide to restart one.
+The module owns the files of a node's directory, the command line of its JVM, and how the JVM ends with this process. It
+must never know about other nodes' processes, and never decide to restart one.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 
 from eos.broker.jars import cache_directory
 from eos.broker.properties import (
+    AUTHORIZER_SETTINGS,
     HOST,
-    OF_AUTHORIZER,
-    UNLISTED,
+    UNLISTED_PREFIXES,
     NodePorts,
     logging_options,
     render,
     server_properties,
 )
-from eos.broker.questions import metadata
+from eos.broker.queries import fetch_metadata
 from eos.errors import ConfigurationError, Unavailable
 
 START_TIMEOUT_S = 120.0
@@ -41,13 +41,13 @@ _POLL_S = 0.05
 JVM_OPTIONS = "KAFKA_JVM_PERFORMANCE_OPTS"
 META = "meta.properties"
 
-# Below the range that Linux (32768-) and macOS (49152-) take for outgoing connections: a node that is down for a
-# while would otherwise find its port taken by some client's socket, even by a client trying to reconnect to it.
+# Below the range that Linux (32768-) and macOS (49152-) use for outgoing connections. Otherwise a client's socket could
+# take the port of a node that is down for a while, even the socket of a client that reconnects to it.
 PORT_RANGE = (15000, 32000)
 
 
 class Node:
-    """Node `index` of a cluster, in `directory`: server.properties, logging, server.log, stdout.log and data/."""
+    """Manage node `index` in `directory`: server.properties, logging, server.log, stdout.log and data/."""
 
     def __init__(self, index: int, directory: Path, version: str, java: Path, jars: Sequence[Path]) -> None:
         self.index, self.directory, self.version = index, directory, version
@@ -74,14 +74,16 @@ class Node:
             (self.directory / name).write_text(content)
 
     def begin_format(self, cluster_id: str) -> subprocess.Popen[bytes] | None:
-        """Starts Kafka's own StorageTool unless the storage is formatted, or there is a copy of what it writes
-        (eos/broker/archive.py); `end_format` waits for it."""
+        """Start Kafka's StorageTool unless the storage is formatted. `end_format` waits for the tool.
+
+        A copy of its result is used instead if there is one (eos/broker/archive.py).
+        """
         if self._formatted.exists():
             return None
-        if (storage := storage_of(self.java, self.jars)).exists():
+        if (storage := storage_copy_path(self.java, self.jars)).exists():
             self._copy_format(storage, cluster_id)
             return None
-        # C1 only: the tool lives for a second and a half and never earns what C2 costs.
+        # Only the C1 compiler: the tool runs for 1.5 s, which is too short for C2 to pay off.
         command = self._java_command(["-Xmx128m", "-XX:TieredStopAtLevel=1"], "kafka.tools.StorageTool")
         command += ["format", "--ignore-formatted", "-t", cluster_id, "-c", str(self.properties_path)]
         return subprocess.Popen(
@@ -89,7 +91,7 @@ class Node:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd=self.directory,  # where a JVM that crashes leaves its report
+            cwd=self.directory,  # for the report of a crashed JVM
         )
 
     def _copy_format(self, storage: Path, cluster_id: str) -> None:
@@ -115,11 +117,11 @@ class Node:
                 f"the storage of Kafka node {self.index} in {self.directory} could not be formatted: "
                 f"{_last_statement(output.decode(errors='replace').splitlines())}"
             )
-        # Our own mark, not Kafka's meta.properties: that one is there before the tool is done.
+        # This file marks the end of formatting. Kafka's meta.properties exists before the tool has finished.
         self._formatted.touch()
 
     def launch(self, heap: str, die_with_parent: bool) -> None:
-        """Starts the JVM in a session of its own, so that a Ctrl-C in the terminal is ours to handle, not Kafka's."""
+        """Start the JVM in a separate session, so that Ctrl-C in the terminal reaches this process and not Kafka."""
         require_free(self.ports.all())
         self.paused = False
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
@@ -135,21 +137,21 @@ class Node:
                 start_new_session=True,
             )
         if die_with_parent:
-            self._watcher = _watch(self.process.pid)
+            self._watcher = _kill_with_parent(self.process.pid)
 
     def _java_command(self, options: list[str], main_class: str) -> list[str]:
         _, logging = logging_options(self.version, self.directory)
         class_path = os.pathsep.join(map(str, self.jars))
-        path = archive_of(self.java, self.jars)
+        path = class_archive_path(self.java, self.jars)
         shared = [f"-XX:SharedArchiveFile={path}"] if path.exists() else []
         return [str(self.java), *shared, *options, *logging, "-Djava.awt.headless=true", "-cp", class_path, main_class]
 
     @property
-    def reachable(self) -> bool:
-        """It runs, and is not paused."""
-        return self.running() and not self.paused
+    def is_reachable(self) -> bool:
+        """Return whether the node is running and not paused."""
+        return self.is_running() and not self.paused
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         if self.process is None:
             return False
         if self.process.poll() is None:
@@ -162,24 +164,24 @@ class Node:
         self.process.send_signal(number)
 
     def pause(self) -> None:
-        """SIGSTOP; returns when it took effect."""
+        """Send SIGSTOP and return when it has taken effect."""
         if self.paused:
             return
         self.signal(signal.SIGSTOP)
         assert self.process is not None
-        # A signal sent is not yet a process stopped: until then it would still answer.
+        # The process may still answer for a moment after the signal was sent.
         _, status = os.waitpid(self.process.pid, os.WUNTRACED)
         if not os.WIFSTOPPED(status):
             self.process.returncode = os.waitstatus_to_exitcode(status)
-            raise Unavailable(f"Kafka node {self.index} ended instead of pausing: {self.last_words()}")
+            raise Unavailable(f"Kafka node {self.index} ended instead of pausing: {self.failure_reason()}")
         self.paused = True
 
     def resume(self) -> None:
         self.signal(signal.SIGCONT)
         self.paused = False
 
-    def reap(self, timeout_s: float) -> bool:
-        """Waits for the JVM to end; False if it did not within `timeout_s`."""
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait for the JVM to end. Return False if it does not within `timeout_s`."""
         if self.process is not None:
             try:
                 self.process.wait(timeout_s)
@@ -190,24 +192,24 @@ class Node:
 
     def _end_watcher(self) -> None:
         if self._watcher is not None:
-            # Killed before its pipe closes: the pid it watches may belong to somebody else by now.
+            # Kill it before its pipe closes: the watched pid may belong to another process now.
             self._watcher.kill()
             self._watcher.wait()
             if self._watcher.stdin is not None:
                 self._watcher.stdin.close()
             self._watcher = None
 
-    def end_now(self) -> None:
-        """SIGKILL and reap, whatever state it is in."""
-        if self.running():
+    def kill(self) -> None:
+        """Send SIGKILL if the node is running, and wait for its end."""
+        if self.is_running():
             self.signal(signal.SIGKILL)
-        self.reap(STOP_TIMEOUT_S)
+        self.wait_ended(STOP_TIMEOUT_S)
 
-    def last_words(self) -> str:
-        """Why it ended: the first ERROR of its log since the launch, else the last thing the JVM printed.
+    def failure_reason(self) -> str:
+        """Return why the node ended: the first ERROR of its log since the launch, or the last line the JVM printed.
 
-        The first, because a failed start goes on to report what failed while it shut down. That it was slow is no
-        reason.
+        Later errors are ignored because they come from the shutdown after a failed start, and so are reports about slow
+        events.
         """
         lines = _lines(self.log_path, self._log_start)
         for number, line in enumerate(lines):
@@ -220,40 +222,39 @@ class Node:
 
 
 def unknown_settings(java: Path, jars: Sequence[Path], names: Iterable[str]) -> list[str]:
-    """Return the names that are no setting of a broker, by Kafka's own list. Raises Unavailable.
+    """Return the names that are not in Kafka's own list of broker settings. Raises Unavailable.
 
-    A broker takes every name without a word, because a plug-in may read it; a local one has none."""
+    A broker accepts any name, because a plug-in may read it. A local broker has no plug-ins.
+    """
     command = [str(java), "-Xmx128m", "-XX:TieredStopAtLevel=1", "-cp", os.pathsep.join(map(str, jars))]
     command.append("kafka.server.KafkaConfig")  # prints the documentation of all settings
     listed = subprocess.run(command, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, check=False)
-    known = {*re.findall(r'id="brokerconfigs_([^"]+)"', listed.stdout), *OF_AUTHORIZER}
-    if len(known) == len(OF_AUTHORIZER):
-        raise Unavailable(f"Kafka does not list its settings: {_last_statement(listed.stderr.splitlines())}")
-    return sorted(name for name in names if name not in known and not name.startswith(UNLISTED))
+    known = {*re.findall(r'id="brokerconfigs_([^"]+)"', listed.stdout), *AUTHORIZER_SETTINGS}
+    if len(known) == len(AUTHORIZER_SETTINGS):
+        raise Unavailable(f"Kafka did not list its settings: {_last_statement(listed.stderr.splitlines())}")
+    return sorted(name for name in names if name not in known and not name.startswith(UNLISTED_PREFIXES))
 
 
 def jvm_options() -> list[str]:
-    """Of a broker's JVM: those of KAFKA_JVM_PERFORMANCE_OPTS, as Kafka's own scripts read it, else ours."""
+    """Return the options of a broker's JVM: KAFKA_JVM_PERFORMANCE_OPTS, as in Kafka's own scripts, or defaults."""
     return shlex.split(os.environ.get(JVM_OPTIONS) or "-Xms256m -XX:+UseSerialGC")
 
 
-def archive_of(java: Path, jars: Sequence[Path]) -> Path:
-    """Where the archive of classes of this Java and these jars is, if there is one; the JVM itself would refuse it for
-    others."""
+def class_archive_path(java: Path, jars: Sequence[Path]) -> Path:
+    """Return the path of the class archive for this Java and these jars. A JVM rejects the archive of others."""
     release = java.resolve().parent.parent / "release"
     of_java = release.read_bytes() if release.exists() else bytes(java.resolve())
     key = hashlib.sha256(b"\0".join([of_java, *map(bytes, jars)])).hexdigest()[:16]
     return cache_directory() / f"classes-{key}.jsa"
 
 
-def storage_of(java: Path, jars: Sequence[Path]) -> Path:
-    """Where what StorageTool writes for these jars is kept, if it is: it differs by cluster and node in meta.properties
-    alone."""
-    return archive_of(java, jars).with_suffix(".storage")
+def storage_copy_path(java: Path, jars: Sequence[Path]) -> Path:
+    """Return the path of the copied storage for these jars. Only meta.properties differs by cluster and node."""
+    return class_archive_path(java, jars).with_suffix(".storage")
 
 
 def random_id() -> str:
-    """A Uuid as Kafka writes them; never with "-" in front, which StorageTool would read as an option."""
+    """Return a Uuid in Kafka's format, without a leading "-", which StorageTool would read as an option."""
     while (made := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")).startswith("-"):
         pass
     return made
@@ -264,16 +265,16 @@ def _lines(path: Path, start: int = 0) -> list[str]:
 
 
 def _last_statement(lines: list[str]) -> str:
-    """The last line that is no stack frame, cut to the length of a sentence."""
-    said = [line.strip() for line in lines if line.strip() and not re.match(r"\s+(at |\.\.\. )", line)]
-    return said[-1][:400] if said else "it wrote nothing"
+    """Return the last line that is not a stack frame, cut off after 400 characters."""
+    found = [line.strip() for line in lines if line.strip() and not re.match(r"\s+(at |\.\.\. )", line)]
+    return found[-1][:400] if found else "no output"
 
 
-def _watch(pid: int) -> subprocess.Popen[bytes]:
-    """A shell that kills `pid` when this process is gone, however it went: its pipe then reports end of file.
+def _kill_with_parent(pid: int) -> subprocess.Popen[bytes]:
+    """Start a shell that kills `pid` after this process has ended in any way, when its pipe reports end of file.
 
-    Not PR_SET_PDEATHSIG: that one fires when the *thread* that started the JVM ends, so a broker restarted from a
-    helper thread of a test would die with the thread; it needs a preexec function; and it is Linux only.
+    PR_SET_PDEATHSIG is no alternative: it fires when the *thread* that started the JVM ends, so a broker restarted from
+    a helper thread of a test would end with the thread. It also needs a preexec function and works only on Linux.
     """
     return subprocess.Popen(
         ["/bin/sh", "-c", 'read -r _; kill -9 "$0"', str(pid)],
@@ -286,7 +287,7 @@ def _watch(pid: int) -> subprocess.Popen[bytes]:
 
 def is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As the JVM does: connections of a node that was just killed, in TIME_WAIT, are no obstacle.
+        # As the JVM does, so that connections of a killed node in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
@@ -298,11 +299,11 @@ def is_free(port: int) -> bool:
 def require_free(ports: Iterable[int]) -> None:
     for port in ports:
         if not is_free(port):
-            raise Unavailable(f"port {port} on {HOST} is taken by another process")
+            raise Unavailable(f"port {port} on {HOST} is in use by another process")
 
 
 def free_ports(count: int, taken: Iterable[int] = ()) -> list[int]:
-    """`count` distinct ports nobody listens on, below the range of outgoing connections."""
+    """Return `count` distinct unused ports below the range of outgoing connections."""
     avoid, chosen = set(taken), list[int]()
     for _ in range(10_000):
         if len(chosen) == count:
@@ -311,7 +312,7 @@ def free_ports(count: int, taken: Iterable[int] = ()) -> list[int]:
         if port not in avoid and is_free(port):
             avoid.add(port)
             chosen.append(port)
-    raise Unavailable(f"no {count} free ports on {HOST}")
+    raise Unavailable(f"{count} free ports were not found on {HOST}")
 
 
 def format_all(nodes: Sequence[Node], cluster_id: str) -> None:
@@ -327,17 +328,17 @@ def format_all(nodes: Sequence[Node], cluster_id: str) -> None:
 
 
 def wait_until_ready(nodes: Iterable[Node], expected: set[int], timeout_s: float = START_TIMEOUT_S) -> None:
-    """Until each of `nodes` itself answers and names all of `expected` as brokers.
+    """Wait until each of `nodes` answers and names all of `expected` as brokers.
 
-    Raises Unavailable at once when a JVM has ended, else at the deadline.
+    Raises Unavailable at once if a JVM has ended, or at the deadline.
     """
     deadline = time.monotonic() + timeout_s
     waiting = list(nodes)
     while waiting:
         for node in list(waiting):
-            if not node.running():
+            if not node.is_running():
                 raise Unavailable(
-                    f"Kafka {node.version} node {node.index} stopped while starting: {node.last_words()} "
+                    f"Kafka {node.version} node {node.index} stopped while starting: {node.failure_reason()} "
                     f"(log: {node.log_path})"
                 )
             if _answers(node.ports.client, expected):
@@ -345,29 +346,29 @@ def wait_until_ready(nodes: Iterable[Node], expected: set[int], timeout_s: float
         if waiting and time.monotonic() > deadline:
             late = waiting[0]
             raise Unavailable(
-                f"Kafka {late.version} node {late.index} does not answer after {timeout_s:.0f} s: "
-                f"{late.last_words()} (log: {late.log_path})"
+                f"Kafka {late.version} node {late.index} did not answer within {timeout_s:.0f} s: "
+                f"{late.failure_reason()} (log: {late.log_path})"
             )
         time.sleep(_POLL_S)
 
 
 def _answers(port: int, expected: set[int]) -> bool:
     try:
-        return expected <= metadata(f"{HOST}:{port}", timeout_s=2).nodes
+        return expected <= fetch_metadata(f"{HOST}:{port}", timeout_s=2).nodes
     except OSError:
         return False
 
 
 def stop_all(nodes: Sequence[Node], timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """SIGTERM to all of them at once, SIGKILL at the deadline.
+    """Send SIGTERM to all nodes at once, and SIGKILL at the deadline.
 
-    At once, because the last nodes of a cluster have no quorum left to leave in good order.
+    One after the other, the last nodes would have no quorum left for a clean shutdown.
     """
     deadline = time.monotonic() + timeout_s
     for node in nodes:
-        if node.running():
+        if node.is_running():
             node.resume()
             node.signal(signal.SIGTERM)
     for node in nodes:
-        if not node.reap(max(0.0, deadline - time.monotonic())):
-            node.end_now()
+        if not node.wait_ended(max(0.0, deadline - time.monotonic())):
+            node.kill()

@@ -1,7 +1,7 @@
-"""Says how a local Kafka node is configured: server.properties and its logging, as data and text.
+"""Define the configuration of a local Kafka node: server.properties and its logging, as data and text.
 
-Owns every broker setting a local cluster differs in from Kafka's defaults, with the reason. It must never touch a
-file, a socket or a process.
+The module owns every broker setting of a local cluster that differs from Kafka's defaults, with the reason. It must
+never touch a file, a socket or a process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class NodePorts:
-    """Where one node listens. Clients of `proxied` are told the address `advertised_proxied` instead."""
+    """Hold the ports of one node. Clients of the listener `proxied` get the port `advertised_proxied` instead."""
 
     client: int
     controller: int
@@ -31,8 +31,8 @@ class NodePorts:
 def server_properties(
     index: int, ports: Sequence[NodePorts], log_dir: Path, version: str, overrides: Mapping[str, object]
 ) -> dict[str, str]:
-    """All properties of node `index` (its node.id too) in a cluster of `len(ports)` combined nodes."""
-    properties = _layout(index, ports, log_dir) | _replication(len(ports)) | _small_and_quick()
+    """Return all properties of node `index`, which is also its node.id, in a cluster of `len(ports)` combined nodes."""
+    properties = _layout(index, ports, log_dir) | _replication(len(ports)) | _small_and_fast()
     if parse_version(version)[0] >= 4:
         properties |= {"share.coordinator.state.topic.num.partitions": 4}
     return {name: str(value) for name, value in (properties | dict(overrides)).items()}
@@ -52,8 +52,8 @@ def _listeners(ports: NodePorts) -> dict[str, object]:
     listen = {"PLAINTEXT": ports.client, "CONTROLLER": ports.controller}
     advertise = {"PLAINTEXT": ports.client}
     if ports.proxied is not None and ports.advertised_proxied is not None:
-        # Listens here, says it is over there: every connection of a client that bootstraps at the proxy goes
-        # through the proxy, and the proxy has no answer to rewrite.
+        # The listener advertises the proxy's port, so all connections of a client that bootstraps at the proxy go
+        # through it, and the proxy need not rewrite responses.
         listen["PROXIED"], advertise["PROXIED"] = ports.proxied, ports.advertised_proxied
     return {
         "listeners": ",".join(f"{name}://{HOST}:{port}" for name, port in listen.items()),
@@ -64,13 +64,13 @@ def _listeners(ports: NodePorts) -> dict[str, object]:
     }
 
 
-LAID_OUT = _layout(0, [NodePorts(0, 0)], Path()).keys()
-"""What nodes, ports and directories say, and nobody else."""
+DERIVED_SETTINGS = _layout(0, [NodePorts(0, 0)], Path()).keys()
+"""Settings that follow from the nodes, ports and directories and cannot be overridden."""
 
-OF_AUTHORIZER = ("super.users", "allow.everyone.if.no.acl.found")
-"""Settings of Kafka's StandardAuthorizer, which the brokers' list lacks."""
-UNLISTED = ("listener.name.", "unstable.")
-"""How names begin that the list lacks: settings of one listener, and those that Kafka keeps to itself."""
+AUTHORIZER_SETTINGS = ("super.users", "allow.everyone.if.no.acl.found")
+"""Settings of Kafka's StandardAuthorizer, which are not in the brokers' list."""
+UNLISTED_PREFIXES = ("listener.name.", "unstable.")
+"""Prefixes of settings that are not in the list: those of one listener, and Kafka's unstable ones."""
 
 
 def _replication(nodes: int) -> dict[str, object]:
@@ -83,29 +83,29 @@ def _replication(nodes: int) -> dict[str, object]:
         "default.replication.factor": copies,
         "min.insync.replicas": in_sync,
     }
-    # How soon a killed node is noticed, and how long the node itself is refused when it is started again at once: the
-    # controller first lets the session of the previous incarnation time out. A node alone has nobody that could
-    # take over early, so only the second matters. The heartbeat must be at most half of the session.
+    # The session timeout decides how soon the cluster notices a killed node, and how long a node restarted at once is
+    # rejected, because the controller waits for the old session to time out. On a single node only the latter matters.
+    # The heartbeat interval must be at most half of the session timeout.
     session_ms, heartbeat_ms = (3000, 500) if nodes == 1 else (6000, 1000)
     settings |= {"broker.session.timeout.ms": session_ms, "broker.heartbeat.interval.ms": heartbeat_ms}
     return settings
 
 
-def _small_and_quick() -> dict[str, object]:
+def _small_and_fast() -> dict[str, object]:
     return {
         # A misspelt topic must be an error, not a new topic with one partition.
         "auto.create.topics.enable": "false",
         "offsets.topic.num.partitions": 8,
         "transaction.state.log.num.partitions": 8,
-        # Nobody else is about to join the group, so nobody is waited for.
+        # No further members are about to join the group.
         "group.initial.rebalance.delay.ms": 0,
-        # Allows clients that notice a dead member in a second or so, with either group protocol.
+        # Allow clients to notice a dead member within about a second, with either group protocol.
         "group.min.session.timeout.ms": 500,
         "group.consumer.min.session.timeout.ms": 2000,
         "group.consumer.min.heartbeat.interval.ms": 500,
-        # A transaction past its timeout is aborted within half a second of it, not ten.
+        # Abort a transaction within half a second after its timeout, instead of ten seconds.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": 500,
-        # Three JVMs on two cores: few threads, and not 128 MB of heap for the log cleaner's map.
+        # For three JVMs on two cores: few threads, and less than 128 MB of heap for the log cleaner's map.
         "num.network.threads": 2,
         "num.io.threads": 4,
         "background.threads": 4,
@@ -114,7 +114,7 @@ def _small_and_quick() -> dict[str, object]:
 
 
 def render(properties: Mapping[str, str]) -> str:
-    """A Java properties file: Latin-1, where a backslash, a line break and any other character is escaped."""
+    """Format a Java properties file in ASCII, with backslashes and all other characters escaped."""
     return "".join(f"{name}={_escape(value)}\n" for name, value in properties.items())
 
 
@@ -125,7 +125,7 @@ def _escape(value: str) -> str:
 
 
 def logging_options(version: str, directory: Path) -> tuple[dict[str, str], list[str]]:
-    """The logging configuration (file name -> text) for this version, and the JVM options that point at it."""
+    """Return the logging configuration (file name -> text) of this version, and the JVM options that name it."""
     if parse_version(version)[0] < 4:
         name, content = "log4j.properties", _LOG4J_1
         option = f"-Dlog4j.configuration={(directory / name).as_uri()}"
@@ -135,7 +135,7 @@ def logging_options(version: str, directory: Path) -> tuple[dict[str, str], list
     return {name: content}, [option, f"-Deos.log={directory / 'server.log'}"]
 
 
-# Loggers that say something at INFO for every topic, every snapshot or every reconnect to a node that was killed.
+# Loggers with a line at INFO for every topic, snapshot or reconnect to a killed node.
 _NOISY = (
     "kafka.log",
     "kafka.coordinator.group.GroupMetadataManager",
@@ -150,13 +150,13 @@ _NOISY = (
     "state.change.logger",
 )
 
-# Says at WARN, for each attempt, that a node which was killed on purpose cannot be reached.
+# This logger has a line at WARN for each attempt to reach a killed node.
 _VERY_NOISY = "org.apache.kafka.clients.NetworkClient"
 _LEVELS = dict.fromkeys(_NOISY, "WARN") | {_VERY_NOISY: "ERROR"}
 
 _PATTERN = "%d %-5p [%t] %c{1}: %m%n"
 
-# The properties form, not the YAML one: it needs no parser from outside log4j.
+# The properties format, because YAML would need a parser that log4j does not contain.
 _LOG4J_2 = f"""\
 status = warn
 appender.file.type = File

@@ -1,4 +1,4 @@
-"""`eos config [MODULE:APP]`: every setting with its value, where it comes from, and what it means."""
+"""Define `eos config [MODULE:APP]`, which shows every setting with its value, origin and meaning."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
+from eos.cli.options import BootstrapServers, Json, Set, collect_flags, print_json, print_table
 from eos.kafka.client import configuration, settings
 from eos.kafka.client.settings import Settings
 from eos.worker.loading import load_app
 
 
 def config(
-    target: Annotated[str | None, typer.Argument(metavar="[MODULE:APP]", help="Shows its group and ids too.")] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODULE:APP]", help="An App: also show its group and its ids.")
+    ] = None,
     instance: Annotated[str | None, typer.Option(help="As for `eos run`.")] = None,
     json: Json = False,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="The page docs/reference/settings.md: defaults only.")
+        bool, typer.Option("--markdown", help="Print the page docs/reference/settings.md: defaults only.")
     ] = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Every setting: its value, where it comes from, what it means. Secrets are not shown."""
+    """Show every setting with its value, origin and meaning. Secrets are hidden."""
     if markdown:
         print(configuration.render_markdown(), end="")
         return
-    flags = flags_of(bootstrap_servers, set_, instance)
+    flags = collect_flags(bootstrap_servers, set_, instance)
     given = settings.read_sources(flags)
     values: dict[str, object] = {}
     for _, more in given:

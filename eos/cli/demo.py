@@ -1,4 +1,4 @@
-"""`eos demo`: runs the story of eos.demo; owns the options, and that a SIGTERM cleans up as a Ctrl-C does."""
+"""Define `eos demo`, which runs eos.demo, and make SIGTERM clean up as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ from eos.errors import Unavailable
 def demo(
     bootstrap_servers: Annotated[
         str | None,
-        typer.Option(help="Use this Kafka (HOST:PORT) instead of starting one; the demo's topics are deleted again."),
+        typer.Option(
+            help="Use this Kafka (HOST:PORT) instead of starting one. The demo deletes its topics at the end."
+        ),
     ] = None,
     spark: Annotated[
         bool,
-        typer.Option("--spark", help="Another demo: a stateful Spark query reads from a worker; its driver is killed."),
+        typer.Option(
+            "--spark", help="Run another demo: a stateful Spark query reads from a worker; its driver is killed."
+        ),
     ] = False,
     state: Annotated[
-        bool, typer.Option("--state", help="Another demo: sums by key in state, workers killed, a folder deleted.")
+        bool,
+        typer.Option(
+            "--state", help="Run another demo: state with sums by key, workers killed, a state folder deleted."
+        ),
     ] = False,
     flights: Annotated[int, typer.Option(hidden=True, min=10_000, max=336_776)] = 336_776,
 ) -> int:
-    """Kill workers on real data and prove that nothing was lost or doubled."""
+    """Kill workers on real data and show that no record was lost or duplicated."""
     try:
-        # Here and not above: the other commands must start without numpy and the rest of the extra `demo`.
+        # Imported here: the other commands must start without numpy and the rest of the extra `demo`.
         from eos.demo.show import Show
         from eos.demo.story import run_demo
 

@@ -1,4 +1,4 @@
-"""`eos doctor [MODULE:APP]`: the preflight alone, as a table, with the open and hanging transactions of the topics."""
+"""Define `eos doctor [MODULE:APP]`, which prints the preflight checks and the open and hanging transactions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from eos.app.definition import App
-from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
-from eos.cli.txn import heal_command
+from eos.cli.options import BootstrapServers, Json, Set, collect_flags, print_json, print_table
+from eos.cli.txn import abort_command
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable
 from eos.kafka.admin import facts, preflight
 from eos.kafka.admin.facts import Facts
@@ -31,26 +31,26 @@ _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow",
 
 def doctor(
     target: Annotated[
-        str | None, typer.Argument(metavar="[MODULE:APP]", help="The App; without it the cluster.")
+        str | None, typer.Argument(metavar="[MODULE:APP]", help="The App; without it only the cluster is checked.")
     ] = None,
     instance: Annotated[str | None, typer.Option(help="As for `eos run`.")] = None,
     json: Json = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> int:
-    """Is this cluster fit for this App? The checks of `eos run`, and open or hanging transactions."""
-    flags = flags_of(bootstrap_servers, set_, instance)
+    """Check whether this cluster is ready for this App, as `eos run` does, and show open and hanging transactions."""
+    flags = collect_flags(bootstrap_servers, set_, instance)
     loaded = settings.load(flags)
     findings = _findings(loaded, None if target is None else load_app(target))
     if json:
-        print_json([_finding(f) for f in findings])
+        print_json([_finding_json(f) for f in findings])
     else:
         print_table(table(findings))
     failed = [f for f in findings if f.level is Level.FAILED]
     return failed[0].error.exit_code if failed else 0
 
 
-def _need(app: App | None, loaded: Settings) -> Requirements:
+def _need_of(app: App | None, loaded: Settings) -> Requirements:
     if app is None:
         return preflight.requirements_of(loaded, (), ())
     named = loaded.with_values(**{"group.id": app.id, "transactional.id": f"{app.id}-{loaded.instance}"})
@@ -58,20 +58,20 @@ def _need(app: App | None, loaded: Settings) -> Requirements:
 
 
 def _findings(loaded: Settings, app: App | None) -> list[Finding]:
-    """A cluster that cannot be asked is a finding too: who reads the JSON expects it there."""
+    """Return all findings. An unavailable cluster is a finding too, so that the JSON output contains it."""
     try:
-        by_pattern = [] if app is None else _take_in(loaded, app)
-        need = _need(app, loaded)
+        by_pattern = [] if app is None else _add_matching_topics(loaded, app)
+        need = _need_of(app, loaded)
         known = preflight.gather_facts(loaded, need, _TIMEOUT_S)
     except (Unavailable, NotAuthorised) as error:
         check = "brokers" if isinstance(error, Unavailable) else "authorised"
         return [Finding(check, Level.FAILED, str(error.args[0]), error.remedy, type(error))]
-    states = [] if app is None else [*_states(loaded, app), *_between(loaded, app)]
+    states = [] if app is None else [*_state_findings(loaded, app), *_chain_findings(loaded, app)]
     return [*preflight.judge(need, known), *by_pattern, *states, *_transactions(loaded, need, known)]
 
 
-def _states(loaded: Settings, app: App) -> list[Finding]:
-    """Of each function with state: its changelog."""
+def _state_findings(loaded: Settings, app: App) -> list[Finding]:
+    """Return a finding about the changelog of each function with state."""
     found: list[Finding] = []
     try:
         changelog.changelogs_of(app.id, app.stateful)
@@ -83,32 +83,32 @@ def _states(loaded: Settings, app: App) -> list[Finding]:
         client = facts.connect(loaded, _TIMEOUT_S) if app.stateful else None
         for route in app.stateful:
             fit = changelog.check_fit(client, app.id, route)
-            how = f"is made at the start, with {fit.partitions} partitions" if fit.missing else "is there"
-            found.append(Finding("state", Level.OK, f"{route.name}: its changelog {fit.topic} {how}"))
+            state = f"will be created at start with {fit.partitions} partitions" if fit.missing else "exists"
+            found.append(Finding("state", Level.OK, f"{route.name}: its changelog {fit.topic} {state}"))
     except (ConfigurationError, Unavailable, NotAuthorised) as error:
         found.append(Finding("state", Level.FAILED, str(error.args[0]), error.remedy, type(error)))
     return found
 
 
-def _between(loaded: Settings, app: App) -> list[Finding]:
-    """Of topics between two functions: whether their records are this App's."""
+def _chain_findings(loaded: Settings, app: App) -> list[Finding]:
+    """Return a finding about the topics between two functions, which only this App may write."""
     if not app.chained:
         return []
     try:
         chains.check_own(loaded, app)
     except (ConfigurationError, Unavailable, NotAuthorised) as error:
         return [Finding("between", Level.FAILED, str(error.args[0]), error.remedy, type(error))]
-    return [Finding("between", Level.OK, f"{', '.join(sorted(app.chained))}: written by this App alone, or empty")]
+    return [Finding("between", Level.OK, f"{', '.join(sorted(app.chained))}: written by this App only, or empty")]
 
 
-def _take_in(loaded: Settings, app: App) -> list[Finding]:
-    """Takes in what a worker would now; what stands in the way of other topics that match."""
+def _add_matching_topics(loaded: Settings, app: App) -> list[Finding]:
+    """Add the matching topics that a worker would read now, and return why it would not read the others."""
     app.check()
     if not app.patterns:
         return []
-    there = topic_names(loaded, _TIMEOUT_S)
-    waiting = lacking(app, there)
-    app.add_topics(there - waiting.keys())
+    existing = topic_names(loaded, _TIMEOUT_S)
+    waiting = lacking(app, existing)
+    app.add_topics(existing - waiting.keys())
     found = [
         Finding("topics", Level.WARNING, why_not_read(topic, letters), f"create {letters}")
         for topic, letters in waiting.items()
@@ -121,32 +121,34 @@ def _take_in(loaded: Settings, app: App) -> list[Finding]:
 
 
 def _transactions(loaded: Settings, need: Requirements, known: Facts) -> list[Finding]:
-    """Of those of the App's topics that there are, and of the offsets log; without an App of all topics."""
-    asked: list[list[str] | None] = [None]
+    """Return findings about open transactions on the App's topics and the offsets log; without an App on all topics."""
+    searched: list[list[str] | None] = [None]
     if need.topics:
-        there = [name for name in need.topics if known.topics[name].exists]
+        existing = [name for name in need.topics if known.topics[name].exists]
         log = [OFFSETS_LOG] if known.topics[OFFSETS_LOG].exists is not False else []
-        asked = [topics for topics in (there, log) if topics]
+        searched = [topics for topics in (existing, log) if topics]
     try:
         with ClusterAdmin(loaded) as admin:
-            found = [finding for topics in asked for finding in _open_on(admin, topics)]
+            found = [finding for topics in searched for finding in _transaction_findings(admin, topics)]
     except EosError as error:
         return [Finding("transactions", Level.UNKNOWN, str(error))]
     return found or [Finding("transactions", Level.OK, "none is open")]
 
 
-def _open_on(admin: ClusterAdmin, topics: list[str] | None) -> list[Finding]:
+def _transaction_findings(admin: ClusterAdmin, topics: list[str] | None) -> list[Finding]:
     try:
-        return [_as_finding(t) for t in find_open(admin, topics)]
+        return [_transaction_finding(t) for t in find_open(admin, topics)]
     except EosError as error:
         return [Finding("transactions", Level.UNKNOWN, str(error))]
 
 
-def _as_finding(t: OpenTransaction) -> Finding:
+def _transaction_finding(t: OpenTransaction) -> Finding:
     who = t.transactional_id or f"producer id {t.producer.producer_id}"
     sentence = f"{format_position(*t.partition)}: transaction of {who} is {t.verdict.value}: {t.reason}"
     if t.verdict is Verdict.HANGING:
-        return Finding("transactions", Level.FAILED, f"{sentence}; {t.held_back} offsets wait", heal_command(t))
+        return Finding(
+            "transactions", Level.FAILED, f"{sentence}; {t.held_back} offsets are held back", abort_command(t)
+        )
     level = Level.UNKNOWN if t.verdict is Verdict.UNKNOWN else Level.OK
     return Finding("transactions", level, sentence)
 
@@ -159,6 +161,6 @@ def table(findings: list[Finding]) -> Table:
     return found
 
 
-def _finding(f: Finding) -> dict[str, object]:
+def _finding_json(f: Finding) -> dict[str, object]:
     code = f.error.exit_code if f.level is Level.FAILED else 0
     return {"check": f.check, "level": f.level.value, "found": f.sentence, "change": f.remedy, "exit_code": code}

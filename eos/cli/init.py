@@ -1,4 +1,4 @@
-"""`eos init NAME`: a folder with an App, its test, its settings and a Dockerfile, all of which work as they are."""
+"""Define `eos init NAME`, which creates a folder with a working App, its test, its settings and a Dockerfile."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def louder(text: str) -> str:
 from app import app
 
 
-def test_what_comes_out():  # without a broker
+def test_louder():  # without a broker
     ran = eos.testing.run(app, [("$name-in", "to be"), ("$name-in", "or not")])
     assert ran.values("$name-out") == [b"TO BE", b"OR NOT"]
 """,
-    "eos.toml": """# The environment (KAFKA_BOOTSTRAP_SERVERS, EOS_...) and -X come before this.
-# `eos config app:app` shows what counts.
+    "eos.toml": """# The environment (KAFKA_BOOTSTRAP_SERVERS, EOS_...) and -X override this file.
+# `eos config app:app` shows the values in effect.
 "bootstrap.servers" = "127.0.0.1:9092"
-# What a transaction gathers before it is visible.
+# Commit a transaction about this often.
 "eos.transaction.interval.ms" = 100
 """,
     "Dockerfile": """# docker build -t $name .
@@ -43,10 +43,10 @@ def test_what_comes_out():  # without a broker
 ARG PYTHON=python:3.13-slim
 FROM $${PYTHON}
 WORKDIR /app
-# No package index has eos-kafka yet: `EOS_PURE_PYTHON=1 pip wheel --no-deps -w . CHECKOUT` puts its wheel here.
+# eos-kafka is not on a package index yet: `EOS_PURE_PYTHON=1 pip wheel --no-deps -w . CHECKOUT` puts its wheel here.
 COPY eos.toml *.whl ./
 RUN pip install --no-cache-dir --find-links . 'eos-kafka[metrics]==$version'
-# State that functions remember: a volume there makes restarts fast (docs/howto/state.md).
+# State of functions: a volume here makes restarts fast (docs/howto/state.md).
 RUN useradd --uid 1000 --create-home worker && install -d -o worker /var/lib/eos
 USER worker
 COPY app.py ./
@@ -61,12 +61,12 @@ ENTRYPOINT ["eos", "run", "app:app", "--http-port", "8080"]
 def init(
     name: Annotated[str, typer.Argument(help="The App's id, and the new folder's name.", show_default=False)],
 ) -> None:
-    """Make a folder with an App, its test, its settings and a Dockerfile."""
+    """Create a folder with an App, its test, its settings and a Dockerfile."""
     if not is_topic_name(name):
-        raise UsageError(f"an App is named by letters, digits, '.', '_' and '-', not {name!r}")
+        raise UsageError(f"{name!r} is not a name for an App: use letters, digits, '.', '_' and '-'")
     folder = Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{name} is there already")
+        raise UsageError(f"{name} already exists and is not an empty folder; choose another name")
     try:
         folder.mkdir(exist_ok=True)
         for file, text in FILES.items():
@@ -74,7 +74,7 @@ def init(
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from error
     print(
-        f"{name}/ has {', '.join(FILES)}. Try it:\n"
+        f"{name}/ contains {', '.join(FILES)}. Try it:\n"
         f"  cd {name}\n"
         "  pip install pytest\n"
         "  python -m pytest                       # without a broker\n"

@@ -1,6 +1,6 @@
-"""What a terminal shows live: one line for a worker, a table for a supervisor's workers.
+"""Draw the live view of a terminal: one line for a worker, a table for a supervisor's workers.
 
-It only reads statuses (eos/health), a few times a second, and never asks a worker's thread for anything.
+The view only reads statuses (eos/health), a few times a second, and never asks a worker's thread for anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INTERVAL_S = 0.5
 
 
 class Rates:
-    """Records per second of each worker between two looks; a restarted worker counts from zero again."""
+    """Compute the records per second of each worker between two readings. A restarted worker counts from zero."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, int]] = {}
@@ -40,7 +40,7 @@ class Rates:
 def live_view(
     statuses: Callable[[], list[Status]], render: Callable[[list[Status], Rates], RenderableType]
 ) -> Iterator[None]:
-    """Draws on stderr twice a second, on a thread of its own; log lines scroll above what is drawn."""
+    """Draw on stderr twice a second, on a separate thread. Log lines scroll above the view."""
     rates = Rates()
     live = Live(
         console=Console(stderr=True),
@@ -49,7 +49,7 @@ def live_view(
         transient=True,
     )
     with live:
-        log.redirect(sys.stderr)  # rich has put its own stream there
+        log.redirect(sys.stderr)  # rich has replaced sys.stderr by its own stream
         try:
             yield
         finally:
@@ -63,16 +63,16 @@ def _lag(status: Status) -> Text:
     return Text("?" if lag is None else f"{lag:,}", "yellow" if lag else "green")
 
 
-def _unclean(status: Status) -> Text:
+def _failures(status: Status) -> Text:
     count = sum(status.aborts.values()) + sum(status.rebuilds.values())
     return Text(f"{count:,}", "red" if count else "green")
 
 
 def line(statuses: list[Status], rates: Rates) -> Text:
-    """One worker in one line."""
+    """Render one worker as one line."""
     (status,) = statuses
     head = f" {rates.of(status):>9,.0f} records/s   {status.transactions:,} transactions   lag "
-    shown = Text.assemble((f" {status.app} ", "bold reverse"), head, _lag(status), "   aborts ", _unclean(status))
+    shown = Text.assemble((f" {status.app} ", "bold reverse"), head, _lag(status), "   aborts ", _failures(status))
     if status.states:
         shown.append(f"   state {sum(state.values for state in status.states):,} values")
     if not status.ready:
@@ -81,15 +81,15 @@ def line(statuses: list[Status], rates: Rates) -> Text:
 
 
 def table(statuses: list[Status], rates: Rates) -> Table:
-    """One row per worker."""
+    """Render one row per worker."""
     shown = Table(expand=False, header_style="bold", border_style="dim")
     shown.add_column("worker", no_wrap=True)
     for name in ("records/s", "transactions", "lag", "aborts", "restarts"):
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("state")  # the only one that may be broken into lines
+    shown.add_column("state")  # the only column that may wrap
     for status in statuses:
         style = "green" if status.ready else "yellow" if status.live else "red"
         restarts = Text(f"{status.restarts:,}", "red" if status.restarts else "green")
-        numbers = (f"{rates.of(status):,.0f}", f"{status.transactions:,}", _lag(status), _unclean(status), restarts)
+        numbers = (f"{rates.of(status):,.0f}", f"{status.transactions:,}", _lag(status), _failures(status), restarts)
         shown.add_row(status.instance, *numbers, Text(status.reason, style))
     return shown

@@ -1,6 +1,6 @@
-"""Options that several commands share, and the settings that come of them.
+"""Define the options that several commands share, and make settings of them.
 
-rich is imported where something is printed: while a worker that was killed starts again its outputs wait.
+rich is imported where something is printed: the outputs of a killed worker wait until it has restarted.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
 
 BootstrapServers = Annotated[str | None, typer.Option("--bootstrap-servers", help="HOST:PORT[,HOST:PORT...]")]
 Set = Annotated[
-    list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A setting of Kafka's or eos.*; repeatable.")
+    list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A setting of Kafka or of eos (eos.*); repeatable.")
 ]
 Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="e.g. flights:app, or path/to/flights.py:app")]
-UntilEnd = Annotated[bool, typer.Option("--until-end", help="Stop when all input readable now is done.")]
-Json = Annotated[bool, typer.Option("--json", help="For machines: JSON on stdout.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+UntilEnd = Annotated[
+    bool, typer.Option("--until-end", help="Stop when all input that is readable now has been handled.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 LogFormat = Annotated[str, typer.Option(help="human or json")]
-SENT_BY_HAND = "eos-topic-send-"  # transactional.ids of `eos topic send` begin so
+SEND_ID_PREFIX = "eos-topic-send-"  # of the transactional.ids of `eos topic send`
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error")]
 
 
-def check_log(log_format: str, log_level: str) -> None:
+def check_log_options(log_format: str, log_level: str) -> None:
     check_choice("--log-format", log_format, ("human", "json"))
     check_choice("--log-level", log_level, ("debug", "info", "warning", "error"))
 
@@ -45,34 +47,36 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{option} {value}: must be one of {', '.join(choices)}")
 
 
-def named_value(option: str, text: str) -> tuple[str, str]:
+def parse_named_value(option: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise UsageError(f"{option} {text}: expected NAME=VALUE")
     return name, value
 
 
-def flags_of(bootstrap_servers: str | None, set_: Sequence[str] | None, instance: str | None = None) -> dict[str, Any]:
+def collect_flags(
+    bootstrap_servers: str | None, set_: Sequence[str] | None, instance: str | None = None
+) -> dict[str, Any]:
     named = {"bootstrap.servers": bootstrap_servers, "eos.instance": instance}
     flags: dict[str, Any] = dict(settings.parse_flag(text) for text in set_ or [])
     return flags | {name: value for name, value in named.items() if value is not None}
 
 
 def load_settings(bootstrap_servers: str | None, set_: Sequence[str] | None) -> Settings:
-    return settings.load(flags_of(bootstrap_servers, set_))
+    return settings.load(collect_flags(bootstrap_servers, set_))
 
 
-def confirm(what: str, yes: bool) -> None:
-    """Asks before something is done that cannot be undone. UsageError where nobody can be asked."""
+def confirm(action: str, yes: bool) -> None:
+    """Ask before an action that cannot be undone. Raises UsageError if there is no terminal to ask on."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError(f"this would {what}: say --yes where nobody can be asked")
-    typer.confirm(f"This will {what}. Go on?", abort=True, err=True)  # stdout is for what was done
+        raise UsageError(f"this would {action}; stdin is not a terminal, so confirm with --yes")
+    typer.confirm(f"This will {action}. Continue?", abort=True, err=True)  # stdout is for results
 
 
 def print_table(table: Table) -> None:
-    """On stdout; into a pipe nothing is cut off, for who reads it there has no window. Cells may be anybody's words."""
+    """Print a table on stdout, with control characters in its cells escaped. Into a pipe no cell is cut off."""
     from rich.console import Console
 
     for column in table.columns:
@@ -84,13 +88,13 @@ def print_table(table: Table) -> None:
 
 
 @contextmanager
-def until_hung_up() -> Iterator[None]:
-    """Its block ends without a word where whoever reads our output has seen enough."""
+def until_output_closed() -> Iterator[None]:
+    """End the block silently when the reader of stdout closes it, as `head` does."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # At the end of the process Python would write what is left once more.
+        # Python flushes stdout again at exit, which would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

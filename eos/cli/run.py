@@ -1,8 +1,8 @@
-"""`eos run MODULE:APP`: loads a user's App and runs it until it is stopped: on a worker here, or on several processes.
+"""Define `eos run MODULE:APP`, which runs an App until it is stopped, as one worker here or as several processes.
 
-Owns the options and what is put around a worker: signals, health, the live line. The supervisor loads no App.
-rich and the HTTP server are imported where they are asked for: most workers have no terminal and no port, and while a
-worker that was killed starts again its outputs wait.
+The module owns the options and the worker's surroundings: signals, health, the live line. The supervisor loads no App.
+rich and the HTTP server are imported only where they are used: most workers have no terminal and no port, and the
+outputs of a killed worker wait until it has restarted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from eos.cli.options import (
     Set,
     Target,
     UntilEnd,
-    check_log,
-    flags_of,
+    check_log_options,
+    collect_flags,
 )
 from eos.errors import Interruption, PoisonRecord, UsageError
 from eos.health.board import Board
@@ -36,7 +36,7 @@ from eos.health.report import Reporter, supervisor_pipe
 from eos.health.status import Status
 from eos.kafka.client import settings
 from eos.records import format_position
-from eos.session.stopping import StopSignals
+from eos.session.signals import StopSignals
 from eos.signals import Handlers
 from eos.worker.loading import load_app, refuse_ids
 from eos.worker.running import prepare
@@ -47,30 +47,27 @@ from eos.worker.worker import Worker
 def run(
     target: Target,
     instance: Annotated[
-        str | None, typer.Option(help="Suffix of the transactional.id; stable across restarts. Default: host name.")
+        str | None,
+        typer.Option(help="Suffix of the transactional.id. Keep it stable across restarts. Default: host name."),
     ] = None,
     bootstrap_servers: BootstrapServers = None,
     until_end: UntilEnd = False,
-    create_topics: Annotated[
-        bool, typer.Option("--create-topics", help="Create topics that are missing at the start.")
-    ] = False,
+    create_topics: Annotated[bool, typer.Option("--create-topics", help="Create missing topics at the start.")] = False,
     workers: Annotated[
         int | None,
         typer.Option(help="Run this many processes under a supervisor, instances INSTANCE-0, INSTANCE-1, ..."),
     ] = None,
-    reload: Annotated[
-        bool, typer.Option("--reload", help="For development: start again when a .py file changes.")
-    ] = False,
+    reload: Annotated[bool, typer.Option("--reload", help="For development: restart when a .py file changes.")] = False,
     http_port: Annotated[
         str | None,
-        typer.Option(metavar="[HOST:]PORT", help="Serve /livez, /readyz, /metrics and a page there."),
+        typer.Option(metavar="[HOST:]PORT", help="Serve /livez, /readyz, /metrics and a status page here."),
     ] = None,
     set_: Set = None,
     log_format: LogFormat = "human",
     log_level: LogLevel = "info",
 ) -> int:
     """Run an App: consume, transform, produce, exactly once."""
-    check_log(log_format, log_level)
+    check_log_options(log_format, log_level)
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1")
     address = None
@@ -78,7 +75,7 @@ def run(
         from eos.health.server import parse_address
 
         address = parse_address(http_port)
-    flags = flags_of(bootstrap_servers, set_, instance)
+    flags = collect_flags(bootstrap_servers, set_, instance)
     if create_topics:
         flags["eos.create.topics"] = "true"
     worker = own_name()
@@ -89,63 +86,68 @@ def run(
     log.configure(log_format, log_level, sys.stderr, worker)
     loaded = settings.load(flags)
     refuse_ids(loaded, "eos run")
-    with _stop_before_the_start() as begun:
+    with _stop_before_start() as started:
         if workers is not None or reload:
             command = ["run", target, "--log-format", log_format, "--log-level", log_level]
             command += ["--until-end"] if until_end else []
             command += [word for item in flags.items() if item[0] != "eos.instance" for word in ("-X", "=".join(item))]
-            watched = folders_of(target) if reload else []
+            watched = source_folders(target) if reload else []
             _warn_of_random_host_name(loaded)  # the workers are given theirs, and would not know
-            return _supervise(command, loaded, workers, address, show, watched, begun)
+            return _supervise(command, loaded, workers, address, show, watched, started)
         app = load_app(target)
         _warn_of_random_host_name(loaded)
         try:
-            _run_worker(Worker(app, loaded, until_end=until_end), pipe, address, show, begun)
+            _run_worker(Worker(app, loaded, until_end=until_end), pipe, address, show, started)
         except PoisonRecord as poison:
-            poison.remedy = poison.remedy or remedy_of(poison, target, bootstrap_servers)
+            poison.remedy = poison.remedy or suggest_remedy(poison, target, bootstrap_servers)
             raise
     return 0
 
 
-def remedy_of(poison: PoisonRecord, target: str, servers: str | None = None) -> str:
-    """The next command; nothing where it is no record of the input, but what a function sent by itself. It has to wait
-    until the group has given this worker up."""
+def suggest_remedy(poison: PoisonRecord, target: str, servers: str | None = None) -> str:
+    """Return advice with the command that skips the record, or "" for an output that a function sent by itself.
+
+    The command waits until this worker's membership in the group has expired.
+    """
     if poison.offset < 0:
         return ""
     skip = f"eos reset {target} --skip '{format_position(poison.topic, poison.partition, poison.offset)}' --wait 30"
     skip += f" --bootstrap-servers {servers}" if servers else ""
-    return f"`{skip}` steps past it, on_error=eos.dlq keeps such records apart (docs/howto/failures.md)"
+    return f"`{skip}` skips it, on_error=eos.dlq writes such records to a dead-letter topic (docs/howto/failures.md)"
 
 
-class _StoppedEarly(Interruption):
-    """Asked to stop while there was nothing to finish."""
+class _StoppedBeforeStart(Interruption):
+    """Report a request to stop before the worker had anything to finish."""
 
 
 @contextlib.contextmanager
-def _stop_before_the_start() -> Iterator[Callable[[], None]]:
-    """SIGTERM and SIGINT end the block at once, and well, until what it yields was called: then whoever hears them now
-    has them, and what comes behind that one's end is over in a moment."""
-    waiting = True
+def _stop_before_start() -> Iterator[Callable[[], None]]:
+    """End the block at once, without an error, on SIGTERM or SIGINT.
 
-    def asked(number: int, _: Any) -> None:
-        if waiting:
-            raise _StoppedEarly(signal.Signals(number).name)
+    The block calls the yielded function when a worker or supervisor handles the signals; from then on nothing happens
+    here.
+    """
+    starting = True
 
-    def begun() -> None:
-        nonlocal waiting
-        waiting = False
+    def on_signal(number: int, _: Any) -> None:
+        if starting:
+            raise _StoppedBeforeStart(signal.Signals(number).name)
 
-    with Handlers(asked):
+    def started() -> None:
+        nonlocal starting
+        starting = False
+
+    with Handlers(on_signal):
         try:
-            yield begun
-        except _StoppedEarly as stopped:
-            log.info("stopped before it began", signal=str(stopped))
+            yield started
+        except _StoppedBeforeStart as stopped:
+            log.info("worker stopped before start", signal=str(stopped))
 
 
 def _run_worker(
-    worker: Worker, pipe: int | None, address: tuple[str, int] | None, show: bool, begun: Callable[[], None]
+    worker: Worker, pipe: int | None, address: tuple[str, int] | None, show: bool, started: Callable[[], None]
 ) -> None:
-    """In this process. Who does not look at it does not pay for it: without a watcher there is no observer."""
+    """Run the worker in this process. It has an observer only if something reads its status."""
     with contextlib.ExitStack() as around:
         if pipe is not None or address is not None or show:
             observer = Observer(worker)
@@ -167,7 +169,7 @@ def _run_worker(
             around.enter_context(observer)
         prepare(worker)
         with StopSignals(worker.session):
-            begun()
+            started()
             worker.run()
 
 
@@ -178,9 +180,9 @@ def _supervise(
     address: tuple[str, int] | None,
     show: bool,
     watched: list[Path],
-    begun: Callable[[], None],
+    started: Callable[[], None],
 ) -> int:
-    """Workers in processes of their own, each `command` with its instance; `watched`: see --reload."""
+    """Run workers as processes, each with `command` and its instance. --reload watches the folders `watched`."""
     names = [loaded.instance] if workers is None else [f"{loaded.instance}-{number}" for number in range(workers)]
     with contextlib.ExitStack() as around:
         supervisor = Supervisor(
@@ -201,7 +203,7 @@ def _supervise(
         if watched:
             around.enter_context(reloading(watched, supervisor.reload))
         with supervisor.hearing_signals():
-            begun()
+            started()
             return supervisor.run()
 
 
@@ -209,13 +211,13 @@ def _warn_of_random_host_name(loaded: settings.Settings) -> None:
     in_container = Path("/.dockerenv").exists() or "KUBERNETES_SERVICE_HOST" in os.environ
     if in_container and not loaded["eos.instance"]:
         log.warning(
-            "host names of containers are random: a restarted one cannot end what this one leaves open; set "
-            "--instance to something stable (a StatefulSet's pod name, EOS_INSTANCE in compose)"
+            "host names of containers are random, so a restarted container cannot end the transaction that this one "
+            "leaves open; set --instance to a stable name (a StatefulSet's pod name, EOS_INSTANCE in compose)"
         )
 
 
-def folders_of(target: str) -> list[Path]:
-    """Where the source of `module:app` or `path.py:app` is looked for: the working directory and the file's own."""
+def source_folders(target: str) -> list[Path]:
+    """Return the folders with the source of a target: the working directory and the file's folder."""
     file = Path(target.partition(":")[0])
     folders = {Path.cwd()}
     if file.suffix == ".py":
@@ -225,7 +227,7 @@ def folders_of(target: str) -> list[Path]:
 
 @contextlib.contextmanager
 def reloading(folders: Sequence[Path], changed: Callable[[], None]) -> Iterator[None]:
-    """Calls `changed` when a .py file below `folders` changed, on a daemon thread. UsageError without watchfiles."""
+    """Call `changed` on a daemon thread when a .py file below `folders` changes. UsageError without watchfiles."""
     try:
         import watchfiles
     except ImportError as error:
@@ -237,10 +239,10 @@ def reloading(folders: Sequence[Path], changed: Callable[[], None]) -> Iterator[
             *folders, watch_filter=watchfiles.PythonFilter(), stop_event=stopping, raise_interrupt=False
         ):
             names = ", ".join(sorted({os.path.relpath(path) for _, path in changes})[:3])
-            log.info("source changed: workers start again", files=names)
+            log.info("workers restarting", changed=names)
             changed()
 
-    log.info("watching for changes", folders=",".join(map(str, folders)))
+    log.info("reload watching", folders=",".join(map(str, folders)))
     thread = threading.Thread(target=watch, name="eos-reload", daemon=True)
     thread.start()
     try:

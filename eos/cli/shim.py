@@ -1,4 +1,4 @@
-"""`eos shim`: a Kafka-wire proxy in front of real brokers; shows transactions and protects them."""
+"""Define `eos shim`, a Kafka wire proxy in front of real brokers that shows transactions and protects them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from eos import log
-from eos.cli.options import LogFormat, LogLevel, check_choice, check_log
+from eos.cli.options import LogFormat, LogLevel, check_choice, check_log_options
 from eos.errors import ConfigurationError, UsageError
 from eos.shim import ShimSettings
 from eos.shim.chain import Chain
@@ -43,17 +43,17 @@ from eos.signals import Handlers
 from eos.state.files import allow_open_files
 
 _PAGE_INTERVAL_S = 2.0
-# Ports, files, the page and whoever asks for health.
+# For listening ports, files, the page and health requests.
 _OTHER_DESCRIPTORS = 64
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `eos shim`, one field each, in the order of its help."""
+    """Hold the options of `eos shim`, one field each, in the order of the help."""
 
-    upstream: Annotated[str, typer.Option(metavar="HOST:PORT[,...]", help="The brokers to begin with.")]
+    upstream: Annotated[str, typer.Option(metavar="HOST:PORT[,...]", help="Brokers to connect to first.")]
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Listen here for clients; further brokers get the next ports.")
+        str, typer.Option(metavar="HOST:PORT", help="Listen here for clients. Further brokers get the next ports.")
     ] = "127.0.0.1:19092"
     advertise: Annotated[
         str | None,
@@ -63,21 +63,23 @@ class Options:
     tls_key: Annotated[str | None, typer.Option(help="PEM key of --tls-cert, if it is not in the same file.")] = None
     client_ca: Annotated[
         str | None,
-        typer.Option(help="PEM file of CAs: refuse clients whose certificate none of them signed (with --tls-cert)."),
+        typer.Option(
+            help="PEM file of CAs: refuse clients without a certificate signed by one of them (with --tls-cert)."
+        ),
     ] = None
     trust_clients: Annotated[
-        bool, typer.Option("--trust-clients", help="Let every client that reaches the shim use --upstream-cert.")
+        bool, typer.Option("--trust-clients", help="Let every client that can reach the shim use --upstream-cert.")
     ] = False
     upstream_tls: Annotated[bool, typer.Option("--upstream-tls", help="Connect to the brokers with TLS.")] = False
     upstream_ca: Annotated[str | None, typer.Option(help="PEM file of CAs that sign the brokers' certificates.")] = None
     upstream_cert: Annotated[str | None, typer.Option(help="PEM client certificate for the brokers.")] = None
     upstream_key: Annotated[str | None, typer.Option(help="PEM key of --upstream-cert.")] = None
-    max_frame_bytes: Annotated[int, typer.Option(help="Close the connection at a larger request or answer.")] = (
-        LARGEST_FRAME_BYTES
-    )
+    max_frame_bytes: Annotated[
+        int, typer.Option(help="Close a connection that sends a larger request or response.")
+    ] = LARGEST_FRAME_BYTES
     max_control_bytes: Annotated[
         int,
-        typer.Option(help="Close the connection at a larger request other than Produce, where it is read whole."),
+        typer.Option(help="Close a connection that sends a larger request of a kind that the shim reads whole."),
     ] = CONTROL_BYTES
     max_connections: Annotated[int, typer.Option(help="Allow this many client connections at a time.")] = (
         MOST_CONNECTIONS
@@ -85,47 +87,52 @@ class Options:
     max_connections_per_address: Annotated[
         int | None,
         typer.Option(
-            help="Allow this many of one address (IPv6: of its /64).",
+            help="Allow this many connections from one address (IPv6: from one /64).",
             show_default="three quarters of --max-connections",
         ),
     ] = None
     login_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Close a connection that gets no answer past a login in this time.")
+        float, typer.Option(metavar="SECONDS", help="Close a connection that does not complete its login in this time.")
     ] = LOGIN_TIMEOUT_S
     idle_timeout: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="Close a connection without traffic, unless a broker owes it an answer."),
+        typer.Option(metavar="SECONDS", help="Close a connection without traffic, unless a response is pending."),
     ] = IDLE_TIMEOUT_S
-    trace: Annotated[bool, typer.Option("--trace", help="Show the steps of every transaction on stdout.")] = False
-    trace_format: Annotated[str, typer.Option(help="text or json (lines)")] = "text"
+    trace: Annotated[bool, typer.Option("--trace", help="Print the steps of every transaction on stdout.")] = False
+    trace_format: Annotated[str, typer.Option(help="text or json (one object per line)")] = "text"
     trace_html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep a page of sequence diagrams in this file, up to date.")
+        Path | None, typer.Option(metavar="FILE", help="Keep an up-to-date page of sequence diagrams in this file.")
     ] = None
     protect: Annotated[
         bool,
         typer.Option(
             "--protect/--no-protect",
-            help="Keep late requests out of the next transaction (KIP-890 part 2 for all clients).",
+            help="Reject late requests of an earlier transaction (KIP-890 part 2 for all clients).",
         ),
     ] = True
     require_protection: Annotated[
         bool,
         typer.Option(
             "--require-protection",
-            help="Make transactions wait where the brokers do not allow protection, instead of passing them.",
+            help="Make transactions wait if the brokers do not support protection, instead of forwarding them.",
         ),
     ] = False
     journal: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Let clients outlive a restart of the shim between their transactions, by this file."
+            metavar="FILE",
+            help="Store epochs here, so that clients between transactions survive a restart of the shim.",
         ),
     ] = None
     faults: Annotated[
-        Path | None, typer.Option(metavar="PLAN.toml", help="What breaks when; a rule that never fires fails the run.")
+        Path | None,
+        typer.Option(
+            metavar="PLAN.toml", help="Inject the faults of this plan. A rule that never fires fails the run."
+        ),
     ] = None
     policy: Annotated[
-        Path | None, typer.Option(metavar="POLICY.toml", help="What clients may not do; everything else is allowed.")
+        Path | None,
+        typer.Option(metavar="POLICY.toml", help="Reject the requests that this policy forbids. Others are allowed."),
     ] = None
     http: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve /livez, /readyz and /metrics here (extra: metrics).")
@@ -134,45 +141,45 @@ class Options:
     log_level: LogLevel = "info"
 
 
-def shim(**given: Any) -> int:
-    """Stand between Kafka clients and brokers: any client of any language connects here as to Kafka."""
-    options = Options(**given)
+def shim(**values: Any) -> int:
+    """Run a proxy between Kafka clients and brokers. Clients of any language connect to it as to Kafka."""
+    options = Options(**values)
     _check(options)
     log.configure(options.log_format, options.log_level)
     history = History()
-    with ExitStack() as at_the_end:
-        jobs = list(_jobs(options, history, at_the_end))
+    with ExitStack() as cleanup:
+        jobs = list(_create_jobs(options, history, cleanup))
         plan = None if options.faults is None else read_plan(options.faults)
         settings = _settings(options)
-        settings = replace(settings, most_connections=_with_descriptors(options.max_connections, plan))
+        settings = replace(settings, most_connections=_limit_connections(options.max_connections, plan))
         html = None if options.trace_html is None else _Page(options.trace_html, history, options.upstream)
         health = None if options.http is None else parse_address(options.http, "--http")
         asyncio.run(_serve(Chain(settings, jobs, plan), html, health, partial(_sources, jobs, plan)))
-    return 0 if plan is None else _tell_faults(plan)
+    return 0 if plan is None else _report_faults(plan)
 
 
 shim.__signature__ = inspect.signature(Options, eval_str=True)  # type: ignore[attr-defined] # typer reads it
 
 
 def _check(options: Options) -> None:
-    """Raise UsageError or ConfigurationError for options that do not go together."""
-    check_log(options.log_format, options.log_level)
+    """Raise UsageError or ConfigurationError for options that contradict each other."""
+    check_log_options(options.log_format, options.log_level)
     check_choice("--trace-format", options.trace_format, ("text", "json"))
     if options.trace_html is not None and not options.trace_html.absolute().parent.is_dir():
-        raise ConfigurationError(f"--trace-html {options.trace_html}: there is no such directory")
+        raise ConfigurationError(f"--trace-html {options.trace_html}: the directory does not exist")
     if options.journal is not None and not options.protect:
-        raise UsageError("--journal has nothing to keep with --no-protect")
+        raise UsageError("--journal needs protection: remove --no-protect")
     if options.require_protection and not options.protect:
         raise UsageError("--require-protection and --no-protect exclude each other")
 
 
-def _jobs(options: Options, history: History, at_the_end: ExitStack) -> Iterator[Job]:
-    """Make the jobs in the order in which they see a request; `at_the_end` closes what they write to."""
+def _create_jobs(options: Options, history: History, cleanup: ExitStack) -> Iterator[Job]:
+    """Create the jobs in the order in which they see a request. `cleanup` closes their outputs."""
     if options.http:
         yield CountingJob()
     if options.trace:
         printer = Printer(sys.stdout)
-        at_the_end.callback(printer.close)
+        cleanup.callback(printer.close)
         line = text.json_line if options.trace_format == "json" else text.line
         yield TraceJob(history, lambda step: printer.print(line(step)))
     elif options.trace_html:
@@ -182,7 +189,7 @@ def _jobs(options: Options, history: History, at_the_end: ExitStack) -> Iterator
     if options.protect:
         journal = None if options.journal is None else Journal(options.journal)
         if journal is not None:
-            at_the_end.callback(journal.close)
+            cleanup.callback(journal.close)
         yield ProtectJob(journal=journal, required=options.require_protection)
 
 
@@ -204,17 +211,18 @@ def _settings(options: Options) -> ShimSettings:
     )
 
 
-def _with_descriptors(wanted: int, plan: Plan | None) -> int:
-    """So many connections as there are descriptors for: two for each, in each of the shims that faults stand in."""
+def _limit_connections(wanted: int, plan: Plan | None) -> int:
+    """Return the number of connections that the limit of open files allows.
+
+    Each connection needs two descriptors in each shim; a run with faults has three shims.
+    """
     each = 2 * (1 if plan is None else 3)
     needed = wanted * each + _OTHER_DESCRIPTORS
     limit = allow_open_files(needed)
     if limit >= needed:
         return wanted
     allowed = max(1, (limit - _OTHER_DESCRIPTORS) // each)
-    log.warning(
-        "fewer connections than --max-connections", connections=allowed, reason=f"{limit} open files are allowed"
-    )
+    log.warning("connection limit lowered", connections=allowed, reason=f"the process may open only {limit} files")
     return allowed
 
 
@@ -235,15 +243,15 @@ async def _serve_until(
     sources: Callable[[Chain], Sources],
 ) -> None:
     with ExitStack() as around:
-        # Before the brokers are asked: a shim that waits for them is alive and not ready.
+        # Health comes first: a shim that waits for its brokers is live and not ready.
         if health is not None:
             loop = asyncio.get_running_loop()
             http = around.enter_context(serve_health(health, loop, lambda: server.not_ready, sources(server)))
-            log.info("health", address=f"{health[0]}:{http.port}")
+            log.info("health server started", address=f"{health[0]}:{http.port}")
         await server.start()
         writing = None if html is None else asyncio.create_task(html.keep_written())
         await stop.wait()
-        log.info("stopping", connections=server.connections)
+        log.info("shim stopping", connections=server.connections)
         await server.stop()
     if html is not None and writing is not None:
         writing.cancel()
@@ -251,7 +259,7 @@ async def _serve_until(
 
 
 def _sources(jobs: Sequence[Job], plan: Plan | None, server: Chain) -> Sources:
-    """Where the metrics are read from; a job that is not there has counted nothing."""
+    """Return the functions that read the metrics. The counts of a job that does not run are empty."""
     counting = next(job for job in jobs if isinstance(job, CountingJob))
     guard = next((job for job in jobs if isinstance(job, GuardJob)), None)
     protection = next((job for job in jobs if isinstance(job, ProtectJob)), None)
@@ -268,18 +276,18 @@ def _sources(jobs: Sequence[Job], plan: Plan | None, server: Chain) -> Sources:
     )
 
 
-def _tell_faults(plan: Plan) -> int:
-    """The last sentence of a run with faults; 1 when it did not test what it was meant to."""
+def _report_faults(plan: Plan) -> int:
+    """Print the summary of a run with faults. Return 1 if a rule did not fire as planned, else 0."""
     complaints = plan.complaints()
     for complaint in complaints:
         print(f"eos: {complaint}", file=sys.stderr)
-    done = "" if complaints else ", every rule as planned"
-    print(f"eos: faults: {plan.fired} fired by {len(plan.rules)} rules, seed {plan.seed}{done}", file=sys.stderr)
+    suffix = "" if complaints else ", every rule as planned"
+    print(f"eos: faults: {plan.fired} fired by {len(plan.rules)} rules, seed {plan.seed}{suffix}", file=sys.stderr)
     return 1 if complaints else 0
 
 
 class _Page:
-    """The file of --trace-html: written at the start, every few seconds when something passed, and at the end."""
+    """Write the file of --trace-html at the start, every few seconds if the trace has new steps, and at the end."""
 
     def __init__(self, path: Path, history: History, upstream: str) -> None:
         self._path, self._history = path, history
@@ -294,11 +302,11 @@ class _Page:
             await asyncio.sleep(_PAGE_INTERVAL_S)
 
     async def write(self) -> None:
-        # On a thread: neither a slow disk nor a page of 200 long transactions, a second's work, must stop the traffic.
+        # On a thread, because a slow disk or a page of 200 long transactions (a second of work) must not stop traffic.
         try:
             await asyncio.to_thread(_write_page, self._path, self._history.snapshot(), self._title)
         except OSError as error:
-            log.warning("the trace page could not be written", file=self._path, reason=error)
+            log.warning("trace page write failed", file=self._path, reason=error)
 
 
 def _write_page(path: Path, history: History, title: str) -> None:

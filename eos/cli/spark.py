@@ -1,4 +1,4 @@
-"""`eos spark run MODULE:APP`: the same App as `eos run`, as a Structured Streaming query."""
+"""Define `eos spark run MODULE:APP`, which runs an App of `eos run` as a Structured Streaming query."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from eos.cli.options import (
     Set,
     Target,
     UntilEnd,
-    check_log,
-    flags_of,
+    check_log_options,
+    collect_flags,
 )
 from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.kafka.client import settings
@@ -24,10 +24,10 @@ from eos.worker.loading import load_app, refuse_ids
 
 app = typer.Typer(no_args_is_help=True)
 
-# A run on one machine says what went wrong itself; a cluster's logs are configured there.
+# For a run on one machine. A cluster has its own configuration.
 _LOCAL_CONFIG = {
     "spark.ui.enabled": "false",
-    # State is kept in so many parts, each a task of every micro-batch; a checkpoint stays with the number it has.
+    # State has this many partitions, each a task of every micro-batch. A checkpoint keeps the number it began with.
     "spark.sql.shuffle.partitions": "8",
 }
 _LOCAL_LEVELS = {"debug": "WARN"}
@@ -42,40 +42,40 @@ def spark() -> None:
 def run(
     target: Target,
     master: Annotated[
-        str | None, typer.Option(help="Spark's master. Default: as spark-submit says, else local[*].")
+        str | None, typer.Option(help="Spark's master. Default: the one of spark-submit, else local[*].")
     ] = None,
     checkpoint: Annotated[
         str | None,
-        typer.Option(help="Folder that a restart finds again; on a cluster on a shared file system."),
+        typer.Option(help="Folder that a restart reads. On a cluster, use a shared file system."),
     ] = None,
     instance: Annotated[
-        str | None, typer.Option(help="Suffix of the transactional.id; stable across restarts. Default: spark.")
+        str | None, typer.Option(help="Suffix of the transactional.id. Keep it stable across restarts. Default: spark.")
     ] = None,
     bootstrap_servers: BootstrapServers = None,
     until_end: UntilEnd = False,
-    interval_ms: Annotated[int, typer.Option(min=0, help="From the begin of one micro-batch to the next's.")] = 0,
+    interval_ms: Annotated[int, typer.Option(min=0, help="Start a micro-batch this often.")] = 0,
     set_: Set = None,
     conf: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of Spark's (spark.*); repeatable.")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of Spark (spark.*); repeatable.")
     ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="An option of Spark's Kafka source (minPartitions); repeatable."),
     ] = None,
     py_files: Annotated[
-        str | None, typer.Option(help="Further .py and .zip files that the App's module imports; separated by commas.")
+        str | None, typer.Option(help="Further .py and .zip files that the App's module imports, separated by commas.")
     ] = None,
     log_format: LogFormat = "human",
     log_level: LogLevel = "info",
 ) -> int:
     """Run an App on Spark: each micro-batch is one transaction."""
-    check_log(log_format, log_level)
+    check_log_options(log_format, log_level)
     log.configure(log_format, log_level)
-    loaded = settings.load(flags_of(bootstrap_servers, set_, instance))
+    loaded = settings.load(collect_flags(bootstrap_servers, set_, instance))
     refuse_ids(loaded, "eos spark run")
-    config = _pairs("--conf", conf)
+    config = _parse_pairs("--conf", conf)
     try:
-        # Here and not above: the other commands must start without PySpark.
+        # Imported here: the other commands must start without PySpark.
         from spark_connector import run as engine
         from spark_connector.session import is_local, spark_session, stop
     except ModuleNotFoundError as error:
@@ -83,7 +83,7 @@ def run(
     local = is_local(master or config.get("spark.master")) and "PYSPARK_GATEWAY_PORT" not in os.environ
     if not local and checkpoint is None:
         raise UsageError("--checkpoint DIR is needed on a cluster: a restarted driver may be on another machine")
-    plan = engine.Run(load_app(target), loaded, checkpoint, until_end, interval_ms, _pairs("--option", option))
+    plan = engine.Run(load_app(target), loaded, checkpoint, until_end, interval_ms, _parse_pairs("--option", option))
     engine.check(plan)
     if local:
         config = _LOCAL_CONFIG | {"spark.log.level": _LOCAL_LEVELS.get(log_level, "FATAL")} | config
@@ -97,7 +97,7 @@ def run(
     return 0
 
 
-def _pairs(option: str, texts: list[str] | None) -> dict[str, str]:
+def _parse_pairs(option: str, texts: list[str] | None) -> dict[str, str]:
     pairs = {}
     for text in texts or []:
         name, equals, value = text.partition("=")

@@ -1,7 +1,7 @@
-"""`eos state show | export | begin`: what the functions of an App remember, read from their changelogs.
+"""Define `eos state show | export | begin`, which read the state of an App's functions from their changelogs.
 
-Owns the options and what is printed. All but `begin` read what is committed, join no group and change nothing; a worker
-may run.
+The module owns the options and the printed text. All commands but `begin` read committed state, join no group and
+change nothing, so a worker may run at the same time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from eos.cli.options import (
     load_settings,
     print_json,
     print_table,
-    until_hung_up,
+    until_output_closed,
 )
-from eos.cli.written import json_of, text_of
+from eos.cli.rendering import bytes_as_json, bytes_as_text
 from eos.encoding.serde import DecodeError
 from eos.errors import ConfigurationError, UsageError
 from eos.kafka.admin.reset import GroupOffsets
@@ -41,13 +41,13 @@ from eos.worker.loading import load_app
 
 _SHOWN = 20
 
-app = typer.Typer(no_args_is_help=True, help="State: what the functions of an App remember, by key.")
-Functions = Annotated[list[str] | None, typer.Option("--function", help="Only of this function; repeatable.")]
+app = typer.Typer(no_args_is_help=True, help="Show, export or change the state that functions keep by key.")
+Functions = Annotated[list[str] | None, typer.Option("--function", help="Only this function; repeatable.")]
 Keys = Annotated[list[str] | None, typer.Option("--key", help="Only this key, as text; repeatable.")]
 
 
 class Row(NamedTuple):
-    """What a function remembers of one key: by the name of its state."""
+    """Hold the state of one key in one function, by the name of the state."""
 
     function: str
     partition: int
@@ -65,22 +65,25 @@ def show(
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """The first keys in each partition, or those that are asked for, and what is committed of them."""
+    """Show the committed state of the first keys, or of the given keys."""
     settings = load_settings(bootstrap_servers, set_)
-    found, more = _some(_functions(load_app(target), function), settings, key, limit)
+    found, more = _first_rows(_functions(load_app(target), function), settings, key, limit)
     if json:
-        print_json([row._asdict() | {"key": json_of(row.key)} for row in found])
+        print_json([row._asdict() | {"key": bytes_as_json(row.key)} for row in found])
     elif not found:
         print("no state")
     else:
         table = Table("function", "partition", "key", "state", "value")
         for row in found:
             for name, value in sorted(row.state.items()):
-                words = row.function, str(row.partition), text_of(row.key), name, repr(value)
+                words = row.function, str(row.partition), bytes_as_text(row.key), name, repr(value)
                 table.add_row(*map(escape, words))
         print_table(table)
     if more:
-        print(f"and more: --limit shows more than {limit} of each function, `eos state export` all", file=sys.stderr)
+        print(
+            f"only {limit} keys of each function are shown: use --limit for more, or `eos state export` for all",
+            file=sys.stderr,
+        )
 
 
 @app.command()
@@ -91,27 +94,27 @@ def export(
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Each key with what is committed of it, as a line of JSON."""
+    """Print each key with its committed state as a line of JSON."""
     settings = load_settings(bootstrap_servers, set_)
     stateful = _functions(load_app(target), function)
-    with until_hung_up():
+    with until_output_closed():
         for name in stateful.names:
             for row in stateful.rows(name, settings, key):
-                print_json(row._asdict() | {"key": json_of(row.key)})
+                print_json(row._asdict() | {"key": bytes_as_json(row.key)})
 
 
 @app.command()
 def begin(
     target: Target,
     function: Annotated[str, typer.Argument(metavar="FUNCTION", help="A function with state.")],
-    wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="For members to be gone.")] = 0.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Wait this long for members to leave.")] = 0.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the changes.")] = False,
     yes: Yes = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Begin a function's new states empty, on purpose, and delete those that it has no more. Refuses while members
-    live; asks before it acts."""
+    """Let a function's new states begin empty, and delete the states it no longer has. Refuses while the group has
+    members, and asks for confirmation."""
     settings, loaded = load_settings(bootstrap_servers, set_), load_app(target)
     (route,) = [route for route in loaded.stateful if route.name in _functions(loaded, [function]).names]
     offsets = GroupOffsets(settings, loaded.id, route.sources)
@@ -121,7 +124,7 @@ def begin(
         print(f"{name} of {function} will begin empty")
     for name in plan.gone:
         print(f"{name} of {function} will be deleted")
-    print(f"{plan.topic}: {plan.entries} entries to delete; noted beside {plan.partitions} offsets")
+    print(f"{plan.topic}: {plan.entries} entries to delete; noted in the metadata of {plan.partitions} offsets")
     if dry_run:
         return
     confirm(f"change the state of {function}", yes)
@@ -129,44 +132,46 @@ def begin(
     print(f"{function}: done")
 
 
-class _Stateful:
-    """Some functions of an App."""
+class _StatefulFunctions:
+    """Read the state of some functions of an App."""
 
     def __init__(self, app: App, names: list[str]) -> None:
         self.names = names
         self._app_id, self._routes = app.id, {route.name: route for route in app.stateful}
 
     def rows(self, name: str, settings: Settings, keys: list[str] | None) -> Iterator[Row]:
-        """By partition and key. Raises Unavailable, ConfigurationError."""
+        """Yield the function's state, ordered by partition and key. Raises Unavailable, ConfigurationError."""
         route, wanted = self._routes[name], None if keys is None else {key.encode() for key in keys}
         stores = {store.stored_name: store for store in route.stores}
         for partition, kept in changelog.read_state(settings, changelog_of(self._app_id, route)):
             for key, state in kept:
                 if wanted is None or key in wanted:
-                    known = {store: cells for store, cells in state.items() if store in stores}
-                    yield Row(name, partition, key, {store: _read(stores[store], known[store]) for store in known})
+                    known = {store: fields for store, fields in state.items() if store in stores}
+                    yield Row(name, partition, key, {store: _decode(stores[store], known[store]) for store in known})
 
 
-def _read(store: Store, cells: list[tuple[bytes, bytes]]) -> Any:
+def _decode(store: Store, fields: list[tuple[bytes, bytes]]) -> Any:
     try:
-        return to_plain(store, cells)
+        return to_plain(store, fields)
     except DecodeError as error:
         raise ConfigurationError(
-            f"the state {store.name} was kept as something else than the App says: {error}"
+            f"the stored state {store.name} does not have the type that the App declares: {error}"
         ) from error
 
 
-def _functions(app: App, wanted: list[str] | None) -> _Stateful:
+def _functions(app: App, wanted: list[str] | None) -> _StatefulFunctions:
     names = [route.name for route in app.stateful]
     if not names:
         raise UsageError(f"no function of {app.id} has state")
     if unknown := sorted(set(wanted or ()) - set(names)):
-        raise UsageError(f"--function {unknown[0]}: no function with state of {app.id} ({', '.join(names)})")
-    return _Stateful(app, [name for name in names if not wanted or name in wanted])
+        raise UsageError(f"--function {unknown[0]}: not a function with state of {app.id} ({', '.join(names)})")
+    return _StatefulFunctions(app, [name for name in names if not wanted or name in wanted])
 
 
-def _some(stateful: _Stateful, settings: Settings, keys: list[str] | None, limit: int) -> tuple[list[Row], bool]:
-    """Return at most this many of each function, and whether there are more."""
+def _first_rows(
+    stateful: _StatefulFunctions, settings: Settings, keys: list[str] | None, limit: int
+) -> tuple[list[Row], bool]:
+    """Return at most `limit` rows of each function, and whether there are more."""
     found, more = [], False
     for name in stateful.names:
         rows = stateful.rows(name, settings, keys)

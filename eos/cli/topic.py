@@ -1,7 +1,7 @@
-"""`eos topic list | create | partitions | delete | tail | send`: the topics of any cluster, for people and machines.
+"""Define `eos topic list | create | partitions | delete | tail | send`, which work on topics of any cluster.
 
-Owns the options and what is printed; eos/kafka/admin/tail.py reads, and `send` is a transaction as `eos.transaction`
-makes it.
+The module owns the options and the printed text. eos/kafka/admin/tail.py reads topics, and `send` uses
+`eos.transaction`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import typer
 from rich.table import Table
 
 from eos.cli.options import (
-    SENT_BY_HAND,
+    SEND_ID_PREFIX,
     BootstrapServers,
     Json,
     Set,
     Yes,
     confirm,
     load_settings,
-    named_value,
+    parse_named_value,
     print_json,
     print_table,
-    until_hung_up,
+    until_output_closed,
 )
-from eos.cli.written import header_json, headers_text, json_of, text_of
+from eos.cli.rendering import bytes_as_json, bytes_as_text, header_as_json, headers_as_text
 from eos.errors import Unavailable, UsageError, not_authorised
 from eos.kafka.admin import facts, tail
 from eos.kafka.admin.tail import Mark, MarkedRecord
@@ -38,7 +38,7 @@ from eos.plain import Delivery, transaction
 from eos.records import Header, UnreadableHeaders, format_position, is_topic_name, readable_headers
 
 _TIMEOUT_S = 5.0
-_TOLD = 10
+_MOST_PLACES = 10
 _LAST = 10
 
 app = typer.Typer(no_args_is_help=True, help="Topics of any cluster: list, create, change, read and write them.")
@@ -47,12 +47,12 @@ Topic = Annotated[str, typer.Argument(metavar="TOPIC")]
 
 @app.command("list")
 def list_(
-    internal: Annotated[bool, typer.Option("--internal", help="Kafka's own topics too.")] = False,
+    internal: Annotated[bool, typer.Option("--internal", help="Include Kafka's internal topics.")] = False,
     json: Json = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Every topic with its partitions and replicas."""
+    """List topics with their partitions and replicas."""
     settings = load_settings(bootstrap_servers, set_)
     client = facts.connect(settings, _TIMEOUT_S)
     found = facts.cluster_metadata(client, settings.bootstrap_servers, _TIMEOUT_S).topics
@@ -69,7 +69,7 @@ def list_(
         print_json(rows)
         return
     if not rows:
-        print(f"no topic at {settings.bootstrap_servers}")
+        print(f"no topics at {settings.bootstrap_servers}")
         return
     table = Table(*rows[0])
     for row in rows:
@@ -84,14 +84,14 @@ def create(
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Create topics, on three brokers or all there are; those that exist already stay as they are."""
-    create_and_tell(load_settings(bootstrap_servers, set_), names, partitions)
+    """Create topics with three replicas, or fewer on a smaller cluster. Existing topics are left unchanged."""
+    create_and_print(load_settings(bootstrap_servers, set_), names, partitions)
 
 
-def create_and_tell(settings: Settings, names: list[str], partitions: int, brokers: int = 0) -> None:
-    """`brokers`: how many there are, also of those that are down now; 0: as many as answer."""
+def create_and_print(settings: Settings, names: list[str], partitions: int, brokers: int = 0) -> None:
+    """Create topics and print the result. `brokers` is the number of brokers, running or not; 0 counts running ones."""
     for name in names:
-        _check(name)
+        _check_name(name)
     client = facts.connect(settings, _TIMEOUT_S)
     brokers = brokers or len(facts.cluster_metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
     created = facts.create_topics(settings, dict.fromkeys(names, partitions), brokers)
@@ -102,26 +102,26 @@ def create_and_tell(settings: Settings, names: list[str], partitions: int, broke
 @app.command()
 def partitions(
     topic: Topic,
-    count: Annotated[int, typer.Argument(metavar="N", min=1, help="How many it has then; never fewer.")],
+    count: Annotated[int, typer.Argument(metavar="N", min=1, help="New number of partitions. Kafka cannot reduce it.")],
     yes: Yes = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Give a topic more partitions. Keys may move to other partitions; asks before it acts."""
-    _check(topic)
+    """Add partitions to a topic. Keys may move to other partitions. Asks for confirmation."""
+    _check_name(topic)
     client = facts.connect(load_settings(bootstrap_servers, set_), _TIMEOUT_S)
-    has = _there(client, topic).partitions
+    has = _require_topic(client, topic).partitions
     if count < has:
-        raise UsageError(f"{topic} has {has} partitions: Kafka takes none away")
+        raise UsageError(f"{topic} has {has} partitions: Kafka cannot remove any")
     if count == has:
         print(f"{topic}: has {has} partitions")
         return
     print(
-        f"{topic}: a key's new records may go to another partition than its old ones. An App whose function with state "
-        "reads this topic ends with 78 then; `eos reset MODULE:APP --from ... --with-state` begins it again",
+        f"{topic}: a key's new records may go to another partition than its old ones. An App that reads this topic in "
+        "a function with state will end with 78; `eos reset MODULE:APP --from ... --with-state` starts it over",
         file=sys.stderr,
     )
-    confirm(f"give {topic} {count} partitions instead of {has}", yes)
+    confirm(f"increase the partitions of {topic} from {has} to {count}", yes)
     facts.add_partitions(client, topic, count)
     print(f"{topic}: {has} partitions before, {count} now")
 
@@ -133,20 +133,20 @@ def delete(
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Delete topics with all of their records; asks before it acts."""
+    """Delete topics with all of their records. Asks for confirmation."""
     names = list(dict.fromkeys(names))
     for name in names:
-        _check(name)
+        _check_name(name)
     client = facts.connect(load_settings(bootstrap_servers, set_), _TIMEOUT_S)
     for name in names:
-        _there(client, name)
+        _require_topic(client, name)
     confirm(f"delete {', '.join(names)} with all records", yes)
     for name in names:
         facts.delete_topic(client, name)
         print(f"{name}: deleted")
 
 
-def _there(client: Any, topic: str) -> facts.Topic:
+def _require_topic(client: Any, topic: str) -> facts.Topic:
     found = facts.describe_topic(client, topic)
     if found.exists is None:
         raise not_authorised(f"topic {topic}", "DESCRIBE")
@@ -165,38 +165,38 @@ def send(
     key_separator: Annotated[
         str | None,
         typer.Option(
-            "--key-separator", "-K", metavar="TEXT", help="Each value begins with its key and this, e.g. `:`."
+            "--key-separator", "-K", metavar="TEXT", help="Split each value into key and value at this text, e.g. `:`."
         ),
     ] = None,
     header: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A header; repeatable.")] = None,
-    partition: Annotated[int | None, typer.Option(min=0, help="Default: by the key.")] = None,
+    partition: Annotated[int | None, typer.Option(min=0, help="Default: chosen by the key.")] = None,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
     """Send records in one transaction: all of them become visible, or none."""
-    _check(topic)
-    headers = [_header(text) for text in header or []]
+    _check_name(topic)
+    headers = [_parse_header(text) for text in header or []]
     if key_separator == "":
-        raise UsageError("--key-separator: one character at least stands between key and value")
+        raise UsageError("--key-separator: must be at least one character")
     if key is not None and key_separator is not None:
         raise UsageError("--key and --key-separator exclude each other")
     settings = load_settings(bootstrap_servers, set_)
-    # Before the transaction begins: who types slowly must not outlive its timeout.
+    # Read before the transaction begins: slow typing on stdin must not exceed its timeout.
     given = [*map(os.fsencode, values)] if values else [line.rstrip(b"\n") for line in sys.stdin.buffer]
     held = tail.topic_offsets(settings, topic, _TIMEOUT_S)
     records = [(None if key is None else os.fsencode(key), value) for value in given]
     if key_separator is not None:
-        records = [_keyed(value, os.fsencode(key_separator), number) for number, value in enumerate(given, 1)]
+        records = [_split_key(value, os.fsencode(key_separator), number) for number, value in enumerate(given, 1)]
     if partition is not None and partition not in held:
         raise UsageError(f"--partition {partition}: {topic} has partitions 0 to {len(held) - 1}")
     if not given:
         print(f"{topic}: nothing to send", file=sys.stderr)
         return
     if not settings.get("transactional.id"):
-        settings = settings.with_values(**{"transactional.id": f"{SENT_BY_HAND}{uuid.uuid4().hex[:12]}"})
+        settings = settings.with_values(**{"transactional.id": f"{SEND_ID_PREFIX}{uuid.uuid4().hex[:12]}"})
     with transaction(settings) as txn:
         sent = [txn.send(topic, value, key=key, partition=partition, headers=headers) for key, value in records]
-    _tell_sent(topic, sent)
+    _print_sent(topic, sent)
 
 
 @app.command("tail")
@@ -205,30 +205,30 @@ def tail_(
     last: Annotated[
         int | None, typer.Option("--last", "-n", min=0, help=f"Show this many records (default: {_LAST}).")
     ] = None,
-    from_beginning: Annotated[bool, typer.Option("--from-beginning", help="All that the topic holds.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
+    from_beginning: Annotated[bool, typer.Option("--from-beginning", help="Show all records of the topic.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new records until Ctrl-C.")] = False,
     until_end: Annotated[
-        bool, typer.Option("--until-end", help="End with what is readable now, as without --follow.")
+        bool, typer.Option("--until-end", help="Stop after the records that are readable now, as without --follow.")
     ] = False,
     uncommitted: Annotated[
-        bool, typer.Option("--uncommitted", help="Aborted and open records too, each marked as such.")
+        bool, typer.Option("--uncommitted", help="Include records of aborted and open transactions, and mark them.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="For machines: a line of JSON per record.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per record.")] = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Show the records of a topic that are committed, with partition, offset, time, key, value and headers."""
+    """Show the committed records of a topic with partition, offset, time, key, value and headers."""
     if follow and until_end:
         raise UsageError("--follow and --until-end exclude each other")
     if from_beginning and last is not None:
         raise UsageError("--from-beginning and --last exclude each other")
-    _check(topic)
+    _check_name(topic)
     settings = load_settings(bootstrap_servers, set_)
     held = tail.topic_offsets(settings, topic, _TIMEOUT_S)
     show = _show_json if json else _show
     ends = tail.end_offsets(held, uncommitted)
     shown = 0
-    with until_hung_up():
+    with until_output_closed():
         if not from_beginning:
             for seen in tail.read_last(settings, topic, held, _LAST if last is None else last, uncommitted):
                 show(seen)
@@ -237,7 +237,7 @@ def tail_(
         if follow or from_beginning:
             shown += _read(settings, topic, starts, None if follow else ends, uncommitted, show)
         if not follow:
-            _tell_rest(topic, held, shown, uncommitted)
+            _print_remaining(topic, held, shown, uncommitted)
 
 
 def _read(
@@ -248,11 +248,11 @@ def _read(
     uncommitted: bool,
     show: Any,
 ) -> int:
-    """Shows records from `starts` on, up to `ends` or until Ctrl-C; how many there were."""
+    """Show records from `starts` on, up to `ends` or until Ctrl-C, and return their number."""
     shown = 0
     with tail.TopicReader(settings, topic, starts, uncommitted) as reader:
         if ends is not None:
-            for shown, seen in enumerate(tail.read_until(reader, ends), 1):  # noqa: B007 - the last one is wanted
+            for shown, seen in enumerate(tail.read_until(reader, ends), 1):  # noqa: B007 - the last number is returned
                 show(seen)
             return shown
         try:
@@ -260,7 +260,7 @@ def _read(
                 for seen in reader.read():
                     show(seen)
         except KeyboardInterrupt:
-            return shown  # what was asked for: Ctrl-C ends it
+            return shown  # Ctrl-C is the normal end of --follow
 
 
 # ---- output ---------------------------------------------------------------------------------------------------
@@ -268,18 +268,18 @@ def _read(
 
 def _show(seen: MarkedRecord) -> None:
     record = seen.record
-    moment = "-" if record.timestamp < 0 else _clock(record.timestamp)
+    time_ = "-" if record.timestamp < 0 else _local_time(record.timestamp)
     mark = "" if seen.mark is Mark.COMMITTED else f"  ({seen.mark.value})"
-    key = "-" if record.key is None else text_of(record.key)
-    value = "(tombstone)" if record.value is None else text_of(record.value)
-    given = record.headers
-    said = [
-        *headers_text(readable_headers(given)),
-        *([f"({given.why})"] if isinstance(given, UnreadableHeaders) else []),
+    key = "-" if record.key is None else bytes_as_text(record.key)
+    value = "(tombstone)" if record.value is None else bytes_as_text(record.value)
+    found = record.headers
+    texts = [
+        *headers_as_text(readable_headers(found)),
+        *([f"({found.why})"] if isinstance(found, UnreadableHeaders) else []),
     ]
-    headers = "".join(f"  {one}" for one in said)
+    headers = "".join(f"  {text}" for text in texts)
     print(
-        f"{format_position(record.topic, record.partition, record.offset)}  {moment}  {key}  {value}{headers}{mark}",
+        f"{format_position(record.topic, record.partition, record.offset)}  {time_}  {key}  {value}{headers}{mark}",
         flush=True,
     )
 
@@ -293,9 +293,9 @@ def _show_json(seen: MarkedRecord) -> None:
             "partition": record.partition,
             "offset": record.offset,
             "timestamp": record.timestamp,
-            "key": json_of(record.key),
-            "value": json_of(record.value),
-            "headers": [[name, header_json(name, value)] for name, value in readable_headers(record.headers)],
+            "key": bytes_as_json(record.key),
+            "value": bytes_as_json(record.value),
+            "headers": [[name, header_as_json(name, value)] for name, value in readable_headers(record.headers)],
             **unreadable,
             "state": seen.mark.value,
         }
@@ -303,44 +303,43 @@ def _show_json(seen: MarkedRecord) -> None:
     sys.stdout.flush()
 
 
-def _clock(timestamp_ms: int) -> str:
+def _local_time(timestamp_ms: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp_ms / 1000)) + f".{timestamp_ms % 1000:03d}"
 
 
-def _tell_sent(topic: str, sent: Iterable[Delivery]) -> None:
+def _print_sent(topic: str, sent: Iterable[Delivery]) -> None:
     places = [format_position(topic, one.partition, one.offset) for one in sent]
-    more = f", ... ({len(places)} records)" if len(places) > _TOLD else ""
-    print(f"sent in one transaction: {', '.join(places[:_TOLD])}{more}")
+    more = f", ... ({len(places)} records)" if len(places) > _MOST_PLACES else ""
+    print(f"sent in one transaction: {', '.join(places[:_MOST_PLACES])}{more}")
 
 
-def _tell_rest(topic: str, held: dict[int, tail.OffsetRange], shown: int, uncommitted: bool) -> None:
-    """What is not on the screen, and why."""
+def _print_remaining(topic: str, held: dict[int, tail.OffsetRange], shown: int, uncommitted: bool) -> None:
+    """Print how many records are not shown, and why."""
     waiting = sum(span.end - span.stable for span in held.values())
     if waiting and not uncommitted:
-        print(
-            f"{topic}: {waiting} more offsets wait for an open transaction; --uncommitted shows them", file=sys.stderr
-        )
+        print(f"{topic}: {waiting} more offsets are in an open transaction; --uncommitted shows them", file=sys.stderr)
     elif not shown:
-        print(f"{topic}: no record{'' if uncommitted else ' is committed'}", file=sys.stderr)
+        print(f"{topic}: no {'' if uncommitted else 'committed '}records", file=sys.stderr)
 
 
 # ---- input ----------------------------------------------------------------------------------------------------
 
 
-def _check(topic: str) -> None:
+def _check_name(topic: str) -> None:
     if not is_topic_name(topic):
-        raise UsageError(f"{topic!r} is not the name of a topic: 1 to 249 letters, digits, '.', '_' or '-'")
+        raise UsageError(f"{topic!r} is not a topic name: use 1 to 249 letters, digits, '.', '_' or '-'")
 
 
-def _keyed(line: bytes, separator: bytes, number: int) -> tuple[bytes | None, bytes]:
+def _split_key(line: bytes, separator: bytes, number: int) -> tuple[bytes | None, bytes]:
     key, found, value = line.partition(separator)
     if not found:
         raise UsageError(
-            f"value {number}, {text_of(line)!r}, has no {text_of(separator)!r} behind a key; nothing was sent"
+            f"value {number}, {bytes_as_text(line)!r}, has no key separator {bytes_as_text(separator)!r}; nothing was "
+            "sent"
         )
     return key, value
 
 
-def _header(text: str) -> Header:
-    name, value = named_value("--header", text)
+def _parse_header(text: str) -> Header:
+    name, value = parse_named_value("--header", text)
     return name, os.fsencode(value)

@@ -1,4 +1,4 @@
-"""`eos topology MODULE:APP`: which function reads and writes what, and what it remembers; as text or as Mermaid."""
+"""Define `eos topology MODULE:APP`, which prints the topics and state of each function as text or as Mermaid."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from eos.worker.loading import load_app
 
 def topology(
     target: Target,
-    mermaid: Annotated[bool, typer.Option("--mermaid", help="A flowchart, for documents.")] = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
 ) -> None:
-    """Functions, topics, state and changelogs of an App. No cluster is asked."""
+    """Print the functions, topics, state and changelogs of an App. Needs no cluster."""
     app = load_app(target)
     app.check()
     print("\n".join(_flowchart(app) if mermaid else _text(app)))
@@ -50,7 +50,7 @@ def _text(app: App) -> list[str]:
         lines.append(f"    reads   {', '.join(_sources(app, route))}")
         lines.append(f"    writes  {', '.join(route.destinations) or '-'}")
         if letters := _letters(app, route):
-            lines.append(f"    sets aside what fails in {', '.join(letters)}")
+            lines.append(f"    failed  {', '.join(letters)}")
         if route.stores:
             lines.append(f"    state   {', '.join(_stores(route))}, by key, in {changelog_of(app.id, route)}")
     return lines
@@ -60,21 +60,21 @@ def _flowchart(app: App) -> list[str]:
     names: dict[str, str] = {}
 
     def node(kind: str, label: str) -> str:
-        """Its short name; what it is called is declared the first time."""
-        known = f"{kind}{label}"
-        if known not in names:
-            names[known] = f"n{len(names)}"
-            before, behind = {"topic": ("[", "]"), "function": ("(", ")"), "state": ("[(", ")]")}[kind]
+        """Return the node's short name. The first call declares the node with its label."""
+        key = f"{kind}{label}"
+        if key not in names:
+            names[key] = f"n{len(names)}"
+            opening, closing = {"topic": ("[", "]"), "function": ("(", ")"), "state": ("[(", ")]")}[kind]
             quoted = label.replace('"', "#quot;")
-            lines.append(f'  {names[known]}{before}"{quoted}"{behind}')
-        return names[known]
+            lines.append(f'  {names[key]}{opening}"{quoted}"{closing}')
+        return names[key]
 
     lines = ["flowchart LR"]
     for route in app.functions:
         function = node("function", route.name)
         lines += [f"  {node('topic', topic)} --> {function}" for topic in _sources(app, route)]
         lines += [f"  {function} --> {node('topic', topic)}" for topic in route.destinations]
-        lines += [f"  {function} -. what fails .-> {node('topic', topic)}" for topic in _letters(app, route)]
+        lines += [f"  {function} -. failed records .-> {node('topic', topic)}" for topic in _letters(app, route)]
         if route.stores:
             lines.append(f"  {function} <--> {node('state', changelog_of(app.id, route))}")
     return lines

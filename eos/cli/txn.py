@@ -1,6 +1,7 @@
-"""`eos txn list | describe | find-hanging | abort`: transactions of the cluster, for people and machines.
+"""Define `eos txn list | describe | find-hanging | abort`, which show and end transactions of the cluster.
 
-Owns the options and what is printed. What hangs and what may be aborted is decided by eos.kafka.admin.transactions.
+The module owns the options and the printed text. eos.kafka.admin.transactions decides which transactions hang and which
+may be aborted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import typer
 from rich.table import Table
 
 from eos.cli.options import (
-    SENT_BY_HAND,
+    SEND_ID_PREFIX,
     BootstrapServers,
     Json,
     Set,
@@ -40,26 +41,26 @@ from eos.records import format_position
 
 HANGING_FOUND = 1
 
-app = typer.Typer(no_args_is_help=True, help="Transactions of the cluster: list, describe, find hanging ones, abort.")
+app = typer.Typer(no_args_is_help=True, help="List, describe and abort transactions of the cluster; find hanging ones.")
 Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable. Default: all.")]
 
 
 @app.command("list")
 def list_(
     state: Annotated[list[str] | None, typer.Option(help="Only in this state, e.g. Ongoing; repeatable.")] = None,
-    prefix: Annotated[str, typer.Option(help="Only transactional.ids that begin so, e.g. an App's id.")] = "",
+    prefix: Annotated[str, typer.Option(help="Only transactional.ids with this prefix, e.g. an App's id.")] = "",
     json: Json = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Every transactional.id that the coordinators know, with its state; those of an ended `eos topic send` only where
-    --prefix asks for them."""
-    wanted = _states(state or [])
+    """List the transactional.ids that the coordinators know, with their states. Those of a completed `eos topic send`
+    are listed only with --prefix."""
+    wanted = _parse_states(state or [])
     with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
         rows = [row for row in admin.transactions() if row.transactional_id.startswith(prefix)]
     if not prefix:
-        # Each call of `eos topic send` had an id of its own, which the brokers keep for a week.
-        rows = [row for row in rows if row.state not in ENDED or not row.transactional_id.startswith(SENT_BY_HAND)]
+        # Each call of `eos topic send` uses a new id, and the brokers keep it for a week.
+        rows = [row for row in rows if row.state not in ENDED or not row.transactional_id.startswith(SEND_ID_PREFIX)]
     if wanted:
         rows = [row for row in rows if row.state in wanted]
     if json:
@@ -81,7 +82,7 @@ def describe(
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """What the coordinator knows of one transactional.id."""
+    """Show the coordinator's entry for one transactional.id."""
     with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
         rows = admin.describe_all([transactional_id])
     if not rows:
@@ -105,12 +106,14 @@ def describe(
 @app.command("find-hanging")
 def find_hanging(
     topic: Topics = None,
-    open_too: Annotated[bool, typer.Option("--all", help="Also those that are merely open.")] = False,
+    open_too: Annotated[
+        bool, typer.Option("--all", help="Include transactions that are open and do not hang.")
+    ] = False,
     json: Json = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> int:
-    """Transactions that are open on a partition and that no coordinator will end; exit 1 if there are any."""
+    """Show open transactions that no coordinator will end. Exits with 1 if there are any."""
     with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
         found = find_open(admin, topic or None)
     hanging = only_hanging(found)
@@ -118,16 +121,17 @@ def find_hanging(
     if json:
         print_json([_open(t) for t in shown])
     else:
-        _print_table(open_table(shown), "no transaction hangs", len(shown))
-        for command in dict.fromkeys(heal_command(t) for t in hanging):
-            print(f"to end it: {command}", file=sys.stderr)
+        _print_table(open_transactions_table(shown), "no hanging transactions", len(shown))
+        for command in dict.fromkeys(abort_command(t) for t in hanging):
+            print(f"to abort it: {command}", file=sys.stderr)
     return HANGING_FOUND if hanging else 0
 
 
 @app.command()
 def abort(
     transactional_id: Annotated[
-        str | None, typer.Option(help="End what this transactional.id has open; its owner is fenced (exit 79).")
+        str | None,
+        typer.Option(help="End the open transaction of this transactional.id and fence its owner (exit 79)."),
     ] = None,
     topic: Annotated[str | None, typer.Option(help="A topic on which a transaction hangs.")] = None,
     partition: Annotated[int | None, typer.Option(min=0)] = None,
@@ -136,13 +140,13 @@ def abort(
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """End a transaction: through its coordinator, or where it hangs by a marker to the partition. Asks first."""
+    """End a transaction through its coordinator, or a hanging one by a marker on its partition. Asks to confirm."""
     if (transactional_id is None) == (topic is None) or (topic is None) != (partition is None):
         raise UsageError("eos txn abort needs either --transactional-id, or --topic and --partition of a hanging one")
     loaded = load_settings(bootstrap_servers, set_)
     with ClusterAdmin(loaded) as admin:
         if transactional_id is not None:
-            confirm(f"end what {transactional_id} has open, and fence its owner", yes)
+            confirm(f"end the open transaction of {transactional_id} and fence its owner", yes)
             before, after = abort_open_transaction(admin, loaded, transactional_id)
             if json:
                 print_json([_ended({"transactional_id": transactional_id}, before, after)])
@@ -160,7 +164,7 @@ def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, j
     hanging = only_hanging(here)
     if not hanging:
         why = f": {here[0].reason} (transactional.id {here[0].transactional_id})" if here else ""
-        raise Unavailable(f"no transaction hangs on {format_position(topic, partition)}{why}")
+        raise Unavailable(f"no hanging transaction on {format_position(topic, partition)}{why}")
     done: list[dict[str, Any]] = []
     try:
         for found in hanging:
@@ -175,14 +179,14 @@ def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, j
             if not json:
                 print(f"{format_position(*found.partition)}: aborted the transaction of {who}")
     finally:
-        if json and done:  # what was aborted before one that could not be is said too
+        if json and done:  # an error must not hide the transactions that were aborted before it
             print_json(done)
 
 
 # ---- output ---------------------------------------------------------------------------------------------------
 
 
-def open_table(rows: Sequence[OpenTransaction]) -> Table:
+def open_transactions_table(rows: Sequence[OpenTransaction]) -> Table:
     table = Table("verdict", "topic", "partition", "producer id", "epoch", "since offset", "holds back", "because")
     for t in rows:
         p = t.producer
@@ -192,7 +196,7 @@ def open_table(rows: Sequence[OpenTransaction]) -> Table:
     return table
 
 
-def heal_command(hanging: OpenTransaction) -> str:
+def abort_command(hanging: OpenTransaction) -> str:
     topic, partition = hanging.partition
     return f"eos txn abort --topic {topic} --partition {partition}"
 
@@ -232,22 +236,22 @@ def _print_table(table: Table, nothing: str, rows: int) -> None:
 
 
 def _open_for(row: ListedTransaction) -> str:
-    """The coordinator keeps the time of the last begin when the transaction has ended."""
+    """Return how long a transaction has been open. The start time of an ended one is that of the last transaction."""
     if row.state in ENDED or row.start_ms < 0:
         return "-"
     return f"{max(0.0, time.time() - row.start_ms / 1000):.1f} s"
 
 
-def _states(asked: Sequence[str]) -> set[str]:
-    """In any case, as Kafka writes them."""
-    known = {name.lower(): name for name in STATES}
-    for name in asked:
-        if name.lower() not in known:
-            raise UsageError(f"--state {name}: there is no such state; there are {', '.join(sorted(STATES))}")
-    return {known[name.lower()] for name in asked}
+def _parse_states(names: Sequence[str]) -> set[str]:
+    """Return the states in Kafka's spelling. Upper and lower case are equal. Raises UsageError."""
+    spelling = {name.lower(): name for name in STATES}
+    for name in names:
+        if name.lower() not in spelling:
+            raise UsageError(f"--state {name}: must be one of {', '.join(sorted(STATES))}")
+    return {spelling[name.lower()] for name in names}
 
 
 def _nothing(states: Collection[str], prefix: str) -> str:
-    that = f" that begins with {prefix}" if prefix else ""
-    now = f" is in state {' or '.join(sorted(states))}" if states else " is known"
-    return f"no transactional.id{that}{now}"
+    beginning = f" with prefix {prefix}" if prefix else ""
+    state = f" in state {' or '.join(sorted(states))}" if states else ""
+    return f"no transactional.id{beginning}{state}"

@@ -1,4 +1,7 @@
-"""`eos verify`: does each committed input have exactly its outputs? Reads a live cluster; needs eos.lineage=true."""
+"""Define `eos verify`, which checks on a live cluster that each committed input has exactly its outputs.
+
+The App must run with eos.lineage=true.
+"""
 
 from __future__ import annotations
 
@@ -22,34 +25,33 @@ if TYPE_CHECKING:
 
 
 class NothingToExamine(EosError):
-    """No committed offset of the group carries lineage, or all that was counted was removed."""
+    """Report that no committed offset of the group has lineage, or that retention removed all counted records."""
 
     exit_code = 65
 
 
 def verify(
     target: Annotated[
-        str | None, typer.Argument(metavar="[MODULE:APP]", help="The App to check: all of its topics, and its group.")
+        str | None,
+        typer.Argument(metavar="[MODULE:APP]", help="The App to check, with all of its topics and its group."),
     ] = None,
     input: Annotated[list[str] | None, typer.Option(help="Without an App: a source topic; repeatable.")] = None,
-    output: Annotated[
-        list[str] | None, typer.Option(help="Without an App: a topic the outputs went to; repeatable.")
-    ] = None,
+    output: Annotated[list[str] | None, typer.Option(help="Without an App: an output topic; repeatable.")] = None,
     group: Annotated[str | None, typer.Option(help="Without an App: its id, the consumer group.")] = None,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> int:
-    """Check a live cluster: each committed input has exactly its outputs (written with eos.lineage=true)."""
+    """Check on a live cluster that each committed input has exactly its outputs (written with eos.lineage=true)."""
     try:
         from eos.testing.verify import verify as verify_cluster
     except ImportError as error:
         raise UsageError(f"eos verify needs {error.name}: pip install 'eos-kafka[verify]'") from error
     named = (input, output, group)
     if any(named) if target else not all(named):
-        raise UsageError("eos verify needs MODULE:APP, or --input, --output and --group, and not both")
+        raise UsageError("eos verify needs either MODULE:APP, or --input, --output and --group")
     loaded = load_settings(bootstrap_servers, set_)
     app = None if target is None else load_app(target)
-    # Reading goes on for as long as a broker that was killed may need; whether one is there at all is known sooner.
+    # Reading waits as long as a killed broker may need to restart. This check fails sooner if no broker answers at all.
     facts.connect(loaded, loaded["eos.startup.timeout.ms"] / 1000)
     inputs, outputs, group_id = (input or [], output or [], group or "") if app is None else _topics(loaded, app)
     console = Console(stderr=True)
@@ -66,7 +68,7 @@ def verify(
             progress=progress,
             on_wait=lambda sentence: console.print(f"eos: {sentence}", markup=False, highlight=False, soft_wrap=True),
         )
-    return _tell(found, group_id, outputs, app)
+    return _print_result(found, group_id, outputs, app)
 
 
 def _topics(loaded: Settings, app: App) -> tuple[list[str], list[str], str]:
@@ -78,25 +80,25 @@ def _topics(loaded: Settings, app: App) -> tuple[list[str], list[str], str]:
     return app.topics, sorted(app.destinations), app.id
 
 
-def _tell(found: Verification, group: str, outputs: list[str], app: App | None) -> int:
+def _print_result(found: Verification, group: str, outputs: list[str], app: App | None) -> int:
     notes = found.notes
     if app is None and "no_losses" in found.report.violated:
         notes += (
-            f"looked for in {', '.join(outputs)} alone: does the App write to another topic too? --output names it, "
-            "or `eos verify MODULE:APP` takes them all",
+            f"only {', '.join(outputs)} was searched for outputs: if the App writes to another topic too, add it with "
+            "--output, or use `eos verify MODULE:APP`",
         )
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if not found.report.verdicts:
         raise NothingToExamine(
-            f"nothing to examine: no committed offset of group {group} on these inputs carries lineage, or retention "
-            "removed all that was counted (a note says so). Run the worker with eos.lineage=true; without it nobody "
-            "can tell a filtered input from a lost output"
+            f"nothing to examine: no committed offset of group {group} on these inputs has lineage, or retention "
+            "removed all counted records (a note says so). Run the worker with eos.lineage=true; without it a "
+            "filtered input looks like a lost output"
         )
     console = Console()
     console.print(found.report.table())
     verdict = "holds" if found.report.ok else f"VIOLATED: {', '.join(found.report.violated)}"
     if found.report.ok and found.notes:
-        verdict += ", as far as it could be decided (see the notes)"
+        verdict += "; some checks are undecided (see the notes)"
     console.print(f"{found.inputs:,} inputs and {found.outputs:,} outputs of group {group} examined: {verdict}")
     return 0 if found.report.ok else 1

@@ -8,7 +8,7 @@ metrics.py     converts statuses to Prometheus metrics (extra `metrics`)
 board.py       keeps the last minutes of all statuses, for the page
 server.py      /livez /readyz /metrics / over HTTP (eos/probes.py); page.html is the page
 
-Nothing here may delay a worker. The worker's thread only writes plain numbers (eos/session/observe.py) and, twice a
+Nothing here may delay a worker. The worker's thread only writes plain numbers (eos/observe.py) and, twice a
 second, samples the values that only it can read. All else happens on daemon threads. docs/howto/watch.md explains the
 probes.
 """

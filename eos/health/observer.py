@@ -21,7 +21,7 @@ from eos import log
 from eos.errors import PoisonRecord
 from eos.health.incidents import Incidents
 from eos.health.status import Distribution, FunctionState, PartitionLag, Sample, Status, judge, stuck_after_s
-from eos.session.observe import Histogram
+from eos.observe import Histogram
 
 if TYPE_CHECKING:
     from eos.worker.worker import Worker
@@ -53,11 +53,10 @@ class Observer:
         if now < self._next_sample:
             return
         self._next_sample = now + _SAMPLE_INTERVAL_S
-        membership = self._session.membership
-        lags = [PartitionLag(*partition, records) for partition, records in sorted(membership.lags().items())]
-        known, unresolved = membership.member.known, membership.unresolved
+        snapshot = self._session.snapshot()
+        lags = [PartitionLag(*partition, records) for partition, records in sorted(snapshot.lags.items())]
         states = tuple(FunctionState(*state) for state in self._worker.states())
-        self._sample = Sample(known, unresolved, lags, membership.waiting, states)
+        self._sample = Sample(snapshot.is_member, snapshot.unlocated, lags, snapshot.restoring, states)
 
     def status(self) -> Status:
         """Return the current status; any thread may call this."""

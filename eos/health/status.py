@@ -16,7 +16,7 @@ CALL_LIMIT_S = 3.0
 """A worker counts as waiting for the cluster when a call takes longer than this."""
 REPORT_LIMIT_S = 5.0
 """A supervised worker is not ready when its last report is older than this."""
-_CALL_MARGIN_S = 10.0  # a hung call is abandoned 5 s after its timeout (eos.session.producer)
+_CALL_MARGIN_S = 10.0  # a hung call is abandoned 5 s after its timeout (eos.session.producer.producer)
 
 
 class Incident(msgspec.Struct, frozen=True):

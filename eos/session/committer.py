@@ -1,7 +1,7 @@
-"""The thread on which a session commits, so that the loop can fetch records meanwhile.
+"""Commit on a thread of its own, so that the loop can fetch records meanwhile.
 
-Owns that thread; there is one commit at a time. It never decides when to commit, nor what a failed commit leads to
-(eos/session/loop.py).
+Owns that thread, which runs one commit at a time. It never decides when to commit, nor what follows from a failed
+commit (eos/session/loop.py does).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from confluent_kafka import TopicPartition
 
 from eos.kafka.client.watchdog import Job, Watchdog
 from eos.kafka.client.world import World
-from eos.session.observe import Pulse
-from eos.session.positions import TopicPartition as Partition
-from eos.session.producer import TransactionalProducer
+from eos.observe import Pulse
+from eos.session.consumer.positions import TopicPartition as Partition
+from eos.session.producer.producer import TransactionalProducer
 
 if TYPE_CHECKING:
     from eos.session.transaction import Transaction
@@ -26,23 +26,23 @@ _BEAT_S = 0.5
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit that was started, and all that its end needs."""
+    """A commit that was started, with everything needed to finish it."""
 
     transaction: Transaction
     offsets: Mapping[Partition, int]
     taken: int
     started_at: float  # World.now()
     job: Job
-    """Its result is World.now() of the commit's answer."""
+    """Its result is the World.now() of the commit's success."""
 
     @property
     def open_s(self) -> float:
-        """How long the transaction was open, once its commit was answered."""
+        """For how long the transaction was open, once it is committed."""
         return float(self.job.result) - self.transaction.began_at
 
     @property
     def sending_s(self) -> float:
-        """How long of that its outputs were sent."""
+        """For how long of that time its outputs were sent."""
         return self.open_s - (self.transaction.handling_s or 0.0)
 
 
@@ -55,11 +55,11 @@ class Committer:
         self._thread = self._world.watchdog(f"eos-{self._producer.transactional_id}-commit")
 
     def job_of(self, offsets: Sequence[TopicPartition], group_metadata: Any) -> Job:
-        """Return the commit of the open transaction with these offsets, for `wait` to run."""
+        """Return the job that commits the open transaction with these offsets; `wait` runs it."""
         return Job(self._send_and_commit, (offsets, group_metadata))
 
     def _send_and_commit(self, offsets: list[TopicPartition], group_metadata: Any) -> float:
-        """Send the offsets and commit: on the thread of this class, which alone uses the producer meanwhile."""
+        """Send the offsets and commit. Runs on this class's thread, which alone uses the producer meanwhile."""
         if offsets:
             self._producer.send_offsets(offsets, group_metadata)
         self._world.step("offsets sent")

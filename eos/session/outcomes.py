@@ -1,92 +1,129 @@
-"""The outcomes of transactions: who is notified of them, and in which order.
+"""How transactions end: who takes part in them, who listens, and the one place that notifies them all.
 
-Owns a session's counters. It never decides how a transaction ends (eos/session/loop.py).
+A `Participant` keeps something that counts only if the transaction commits: the numbers of lineage, the state of
+functions. A `Listener` wants to know how transactions end: a worker is one, and so is an application that overrides the
+methods it needs. Neither may touch a transaction's clients. This module never decides how a transaction ends
+(eos/session/loop.py does).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
+from typing import Protocol
 
+from eos.errors import CallFailed, PoisonRecord
 from eos.kafka.client.world import World
+from eos.observe import Counters
+from eos.records import Record, format_position
 from eos.session.committer import Commit
-from eos.session.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram
-from eos.session.participants import Listener, Outcome, Participant
+from eos.session.consumer.fetcher import Follower
+from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.transaction import Phase, Transaction
 
 
-@dataclass
-class Counters:
-    """What a session did so far; plain numbers, written per transaction, read by eos.health and by tests."""
+class Outcome(Enum):
+    """How a transaction ended."""
 
-    records_in: int = 0
-    records_out: int = 0
-    skipped: int = 0
-    dead_letters: int = 0
-    retries: int = 0
-    repeated: int = 0
-    """Input records that the client delivered a second time: dropped."""
-    transactions: int = 0
-    aborts: int = 0
-    rebuilds: int = 0
-    replacements: Mapping[str, int] = field(default_factory=dict)
-    aborts_by_cause: dict[str, int] = field(default_factory=dict)
-    """`application`, `rebalance`, `refused` (a record), or the call that failed (eos.errors.Call)."""
-    rebuilds_by_cause: dict[str, int] = field(default_factory=dict)
-    """`timeout`, `group`, or the call whose outcome was unknown."""
-    rebalances: dict[str, int] = field(default_factory=dict)
-    """`assigned`, `revoked` and `lost`: how often the group gave or took partitions."""
-    commit_seconds: Histogram = field(default_factory=lambda: Histogram(COMMIT_BOUNDS_S))
-    """From sending the offsets until the commit was answered."""
-    end_to_end_seconds: Histogram = field(default_factory=lambda: Histogram(END_TO_END_BOUNDS_S))
-    """Once per transaction: the age of its first input record (by the record's timestamp) when it was committed."""
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    """Its records are handed out again, to the present owners of their partitions."""
+    UNKNOWN = "unknown"
+    """Its commit was not answered. Each partition continues at the group's committed offset."""
+
+
+class Participant(Follower, Protocol):
+    """Takes part in one transaction after the other. The session calls all methods on its own thread."""
+
+    def changed_partitions(self) -> Collection[Partition]:
+        """Return the input partitions for which the open transaction has something to write. Their offsets are
+        committed in it, unchanged ones too, so that the group refuses a transaction of a member that lost them."""
+
+    def before_flush(self, send: Callable[..., None], partitions: Collection[Partition]) -> None:
+        """Send this participant's own records of the transaction by `send(topic, value, key, partition,
+        timestamp_ms)`. `partitions` are those whose offsets it commits. Nothing may be written for any other one,
+        because another member may own it."""
+
+    def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
+        """Return fields for the JSON that is committed with this partition's offset, after the last send."""
+
+    def committed(self) -> None:
+        """Note that the transaction was committed."""
+
+    def aborted(self) -> None:
+        """Note that the transaction was aborted, or that its outcome is unknown. Its records are handed out again, or
+        their partitions are restored."""
+
+
+class Listener:
+    """Receives a session's notifications, on the session's thread. The methods do nothing unless overridden."""
+
+    def on_idle(self) -> None:
+        """Called about every 100 ms while there is nothing to do."""
+
+    def find_new_topics(self) -> Sequence[str]:
+        """Return topics to read from now on as well. Called while no transaction is open."""
+        return ()
+
+    def on_end(self, transaction: Transaction, outcome: Outcome) -> None:
+        """Called once for each transaction, in order, before the next one begins. `TransactSession.committed` has its
+        offsets if it was committed."""
+
+    def on_unreadable(self, topic: str, partition: int, offset: int, why: str) -> None:
+        """Called for a fetched record whose headers cannot be decoded (records.UnreadableHeaders). The session hands it
+        out like all others, for applications that ignore headers."""
+
+    def on_refused(self, record: Record, failure: CallFailed) -> None:
+        """Called if the client or the cluster permanently refused an output of this record. Its transaction is aborted,
+        and its records are handed out again unless this method raises, as it does by default."""
+        where = format_position(record.topic, record.partition, record.offset)
+        sentence = f"an output of {where} was refused: {failure}"
+        raise PoisonRecord(sentence, record.topic, record.partition, record.offset) from failure
 
 
 class Outcomes:
-    """The one place from which a session's parts, participants and listener learn how a transaction ended."""
+    """Notifies a session's parts, participants and listener of the outcome of each transaction, and counts it."""
 
-    def __init__(self, participants: Sequence[Participant], listener: Listener, world: World) -> None:
-        self.counters = Counters()
+    def __init__(
+        self, participants: Sequence[Participant], listener: Listener, counters: Counters, world: World
+    ) -> None:
+        self.counters = counters
         self._participants, self._listener, self._world = participants, listener, world
-        self._parts: list[Callable[[Commit], None]] = []
-        self._begun: Transaction | None = None  # its outcome was not told yet
+        self._subscribers: list[Callable[[Commit], None]] = []
+        self._begun: Transaction | None = None  # its outcome is not reported yet
 
-    def follow(self, committed: Callable[[Commit], None]) -> None:
-        """Call `committed` with each commit that succeeded, before the participants learn of it. A call that was
-        interrupted is repeated."""
-        self._parts.append(committed)
+    def subscribe(self, committed: Callable[[Commit], None]) -> None:
+        """Call `committed` with each successful commit, before the participants are notified. An interrupted call is
+        repeated."""
+        self._subscribers.append(committed)
 
     def begun(self, transaction: Transaction) -> None:
         self._begun = transaction
 
     def committed(self, commit: Commit) -> None:
-        """Tell everyone that this commit succeeded, and count it."""
-        for committed in self._parts:
+        """Notify everyone that this commit succeeded, and count it."""
+        for committed in self._subscribers:
             committed(commit)
         if self.ended(Outcome.COMMITTED):
             self._count(commit)
 
     def ended(self, outcome: Outcome) -> bool:
-        """Tell the outcome of the last transaction; return False if it was told before. A transaction whose commit was
-        not started is aborted, whatever `outcome` says."""
+        """Report the outcome of the last transaction. Return False if it was reported before. A transaction whose
+        commit was not started is aborted, whatever `outcome` says."""
         transaction, self._begun = self._begun, None
         if transaction is None:
             return False
         outcome = outcome if transaction.phase is Phase.COMMITTING else Outcome.ABORTED
         for participant in self._participants:
-            (participant.committed if outcome is Outcome.COMMITTED else participant.undone)()
-        self._listener.ended(transaction, outcome)
+            (participant.committed if outcome is Outcome.COMMITTED else participant.aborted)()
+        self._listener.on_end(transaction, outcome)
         return True
 
     def _count(self, commit: Commit) -> None:
         transaction, counters = commit.transaction, self.counters
-        counters.transactions += 1
-        counters.records_in += commit.taken
-        counters.records_out += transaction.sent
-        counters.skipped += transaction.skipped
-        counters.dead_letters += transaction.dead_letters
         ended_at: float = commit.job.result
-        counters.commit_seconds.observe(ended_at - commit.started_at)
+        commit_s = ended_at - commit.started_at
+        counters.count_commit(commit.taken, transaction.sent, transaction.skipped, transaction.dead_letters, commit_s)
         if commit.taken and transaction.first_timestamp_ms > 0:
             ended_ms = (self._world.unix() - self._world.now() + ended_at) * 1000
             # Clocks differ: a record from the future has no negative age.

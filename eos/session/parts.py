@@ -1,4 +1,4 @@
-"""The parts of a session, made once and put together here; each has a rule, and knows only those that it needs."""
+"""Assemble a session: create its parts once and subscribe them to the outcomes of transactions."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Callable, Sequence
 
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
-from eos.session.claim import Claim
+from eos.observe import Counters, Pulse
+from eos.session.commit_offsets import CommitOffsets
 from eos.session.committer import Committer
-from eos.session.intake import Intake
-from eos.session.membership import Membership
-from eos.session.observe import Pulse
-from eos.session.offsets import Offsets
-from eos.session.outcomes import Outcomes
-from eos.session.pacing import Pacing
-from eos.session.participants import Listener, Participant
-from eos.session.producer import TransactionalProducer
-from eos.session.successor import Successor
+from eos.session.consumer.fetcher import Fetcher
+from eos.session.consumer.group_consumer import GroupConsumer
+from eos.session.consumer.pacing import Pacing
+from eos.session.outcomes import Listener, Outcomes, Participant
+from eos.session.producer.ownership import OwnerInfo, TransactionalIdOwnership
+from eos.session.producer.producer import TransactionalProducer
 
 
 class Parts:
-    """`stopping`: whether a stop was asked for. The rest is TransactSession's."""
+    """`stopping` returns True once a stop was requested. The other arguments are TransactSession's."""
 
     def __init__(
         self,
@@ -41,42 +39,44 @@ class Parts:
         interval_s = settings["eos.transaction.interval.ms"] / 1000
         timeout_s = settings.transaction_timeout_ms / 1000
         self.pacing = Pacing(interval_s, settings["eos.transaction.max.records"], together, timeout_s)
-        self.outcomes = Outcomes(participants, listener, world)
-        self.counters = self.outcomes.counters
-        self.intake = Intake(
+        self.fetcher = Fetcher(
             settings,
             topics,
             self.pacing,
             participants,
             until_end=until_end,
             stopping=stopping,
-            counters=self.counters,
             pulse=self.pulse,
             world=world,
-            on_unreadable=listener.unreadable,
+            on_unreadable=listener.on_unreadable,
         )
-        self.positions = self.intake.positions
-        self.successor = Successor(settings, world)
-        self.offsets = Offsets(settings, self.positions, participants, self.successor, world)
+        self.positions = self.fetcher.positions
         changelogs = {topic for participant in participants for topic in participant.topics}
         self.producer = TransactionalProducer(
             settings, settings["transactional.id"], pulse=self.pulse, world=world, changelogs=changelogs
         )
         self.committer = Committer(self.producer, self.pulse, world)
-        self.claim = Claim(
-            settings, self.successor.told, lambda: self.membership.member.nobody_took_our_place(), self.pulse, world
+        self.counters = Counters(replacements=self.producer.replacements, rebalances=self.fetcher.rebalances)
+        self.outcomes = Outcomes(participants, listener, self.counters, world)
+        self.owner_info = OwnerInfo(settings, world)
+        self.offsets = CommitOffsets(settings, self.positions, participants, self.owner_info, world)
+        self.ownership = TransactionalIdOwnership(
+            settings,
+            self.owner_info.describe_loss,
+            lambda: self.group_consumer.member.query_is_ours(),
+            self.pulse,
+            world,
         )
-
-        self.counters.replacements = self.producer.replacements
-        for part in (
-            self.intake.committed,
+        for subscriber in (
+            lambda commit: self.fetcher.committed(commit.offsets),
+            lambda commit: self.counters.note_repeated(self.positions.repeated),
             lambda commit: self.pacing.committed(commit.taken, commit.open_s, commit.sending_s),
-            lambda commit: self.successor.ours("our last commit"),
+            lambda commit: self.owner_info.note_owned("our last commit"),
             self.offsets.committed,
         ):
-            self.outcomes.follow(part)
+            self.outcomes.subscribe(subscriber)
 
     @property
-    def membership(self) -> Membership:
-        """The present one: a new consumer has another."""
-        return self.intake.membership
+    def group_consumer(self) -> GroupConsumer:
+        """The present consumer; a replacement is another object."""
+        return self.fetcher.group_consumer

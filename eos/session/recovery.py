@@ -1,7 +1,8 @@
-"""How a session recovers from a failed call, as data: which steps an action takes, and which take a failed one's place.
+"""How a session recovers from a failed call: the plan for each action, and what each step does.
 
-Owns the order of the steps and when there is no way on. What a step does is eos/session/steps.py's; what a foreign
-error asks for is eos/kafka/client/failures.py's. No I/O.
+PLAN says which steps an action takes, INSTEAD which steps replace one that failed. Recovery owns the counts of aborts
+and rebuilds, and the breaker that stops a session which rebuilds again and again. What a foreign error asks for is in
+eos/kafka/client/failures.py.
 """
 
 from __future__ import annotations
@@ -10,23 +11,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from eos.errors import Action, CallFailed, stop_error
+from eos import log
+from eos.errors import Action, CallFailed, PoisonRecord, Temporary, stop_error
+from eos.kafka.client.failures import describe_rebalance
 from eos.records import Record
-from eos.session.positions import TopicPartition as Partition
+from eos.session.committer import Commit
+from eos.session.consumer.positions import TopicPartition as Partition
+from eos.session.outcomes import Outcome
+from eos.session.parts import Parts
 
 
 class Step(Enum):
     ABORT = "the producer aborts the transaction"
     REWIND = "the consumer goes back to where the transaction began"
-    ISOLATE = "the record that was refused is known or alone in it, and is told; else smaller transactions find it"
-    ASK_OWNER = "whose the transactional.id is: a newer instance's, and this one stops, or still ours"
-    REPLACE = "a new producer, whose init ends what was open"
-    RESOLVE = "the group's stable committed offsets tell how the transaction ended; the consumer goes back behind them"
-    LOOK = "the cluster tells whether a topic was deleted or recreated: then the session stops"
-    REJOIN = "a new consumer joins the group and begins at what is committed; the producer is new as well"
+    ISOLATE = "report the record that was refused; if it is unknown, smaller transactions find it"
+    ASK_OWNER = "find out who owns the transactional.id; stop if a newer instance does"
+    REPLACE = "a new producer, whose init ends the open transaction"
+    RESOLVE = "the group's stable committed offsets show how the transaction ended; the consumer continues after them"
+    LOOK = "find out whether a topic was deleted or recreated; stop if one was"
+    REJOIN = "a new consumer joins the group and starts at the committed offsets; the producer is new as well"
 
 
-# Any other action stops the session.
+# Every other action stops the session.
 PLAN: Mapping[Action, tuple[Step, ...]] = {
     Action.ABORT: (Step.ABORT, Step.REWIND),
     Action.POISON: (Step.ABORT, Step.REWIND, Step.ISOLATE),
@@ -37,7 +43,7 @@ PLAN: Mapping[Action, tuple[Step, ...]] = {
     Action.INTERRUPTED: (Step.REJOIN,),
 }
 
-# In place of the rest of a plan, one of whose steps failed.
+# Steps that replace the rest of a plan when one of its steps failed.
 INSTEAD: Mapping[Step, tuple[Step, ...]] = {
     Step.REWIND: (Step.REJOIN,),
     Step.RESOLVE: (Step.REJOIN,),
@@ -46,34 +52,38 @@ INSTEAD: Mapping[Step, tuple[Step, ...]] = {
 
 @dataclass
 class Trouble:
-    """A failed call, and the transaction that it met."""
+    """A failed call, and the transaction in which it failed."""
 
     failure: CallFailed
+    """The last failure: a failed step replaces it."""
     taken: int
-    """Records that the transaction took, the last of them `last`."""
+    """Records that the transaction took."""
     last: Record | None
+    """The last of them."""
     offsets: Mapping[Partition, int]
-    """What its commit says: where these are committed, it came to pass."""
+    """The offsets of its commit. If the group has committed them, it succeeded."""
     open_s: float = 0.0
-    """For how long it was open, of which its records were handled for `handling_s`: without what sends waited."""
+    """For how long it was open."""
     handling_s: float = 0.0
+    """For how long of that its records were handled, without the time for which sends waited."""
     delivered: float = 1.0
     """The share of its outputs that arrived."""
     first: CallFailed = field(init=False)
-    """The failure that it began with; `failure` is the last one."""
+    """The failure with which it began."""
     owner: str = ""
-    """What the coordinator said of the transactional.id."""
-    counted: bool = False
+    """The coordinator's answer about the transactional.id."""
+    is_counted: bool = False
+    """Whether the breaker has counted it."""
     too_slow: str = ""
-    """What took too long in it, where it failed of that; then `next_is_smaller` says whether the next transaction takes
-    fewer records."""
+    """What took too long, in a sentence, if it failed because of that."""
     next_is_smaller: bool = False
+    """Whether the next transaction takes fewer records after one that was too slow."""
 
     def __post_init__(self) -> None:
         self.first = self.failure
 
     @property
-    def is_of_handling(self) -> bool:
+    def is_slow_handling(self) -> bool:
         """Whether handling its records took most of the time."""
         return self.handling_s > self.open_s / 2
 
@@ -83,8 +93,8 @@ class Trouble:
 
 
 def carry_out(trouble: Trouble, steps: Mapping[Step, Callable[[Trouble], None]]) -> None:
-    """Takes the steps that the failure asks for; one that fails is the failure from then on, but a refused record is
-    still to be found. Raises what stops."""
+    """Take the steps that the failure requires. A step that fails replaces the failure, but a refused record is still
+    searched for. Raises the error that stops the session."""
     plan = plan_of(trouble.failure)
     while plan:
         step, *plan = plan
@@ -96,9 +106,165 @@ def carry_out(trouble: Trouble, steps: Mapping[Step, Callable[[Trouble], None]])
 
 
 def plan_of(failure: CallFailed, failed: Step | None = None) -> list[Step]:
+    """Return the steps for a failure, which may have happened in the step `failed`. Raises the error that stops the
+    session if there is no plan."""
     action = failure.action
     if failed is Step.ABORT and action is Action.ABORT:
-        action = Action.REBUILD  # it was tried
+        action = Action.REBUILD  # aborting again would not help
     if action not in PLAN:
         raise stop_error(failure) from failure
     return list(PLAN[action])
+
+
+MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
+_ABORTS_TO_WARN_OF = 3  # rebalance aborts in a row; a member that comes or goes causes one or two
+# Actions and calls by which a transaction shows that it was open for too long.
+_BY_TIME = frozenset({Action.ABORT, Action.REBUILD, Action.SETTLE, Action.LOOK, Action.RETRY})
+_NOT_BY_TIME = frozenset({"abort", "consume"})
+_CAUSES = {
+    Action.POISON: "refused",
+    Action.SETTLE: "timeout",
+    Action.REJOIN: "group",
+    Action.INTERRUPTED: "application",
+}
+
+
+class Recovery:
+    """Recovers a session from failed calls; no transaction is open afterwards."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._settings, self._fetcher, self._ownership = parts.settings, parts.fetcher, parts.ownership
+        self._producer = parts.producer
+        self._offsets, self._pacing, self._outcomes = parts.offsets, parts.pacing, parts.outcomes
+        self._counters = parts.counters
+        self._listener, self._world, self._group = parts.listener, parts.world, parts.group
+        self.rebuilds_in_a_row = 0
+        parts.outcomes.subscribe(self._committed)
+        self.steps = {
+            Step.ABORT: self._abort,
+            Step.REWIND: self._rewind,
+            Step.ISOLATE: self._isolate,
+            Step.ASK_OWNER: self._ask_owner,
+            Step.REPLACE: self._replace,
+            Step.LOOK: self._look,
+            Step.RESOLVE: self._resolve,
+            Step.REJOIN: self._rejoin,
+        }
+
+    def _committed(self, _: Commit) -> None:
+        self.rebuilds_in_a_row = 0
+
+    def carry_out(self, trouble: Trouble) -> None:
+        """Return if the loop can go on, raise if it must stop."""
+        if self._has_timed_out(trouble):
+            trouble.too_slow = self._explain_slowness(trouble)
+            # Records that were handled too slowly may not have been sent yet, which says nothing of how many can be.
+            trouble.next_is_smaller = self._pacing.timed_out(
+                trouble.taken, None if trouble.is_slow_handling else trouble.delivered
+            )
+            at_most = self._pacing.limit
+            log.warning("transaction timed out", why=trouble.too_slow, next_at_most=at_most, **self._producer.who())
+        carry_out(trouble, self.steps)
+
+    def _has_timed_out(self, trouble: Trouble) -> bool:
+        """Return whether it failed because its records, or their transaction, ran out of time. Judged by the clock,
+        because the client has another error for each call in which it can learn that."""
+        failure, timeout_ms = trouble.failure, self._settings.transaction_timeout_ms
+        limit_ms = min(int(self._settings.get("message.timeout.ms", timeout_ms)), timeout_ms)
+        return failure.action in _BY_TIME and failure.call not in _NOT_BY_TIME and trouble.open_s * 1000 >= limit_ms
+
+    def _explain_slowness(self, trouble: Trouble) -> str:
+        """Return a sentence about what took too long and which settings change it."""
+        limit = f"transaction.timeout.ms={self._settings.transaction_timeout_ms}"
+        if trouble.is_slow_handling:
+            return f"handling {_records(trouble.taken)} took {trouble.handling_s:.1f} s, longer than {limit}: raise it"
+        return (
+            f"sending the outputs of {_records(trouble.taken)} took longer than {limit} "
+            f"({trouble.delivered:.0%} of them arrived): raise it, or lower eos.transaction.max.records"
+        )
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    def _abort(self, trouble: Trouble) -> None:
+        self._producer.abort()
+        self._outcomes.ended(Outcome.ABORTED)
+
+    def _rewind(self, trouble: Trouble) -> None:
+        self._fetcher.group_consumer.seek(self._fetcher.positions.rewind())
+        self._pacing.aborted(self._world.now())
+        self._counters.count_abort(_cause(trouble.failure))
+        rebalance = describe_rebalance(trouble.failure)
+        if rebalance:
+            log.debug("refused", error=trouble.reason, group=self._group)
+        usual = rebalance and self._pacing.aborts_in_a_row < _ABORTS_TO_WARN_OF
+        (log.info if usual else log.warning)(
+            "transaction aborted", reason=rebalance or trouble.reason, **self._producer.who()
+        )
+
+    def _isolate(self, trouble: Trouble) -> None:
+        failure, last = trouble.first, trouble.last
+        if last is None:
+            raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
+        if failure.record is not None or trouble.taken == 1:
+            self._pacing.refused_found()
+            self._listener.on_refused(failure.record or last, failure)
+        else:
+            self._pacing.refused_among(trouble.taken)
+
+    def _ask_owner(self, trouble: Trouble) -> None:
+        trouble.owner = self._ownership.settle(self._producer, str(trouble.failure)).value
+
+    def _look(self, trouble: Trouble) -> None:
+        self._fetcher.group_consumer.topic_ids.check_now()
+
+    def _replace(self, trouble: Trouble) -> None:
+        self._count_rebuild(trouble)
+        self._ownership.replace(self._producer, f"failure: {trouble.reason}")
+
+    def _resolve(self, trouble: Trouble) -> None:
+        consumer, positions = self._fetcher.group_consumer, self._fetcher.positions
+        stable = consumer.queries.stable_committed(list(trouble.offsets))
+        outcome = self._offsets.outcome_of(trouble.offsets, stable)
+        self._outcomes.ended(outcome)
+        consumer.seek(positions.resolve({p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}))
+        consumer.start_offsets.resolve(stable)
+        self._pacing.rebuilt()
+        who = self._producer.who()
+        log.warning("rebuilt from the committed offsets", reason=trouble.reason, outcome=outcome.value, **who)
+
+    def _rejoin(self, trouble: Trouble) -> None:
+        self._count_rebuild(trouble)
+        self._ownership.confirm(self._producer, trouble.reason)
+        self._outcomes.ended(Outcome.UNKNOWN)  # while the assignment is known
+        self._fetcher.replace_consumer()
+        self._producer.replace(f"failure: {trouble.reason}")
+        self._fetcher.rejoin()
+        log.warning("rejoined the group", reason=trouble.reason, group=self._group, **self._producer.who())
+
+    def _count_rebuild(self, trouble: Trouble) -> None:
+        """Count a rebuild; raise Temporary after too many without a commit in between."""
+        if trouble.is_counted:
+            return
+        trouble.is_counted = True
+        self.rebuilds_in_a_row += not trouble.next_is_smaller  # a smaller transaction deserves its own chance
+        self._counters.count_rebuild(_cause(trouble.failure))
+        if self.rebuilds_in_a_row > MOST_REBUILDS:
+            rebuilds = f"{self.rebuilds_in_a_row} rebuilds without one commit, the last because of: {trouble.reason}"
+            if trouble.too_slow:
+                raise Temporary(f"{rebuilds}; {trouble.too_slow}")
+            raise Temporary(
+                f"{rebuilds}. If two processes share {self._settings['transactional.id']}, give each its own --instance"
+            )
+
+
+def _cause(failure: CallFailed) -> str:
+    """Return in a word why a transaction did not commit: one of the few labels of a metric."""
+    if failure.action in _CAUSES:
+        return _CAUSES[failure.action]
+    if failure.action is not Action.ABORT:
+        return failure.call
+    return {"abort": "application", "send_offsets": "rebalance"}.get(failure.call, failure.call)
+
+
+def _records(count: int) -> str:
+    return "one record" if count == 1 else f"{count} records"

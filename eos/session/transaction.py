@@ -1,6 +1,6 @@
-"""One open transaction, as the loop's body and the worker have it: takes records, sends, ends it before the loop does.
+"""One open transaction, as the loop's body and the worker use it: take records, send, and end it early.
 
-What it means is eos/session/loop.py's.
+What these calls do is decided in eos/session/loop.py.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from eos.records import Feed, FeedResult, Headers, Record
 
 
 class Phase(Enum):
-    """How far a transaction went."""
+    """How far a transaction is."""
 
     OPEN = "records are handed out and outputs sent"
-    COMMITTING = "its commit was started: nothing can be sent in it any more, however the commit ends"
+    COMMITTING = "its commit was started: nothing more can be sent in it, however the commit ends"
     ABORTED = "it was aborted before its commit was started"
-    GIVEN_UP = "as ABORTED, while the loop's body has it: until the next one begins the body's calls do nothing"
+    GIVEN_UP = "aborted while the loop's body uses it: until the next one begins the body's calls do nothing"
 
 
 class Turns(Protocol):
-    """What a transaction asks of the loop of which it is a turn: eos/session/loop.py, or a test's."""
+    """What a transaction needs of its loop: eos/session/loop.py, or the loop of a test."""
 
     group: str
     now: Callable[[], float]
@@ -38,22 +38,23 @@ class Turns(Protocol):
     def waited_s(self) -> float:
         """See Transaction."""
 
-    def has(self, txn: Transaction) -> bool:
-        """Whether it is open; False if it was given up under the loop's body. IllegalState: it has ended."""
+    def is_open(self, txn: Transaction) -> bool:
+        """Return True if it is open, False if it was given up during the loop's body. Raises IllegalState if it has
+        ended."""
 
     def take(self, most: int) -> list[Record]:
-        """The next records, at most `most`; none once a send failed."""
+        """Return at most `most` next records; none after a send failed."""
 
     def give_back(self, count: int) -> None:
-        """The last of them come again in the next transaction."""
+        """Hand out the last `count` records again in the next transaction."""
 
     def send(self, *send: Any) -> None:
-        """As a Send."""
+        """Send one record, given as a Send."""
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult: ...
 
     def end_now(self, txn: Transaction) -> bool:
-        """Whether it is committed; else its records come again."""
+        """Commit; return False if it was aborted and its records are handed out again."""
 
     def abort(self, txn: Transaction, why: str) -> None: ...
 
@@ -61,8 +62,9 @@ class Turns(Protocol):
 class Transaction:
     """One open transaction and its input records. Valid until the loop's next turn.
 
-    When the session had to give it up meanwhile (the group took its place, the consumer died), the body need not know:
-    no more records are handed out, what is sent leads nowhere, `commit` returns False, and its records come again.
+    If the session has to give it up meanwhile (another instance took its place, the consumer died), the loop's body
+    need not know: no more records are handed out, sends are ignored, `commit` returns False, and the records are handed
+    out again.
     """
 
     __slots__ = (
@@ -75,20 +77,21 @@ class Transaction:
         self, loop: Turns, began_at: float, until: float, first_timestamp_ms: int, waited_before: float = 0.0
     ) -> None:
         self._loop = loop
-        # World.now(); behind `until` no more records are handed out.
+        # World.now(); after `until` no more records are handed out.
         self.began_at, self._until = began_at, until
         self.first_timestamp_ms = first_timestamp_ms  # of the first record that waited when it began
         self.phase = Phase.OPEN
-        self.handling_s: float | None = None  # once all of its records are handled; without what sends waited for room
+        self.handling_s: float | None = None  # set once all of its records are handled; see handling_until
         self.waited_before = waited_before  # `waited_s` when it began
         self._records: Iterator[Record] | None = None
         self._ahead = 0  # taken by `records`, but not handed out yet
         self.sent = self.skipped = self.dead_letters = 0
 
-    # ---- what the loop notes -----------------------------------------------------------------------------------
+    # ---- used by the loop --------------------------------------------------------------------------------------
 
-    def handled(self, now: float) -> None:
-        """Note that all of its records are handled."""
+    def finish_handling(self, now: float) -> None:
+        """Give back records that were not handed out; note that all others are handled."""
+        self._give_back_ahead()
         self.handling_s = self.handling_until(now)
 
     def handling_until(self, now: float) -> float:
@@ -97,21 +100,28 @@ class Transaction:
             return self.handling_s
         return now - self.began_at - (self.waited_s - self.waited_before)
 
-    def starts_commit(self) -> None:
+    def start_commit(self) -> None:
         self.phase = Phase.COMMITTING
 
-    def aborted(self, under_its_body: bool = False) -> None:
+    def abort_phase(self, during_body: bool = False) -> None:
+        """Note that it was aborted, unless its commit was started. `during_body`: the loop's body still uses it."""
         if self.phase is not Phase.COMMITTING:
-            self.phase = Phase.GIVEN_UP if under_its_body else Phase.ABORTED
+            self.phase = Phase.GIVEN_UP if during_body else Phase.ABORTED
 
-    # ---- what the loop's body does with it ---------------------------------------------------------------------
+    def count(self, sent: int = 0, skipped: int = 0, dead_letters: int = 0) -> None:
+        """Add to its counts, which `Counters` gets if it commits."""
+        self.sent += sent
+        self.skipped += skipped
+        self.dead_letters += dead_letters
+
+    # ---- used by the loop's body -------------------------------------------------------------------------------
 
     @property
     def records(self) -> Iterator[Record]:
-        """Hands the records out one by one, until `eos.transaction.interval.ms` is over or none is left.
+        """Hand out records one by one, until `eos.transaction.interval.ms` is over or none is left.
 
-        A record that was handed out counts as handled when the body ends: send what it leads to before that. Records
-        that were not handed out (a `break`) come again in the next transaction.
+        A record that was handed out counts as handled when the body ends: send its outputs before that. Records that
+        were not handed out (after a `break`) are part of the next transaction.
         """
         if self._records is None:
             self._records = self._hand_out()
@@ -133,8 +143,8 @@ class Transaction:
         self._ahead = 0
 
     def take(self, most: int) -> list[Record]:
-        """The next records, at most `most`; an empty list when none is left, the interval is over or a send failed."""
-        if not self._loop.has(self):
+        """Return at most `most` next records; none if no record is left, the interval is over or a send failed."""
+        if not self._loop.is_open(self):
             return []
         self._give_back_ahead()
         if self._loop.taken and self._loop.now() >= self._until:
@@ -142,8 +152,8 @@ class Transaction:
         return self._loop.take(most)
 
     def give_back(self, count: int) -> None:
-        """The last `count` records taken were not handled: the next transaction hands them out again."""
-        if self._loop.has(self):
+        """Hand out the last `count` taken records again in the next transaction, because they were not handled."""
+        if self._loop.is_open(self):
             self._give_back_ahead()
             self._loop.give_back(count)
 
@@ -157,51 +167,52 @@ class Transaction:
         timestamp_ms: int = 0,
         headers: Headers = (),
     ) -> None:
-        """Sends one record in this transaction; value, key and headers are encoded as an App's are (bytes as they are,
-        str as UTF-8, None, else JSON). `timestamp_ms` 0 is now, `partition` None leaves it to the key.
+        """Send one record in this transaction. Value, key and headers are encoded as an App's are: bytes unchanged,
+        str as UTF-8, None, everything else as JSON. `timestamp_ms` 0 means now; `partition` None leaves it to the key.
 
-        Raises TypeError or ValueError for what cannot be sent.
+        Raises TypeError or ValueError for a record that cannot be sent.
         """
-        if not self._loop.has(self):
+        if not self._loop.is_open(self):
             return
-        asked = partition is not None or timestamp_ms or headers
-        if type(value) is bytes and (key is None or type(key) is bytes) and not asked:
-            self._loop.send(topic, value, key, -1, 0, None)  # the usual: nothing to encode, nothing to check
+        has_more = partition is not None or timestamp_ms or headers
+        if type(value) is bytes and (key is None or type(key) is bytes) and not has_more:
+            self._loop.send(topic, value, key, -1, 0, None)  # the usual case: nothing to encode, nothing to check
         else:
             self._loop.send(*make_send("send", topic, value, key, partition, timestamp_ms, headers))
         self.sent += 1
 
     def dead_letter(self, record: Record, error: BaseException) -> None:
-        """Sends `record`, which could not be handled, to `<its topic>.dlq` in this transaction: as it came, with
-        headers that say where it was and what `error` said, as an App's `eos.dlq` does. They name the group as the App.
-        """
-        if not self._loop.has(self):
+        """Send `record`, which could not be handled, unchanged to `<its topic>.dlq` in this transaction.
+
+        Headers say where it came from and name the error, as an App's `eos.dlq` does. The group takes the App's place
+        in them."""
+        if not self._loop.is_open(self):
             return
         self._loop.send(*make_dead_letter(record, error, frames_of(error), self._loop.group))
-        self.sent += 1
-        self.dead_letters += 1
+        self.count(sent=1, dead_letters=1)
 
     @property
     def waited_s(self) -> float:
-        """For how long its producer's sends have waited for room in the client's queue, in earlier transactions too."""
+        """For how long its producer's sends have waited for room in the client's queue, earlier transactions
+        included."""
         return self._loop.waited_s
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
-        """Sends what an App's `route.feed` makes of records that were taken; `Fed.error` is the user's own."""
-        if not self._loop.has(self):
+        """Send the outputs that an App's `route.feed` makes of taken records; `Fed.error` is the user's own error."""
+        if not self._loop.is_open(self):
             return FeedResult(0, len(records), None)
         fed = self._loop.feed(feed, records)
         self.sent += fed.sent
         return fed
 
     def commit(self) -> bool:
-        """Ends the transaction now, waits for its commit; False if it had to be aborted and its records will be handed
+        """End the transaction now and wait for its commit. Return False if it was aborted and its records are handed
         out again."""
-        if not self._loop.has(self):
+        if not self._loop.is_open(self):
             return False
         return self._loop.end_now(self)
 
     def abort(self) -> None:
-        """Gives the transaction up; its records will be handed out again."""
-        if self._loop.has(self):
-            self._loop.abort(self, "asked by the application")
+        """Abort the transaction; its records are handed out again."""
+        if self._loop.is_open(self):
+            self._loop.abort(self, "requested by the application")

@@ -1,9 +1,9 @@
-"""Shims behind one another in one process: faults stand on the sides of whatever else the shim does.
+"""Run up to three shims in sequence in one process, so that faults happen on either side of the other jobs.
 
     clients ── faults (side client) ── trace, guard, protect ── faults (side broker) ── brokers
 
-Owns their order and the addresses between them (127.0.0.1, free ports). Each is a whole shim, so what is late between
-two of them is late exactly as between machines.
+The module owns their order and the addresses between them (127.0.0.1, free ports). Each is a whole shim, so a request
+that is late between two of them is late exactly as between machines.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _INSIDE = ("127.0.0.1", 0)
 
 
 class Chain:
-    """`await start()`, then it serves until `await stop()`. Raises what `Shim` raises."""
+    """Serve from `await start()` until `await stop()`. Raises the errors that `Shim` raises."""
 
     def __init__(self, settings: ShimSettings, jobs: Sequence[Job] = (), plan: Plan | None = None) -> None:
         self.settings, self._jobs, self._plan = settings, jobs, plan
-        self.shims: list[Shim] = []  # the one clients connect to is the last
+        self.shims: list[Shim] = []  # clients connect to the last one
 
     @property
     def front(self) -> Shim:
@@ -45,7 +45,7 @@ class Chain:
 
     @property
     def traffic(self) -> Traffic:
-        """What clients sent and were sent."""
+        """Return the traffic between clients and the first shim that they connect to."""
         return self.front.traffic if self.shims else Traffic()
 
     @property
@@ -60,10 +60,10 @@ class Chain:
         try:
             for at, jobs in enumerate(stages):
                 last = at == len(stages) - 1
-                told = replace(self.settings, upstream=upstream, upstream_tls=tls)
+                settings = replace(self.settings, upstream=upstream, upstream_tls=tls)
                 if not last:
-                    told = replace(
-                        told,
+                    settings = replace(
+                        settings,
                         listen=_INSIDE,
                         advertise=None,
                         tls=None,
@@ -74,7 +74,7 @@ class Chain:
                 for job in jobs:
                     if isinstance(job, FaultJob):
                         job.tls = tls
-                shim = Shim(told, jobs)
+                shim = Shim(settings, jobs)
                 self.shims.append(shim)
                 await shim.start()
                 upstream, tls = tuple(shim.addresses), None
@@ -87,7 +87,7 @@ class Chain:
             await shim.stop()
 
     def _stages(self) -> list[Sequence[Job]]:
-        """From the brokers' side to the clients'."""
+        """Return the jobs of each shim, from the brokers' side to the clients' side."""
         broker = self._plan.on("broker") if self._plan else []
         client = self._plan.on("client") if self._plan else []
         stages: list[Sequence[Job]] = [[FaultJob(broker)]] if broker else []

@@ -1,4 +1,4 @@
-"""What ends one connection of the shim; what ends the shim is Unavailable or ConfigurationError, as everywhere."""
+"""Define the errors that end one connection. Unavailable and ConfigurationError end the whole shim."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from eos.errors import EosError
 
 
 class ProtocolError(EosError):
-    """A connection that cannot be understood any more: it is closed, the shim goes on."""
+    """Report bytes that break the protocol. The connection is closed and the shim continues."""
 
 
 class Malformed(ProtocolError):
-    """Bytes that are not what their header says."""
+    """Report bytes that do not match their header."""
 
 
 class Leak(ProtocolError):
-    """An upstream address would have reached a client."""
+    """Report an upstream address in a response to a client."""

@@ -1,4 +1,4 @@
-"""The shim's events, of the logger "eos.shim": as eos/log.py has them, but what clients say in them is cut short."""
+"""Log the shim's events with the logger "eos.shim", in the format of eos/log.py but with long values cut off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eos import log
 
 logger = logging.getLogger("eos.shim")
 
-# Of one value: a client may name a transactional.id of 32 KB, with line ends in it.
+# Characters per value: a client may send a transactional.id of 32 KB with line ends in it.
 LONGEST_VALUE = 300
 
 

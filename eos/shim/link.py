@@ -1,13 +1,13 @@
-"""One client connection and the upstream connection made for it.
+"""Connect one client connection to the upstream connection made for it.
 
-Owns both transports and the order of what passes between them. Back-pressure is the sockets' own: when one side cannot
-write, the other is not read; nor is a client that does not take its answers, or has too many requests unanswered. An
-end of one direction is passed on as such; what one side can still send is delivered before the other is closed. The
-upstream connection is made with the client's first request. It must never hold a byte that its account does not count,
-nor work on for one connection while others wait.
+The module owns both transports and the order of the bytes between them. Back-pressure comes from the sockets: when one
+side cannot write, the other is not read. A client is also not read while it does not read its responses, or while it
+has too many unanswered requests. The end of one direction is forwarded as such, and the remaining bytes of one side
+are delivered before the other side is closed. The client's first request opens the upstream connection. A link must
+never hold a byte that its memory account does not count, and never work for one connection while others wait.
 
-What is read lies in one buffer that all connections of a shim share: it is dealt with, changed in place where that is
-needed, and written to the other side before the next read. A megabyte that passes is neither copied nor allocated here.
+All connections of a shim read into one shared buffer. Its bytes are handled, changed in place where necessary, and
+written to the other side before the next read. Forwarding a megabyte neither copies nor allocates it.
 """
 
 from __future__ import annotations
@@ -24,57 +24,55 @@ from typing import Any, Protocol
 
 from eos.shim.addresses.book import Endpoint
 from eos.shim.errors import Malformed, ProtocolError
-from eos.shim.lane import Lane
 from eos.shim.memory import Memory
 from eos.shim.pipeline import Connection, Exchange, Pipeline
+from eos.shim.send_queue import SendQueue
 from eos.shim.wire import api
 from eos.shim.wire.frames import FrameSplitter, Passage, Piece
 from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, AcksReader, implausible, request_head
 
-# How long the last bytes may take to a side that reads slowly once the other side is gone.
+# The time to deliver the last bytes to a side that reads slowly, after the other side has closed.
 LINGER_S = 30.0
-# How long a reset waits for the answers of earlier requests: a JoinGroup may stay unanswered for minutes.
+# A reset waits this long for the responses to earlier requests: a JoinGroup may stay unanswered for minutes.
 RESET_WAIT_S = 2.0
-# What brokers answer to anybody. Anything else they answer after the login, where they ask for one, and else end the
-# connection.
+# APIs that brokers answer without a login. A broker that requires a login closes the connection at any other request
+# before it.
 _BEFORE_A_LOGIN = frozenset({api.API_VERSIONS, api.SASL_HANDSHAKE, api.SASL_AUTHENTICATE})
-# Requests of one connection that are not answered yet, and bytes of answers given here that wait for the broker's
-# before them. Brokers deal with one request of a connection at a time: a client that is not read meanwhile loses
-# nothing.
+# Limits of one connection: unanswered requests, and bytes of responses by jobs that wait for the broker's responses to
+# earlier requests. Brokers handle one request of a connection at a time, so pausing the client costs nothing.
 MOST_UNANSWERED = 1_024
 MOST_OWED_BYTES = 1024 * 1024
-# Linger on, for 0 seconds: closing sends a reset.
+# SO_LINGER on, for 0 seconds: closing sends a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
-# With more than this unsent a side is full. Little: the sockets' own buffers hold megabytes, and are not empty when it
-# goes on.
+# A side with more unsent bytes than this is full. The limit is small because the sockets' own buffers hold megabytes
+# and are not empty when reading resumes.
 _WRITE_BUFFER_BYTES = 32 * 1024
-# Not less: at the end of a TLS connection asyncio reads out what it holds once, up to twice its 256 KiB, and drops the
-# rest.
+# The minimum: at the end of a TLS connection asyncio reads its buffers once, up to twice 256 KiB, and drops the rest.
 _READ_BYTES = 512 * 1024
-# While memory is tight: a side that is not read costs what was read for it last. Not with TLS, for the reason above.
+# While memory is tight: a paused side costs the bytes of its last read. Not with TLS, for the reason above.
 _TIGHT_READ_BYTES = 16 * 1024
-# A request that waits for its answer, as Python keeps it.
+# The size in memory of a request that waits for its response.
 _EXCHANGE_BYTES = 320
-_JOINED_BYTES = 64 * 1024  # up to here a copy costs less than another system call, or than other memory to read into
+_JOINED_BYTES = 64 * 1024  # up to this size a copy costs less than another system call or a new read buffer
 
 
 class Ends(Protocol):
-    """What the shim wants to know of a link."""
+    """Receive the events of a link."""
 
     def began(self, link: Link) -> None:
-        """The client is there (with TLS: after its handshake)."""
+        """Note that the client has connected and has completed its TLS handshake, if any."""
 
     def asks(self, link: Link) -> None:
-        """Its first request begins: it needs its broker."""
+        """Connect to the broker: the client's first request has begun."""
 
     def let_in(self, link: Link) -> None:
-        """Its broker answered what it answers only to clients that it lets in."""
+        """Note that the broker has answered a request that needs a login where the broker requires one."""
 
     def failed(self, link: Link, whose: str, error: Exception) -> None:
-        """It ends because of what was sent on it; `whose` is client or the broker's name."""
+        """Report invalid bytes that end the link. `whose` is "client" or the broker's name."""
 
     def ended(self, link: Link) -> None:
-        """Both sides are gone."""
+        """Note that both sides are closed."""
 
 
 class Link:
@@ -95,26 +93,26 @@ class Link:
         self.upstream = _Side(self, self._from_upstream, buffer)
         self.client.other, self.upstream.other = self.upstream, self.client
         self.connection.link = self
-        self._up, self._down = Lane(self.upstream.write), Lane(self.client.write)
+        self._up, self._down = SendQueue(self.upstream.write), SendQueue(self.client.write)
         self._reset_before: Exchange | None = None
         self._requests = FrameSplitter(REQUEST_HEAD.size, largest_frame, self._open_request)
         self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response)
-        self._acks: AcksReader | None = None  # of a Produce whose head has not come whole
+        self._acks: AcksReader | None = None  # of a Produce whose head is not complete yet
         self._pending: deque[Exchange] = deque()
-        self.asked = False  # its first request has begun
+        self.asked = False  # true once the first request has begun
         self.is_let_in = False
-        self.began_at = self.heard_at = 0.0  # monotonic; `heard_at` when something came last, from either side
+        self.began_at = self.heard_at = 0.0  # monotonic; `heard_at` is the time of the last read from either side
         self._draining = False
         self._over = False
         self.memory = memory
         self._account = memory.open(self._held, self._evict)
         self.connecting: asyncio.Task[None] | None = None
-        self.patience: asyncio.TimerHandle | None = None  # ends it when it is idle
+        self.patience: asyncio.TimerHandle | None = None  # ends an idle link
 
-    # What the server does with a link.
+    # Called by the server.
 
     async def connect(self, context: ssl.SSLContext | None, timeout_s: float) -> OSError | None:
-        """Makes the upstream connection; returns why it could not, and then the client's is closed."""
+        """Open the upstream connection. On an error close the client's connection and return the error."""
         host, port = self.endpoint.upstream
         loop = asyncio.get_running_loop()
         try:
@@ -132,13 +130,13 @@ class Link:
         return None
 
     def drain(self) -> None:
-        """No further request is read but the rest of one that has begun to pass; closes when all are answered."""
+        """Read only the rest of the current request, and close when all requests are answered."""
         self._draining = True
         self._stop_reading_between_requests()
         self._close_if_drained()
 
     def close(self) -> None:
-        """Both sides, after what was written has gone out."""
+        """Close both sides after the written bytes have been sent."""
         self.client.close()
         self.upstream.close()
         self._end_if_over()
@@ -151,13 +149,13 @@ class Link:
     # From the client to the broker.
 
     def _from_client(self, data: Piece) -> Piece | None:
-        """What there was no time for yet."""
+        """Forward requests. Return the bytes left for the next turn, if any."""
         requests = self._requests
         if self._draining:
             data = data[: requests.left]
         pieces = requests.feed(data)
         if pieces:
-            self._up.pass_on(pieces)
+            self._up.send(pieces)
         self._send_own_answers()
         if len(self._pending) >= MOST_UNANSWERED or self.connection.owed >= MOST_OWED_BYTES:
             self.client.hold(Hold.UNANSWERED)
@@ -174,7 +172,7 @@ class Link:
         head = request_head(data, pos)
         reason = implausible(head, self._largest)
         if reason is not None:
-            raise Malformed(f"this is no Kafka client: {reason}")
+            raise Malformed(f"not a Kafka client: {reason}")
         awaited = True
         if head.api_key == api.PRODUCE:
             reader = self._acks or AcksReader(head.version)
@@ -184,7 +182,7 @@ class Link:
                 return None
             awaited = acks != 0
         elif head.api_key == api.SASL_HANDSHAKE and head.version == 0:
-            # After it come tokens without any header, and from then on nothing in the stream could be told apart.
+            # Tokens without headers would follow, and the stream could no longer be split into frames.
             raise ProtocolError("SaslHandshake v0 is not supported: the client must use v1 (Kafka 1.0 and later)")
         if not self.asked:
             self._ask()
@@ -193,7 +191,7 @@ class Link:
         passage = self._pipeline.request(exchange, head.size + 4)
         self._account.renew()
         if awaited:
-            # Jobs may remember what they read of a request, but not records.
+            # Jobs may keep what they read of a request, but not records.
             read = head.size if callable(passage) and head.api_key != api.PRODUCE else 0
             exchange.remember(_EXCHANGE_BYTES + read)
             self._pending.append(exchange)
@@ -211,7 +209,7 @@ class Link:
         responses = self._responses
         pieces = responses.feed(data)
         if pieces:
-            self._down.pass_on(pieces)
+            self._down.send(pieces)
         self._send_own_answers()
         if len(self._pending) < MOST_UNANSWERED and self.connection.owed < MOST_OWED_BYTES:
             self.client.let_go(Hold.UNANSWERED)
@@ -227,7 +225,7 @@ class Link:
         while pending and pending[0].answer is not None:
             self._responses.insert(self._next_own_answer())
         if not pending or pending[0].correlation_id != correlation_id:
-            raise Malformed(f"the broker answers request {correlation_id}, which is not the next one")
+            raise Malformed(f"the broker answered request {correlation_id} out of order")
         exchange = self._next_answered()
         if not self.is_let_in and exchange.api_key not in _BEFORE_A_LOGIN:
             self.is_let_in = True
@@ -235,10 +233,10 @@ class Link:
         return self._pipeline.response(exchange, size + 4)
 
     def _send_own_answers(self) -> None:
-        """Answers a job gave, as soon as all requests before them are answered."""
+        """Send the responses that jobs gave, as soon as all earlier requests are answered."""
         pending = self._pending
         while pending and pending[0].answer is not None and self._responses.between_frames:
-            self._down.pass_on([self._next_own_answer()])
+            self._down.send([self._next_own_answer()])
 
     def _next_own_answer(self) -> bytes:
         answer = self._next_answered().answer or b""
@@ -250,7 +248,7 @@ class Link:
         exchange.forget()
         return exchange
 
-    # What it holds.
+    # Memory.
 
     def count(self) -> None:
         self._account.count()
@@ -259,34 +257,32 @@ class Link:
         ways = self._requests, self._responses, self._up, self._down, self.client, self.upstream
         return sum(way.kept for way in ways) + self.connection.kept + self.connection.owed
 
-    # Ends.
+    # Closing.
 
     def failed(self, side: _Side, error: Exception) -> None:
-        """Fails closed: nothing more goes to the client."""
+        """Close both sides at once: after an error nothing more is sent to the client."""
         self.shim.failed(self, "client" if side is self.client else self.endpoint.name, error)
         self._account.close()
         self.abort()
 
     def _evict(self) -> None:
-        reason = (
-            f"the memory that connections may hold is used up, and this one has held {self._held()} bytes for longest"
-        )
+        reason = f"connections have used up their memory, and this one has held its {self._held()} bytes longest"
         self.failed(self.client, ProtocolError(reason))
 
     @property
     def is_owed(self) -> bool:
-        """Whether the broker has a whole request that it did not answer: then it is the broker that takes its time."""
+        """Return whether the broker has a complete request that it has not answered."""
         whole = len(self._pending) - (1 if self._requests.left else 0)
         return any(exchange.answer is None for exchange in islice(self._pending, whole))
 
     def give_up(self, after: str) -> None:
-        """Its time is over, or its place is needed."""
+        """Close a link whose time is over, or which makes room for a new connection."""
         if not self.asked:
-            reason = "no request came"
+            reason = "the client sent no request"
         elif self.is_let_in:
-            reason = "it is idle"
+            reason = "the connection is idle"
         else:
-            reason = "it asked for nothing but what comes before a login"
+            reason = "the client did not complete its login"
         self.failed(self.client, ProtocolError(f"{reason} ({after})"))
 
     def side_closed(self, side: _Side) -> None:
@@ -296,18 +292,18 @@ class Link:
 
     def _close_if_drained(self) -> None:
         if self._up.is_held or self._down.is_held:
-            self.abort()  # a job keeps a frame: nobody knows for how long
+            self.abort()  # a job holds a frame for an unknown time
         elif not self._pending and not self._requests.left and self._responses.between_frames:
             self.close()
 
-    # What a job may do to a link (pipeline.Control).
+    # Called by jobs (pipeline.Control).
 
     @property
     def takes_requests(self) -> bool:
         return self.upstream.takes_more
 
     def reset(self) -> None:
-        """As a network does it: the client's connection is gone, and what is under way with it."""
+        """Break the client's connection as a network would, and drop all bytes in transit."""
         self._up.drop()
         self._down.drop()
         self.client.reset()
@@ -315,13 +311,13 @@ class Link:
         self._end_if_over()
 
     def reset_before(self, exchange: Exchange) -> None:
-        """Resets once the requests before `exchange` are answered: a fault of one request is none of the others."""
+        """Reset the connection once the requests before `exchange` are answered, so that they do not fail too."""
         self._reset_before = exchange
         asyncio.get_running_loop().call_later(RESET_WAIT_S, self._reset_if_late)
         self._reset_if_due()
 
     def _reset_if_due(self) -> None:
-        # An answer is taken from those that are awaited when it begins, and may still be on its way.
+        # A response leaves the pending ones when its first byte arrives; the rest may still be in transit.
         is_next = not self._pending or self._pending[0] is self._reset_before
         if is_next and self._responses.between_frames and not self._down.is_held:
             self.reset()
@@ -340,34 +336,36 @@ class Link:
             self._account.close()
             self._pipeline.closed(self.connection)
             self.shim.ended(self)
-            # They lead back here. Without them the memory is free now, not when the collector comes.
+            # These refer back to the link. Without the cycle its memory is freed now, not by the garbage collector.
             del self.connection, self._requests, self._responses, self._account, self.patience
 
 
 class ReadBuffer:
-    """Where the connections of one shim are read into, one after the other."""
+    """Hold the buffer that the connections of one shim read into, one after the other."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(_READ_BYTES))
 
     def keep(self) -> None:
-        """Somebody still needs what was read: the next read gets other memory."""
+        """Use new memory for the next read, because the current buffer is still needed."""
         self.view = memoryview(bytearray(_READ_BYTES))
 
 
 class Hold:
-    """Why a side is not read, a bit each. Plain numbers: those of `enum` take a microsecond for each answer."""
+    """List the reasons to pause reading from a side, one bit each. An `enum` would cost a microsecond per response."""
 
-    CONNECTING = 1  # the other side is not there yet
-    FULL = 2  # the other side does not take what comes from here
-    UNREAD = 4  # this side does not take what it is sent itself
-    UNANSWERED = 8  # too many requests, or answers given here, wait for the broker
-    STOPPED = 16
+    CONNECTING = 1  # the other side is not connected yet
+    FULL = 2  # the other side's write buffer is full
+    UNREAD = 4  # this side's own write buffer is full
+    UNANSWERED = 8  # too many requests, or responses by jobs, wait for the broker
+    STOPPED = 16  # the shim is draining
 
 
 class _Side(asyncio.BufferedProtocol):
-    """One of the two sockets of a link. `received` gives back what there was no time for: it comes again when the other
-    connections had their turn, and nothing is read before.
+    """Handle one of the two sockets of a link.
+
+    `received` returns the bytes that it did not handle. They are handled after the other connections have had their
+    turn, and nothing is read before that.
     """
 
     other: _Side
@@ -375,15 +373,15 @@ class _Side(asyncio.BufferedProtocol):
     def __init__(self, link: Link, received: Callable[[Piece], Piece | None], buffer: ReadBuffer) -> None:
         self._link, self._received, self._buffer = link, received, buffer
         self._transport: asyncio.Transport | None = None
-        self._beneath: asyncio.Transport | None = None  # with TLS the one that writes
+        self._beneath: asyncio.Transport | None = None  # with TLS the transport of the TCP socket
         self._unsent: list[bytes] = []
-        self._keeps_buffer = False  # what is unsent may be a view of one that was read into
-        self._ended = False  # `write_end` was the last word
+        self._keeps_buffer = False  # unsent bytes may be a view of a read buffer
+        self._ended = False  # true after `write_end`
         self._holds = 0
-        self._rest: Piece | None = None  # of what was read
-        self._turn: asyncio.Handle | None = None  # in which the rest is dealt with
-        self._reads = True  # false once this side was closed from here
-        self._lost = False  # the connection is over, the rest is not yet
+        self._rest: Piece | None = None  # bytes read and not handled yet
+        self._turn: asyncio.Handle | None = None  # the callback that handles `_rest`
+        self._reads = True  # false once the shim has closed this side
+        self._lost = False  # the connection has ended, and `_rest` is not handled yet
         self.gone = False
 
     @property
@@ -404,17 +402,17 @@ class _Side(asyncio.BufferedProtocol):
 
     @property
     def takes_more(self) -> bool:
-        """Whether what is written now still goes out, as far as this side knows."""
+        """Return whether bytes written now can still be sent, as far as this side knows."""
         transport = self._transport
         closed = self.gone if transport is None else transport.is_closing()
         return not closed and not self._ended
 
-    # asyncio calls these.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        # Its own size leaves out what it has handed on, and that may be all of it. Nothing public leads there.
+        # The size of the TLS transport's buffer excludes the bytes it has encrypted. No public attribute leads to them.
         self._beneath = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         if self is self._link.client:
@@ -433,7 +431,7 @@ class _Side(asyncio.BufferedProtocol):
 
     def buffer_updated(self, count: int) -> None:
         read = self._buffer.view[:count]
-        if self._rest is not None:  # a transport may still give out what it had read before it was paused
+        if self._rest is not None:  # a paused transport may still deliver bytes it has read
             self._rest = memoryview(bytearray().join((self._rest, read)))
         elif (rest := self._take(read)) is not None:
             self._rest = memoryview(bytearray(rest))
@@ -449,13 +447,13 @@ class _Side(asyncio.BufferedProtocol):
             self._link.failed(self, error)
             return None
         except Exception as error:
-            # A defect of a job must not leave a connection open whose bytes went half.
+            # After a defect in a job the connection must not stay open with half of a frame sent.
             self._link.failed(self, error)
             raise
         return rest if self._reads else None
 
     def _go_on(self) -> None:
-        """With the rest when it is this side's turn, or with reading."""
+        """Handle the remaining bytes in this side's next turn, or resume reading if there are none."""
         if self._holds:
             return
         if self._rest is None:
@@ -477,8 +475,8 @@ class _Side(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         self.other.hold(Hold.FULL)
         if self is self._link.client:
-            # Requests that are answered here would fill memory with answers that nobody takes. Never the broker's side:
-            # a broker reads no request before its answer is taken, and both would wait.
+            # Requests answered by jobs would fill memory with unread responses. The broker's side must not be paused:
+            # a broker reads no request before its response is read, so both would wait for each other.
             self.hold(Hold.UNREAD)
 
     def resume_writing(self) -> None:
@@ -488,16 +486,18 @@ class _Side(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         if self._rest is not None:
-            return False  # only with TLS, which closes then: `connection_lost` waits for the rest
+            return False  # only with TLS, which closes now; `connection_lost` handles the rest
         if self is self._link.upstream or not self._link.asked:
-            return False  # a broker ends both directions at once: asyncio closes this side, and that the client's
+            return (
+                False  # a broker ends both directions at once: asyncio closes this side, and then the link the client
+            )
         self.other.write_end()
-        # A client may still be read to after it said its last; TLS has no such state.
+        # A client that has stopped sending may still read. TLS has no such state.
         return self._transport is not None and self._transport.get_extra_info("sslcontext") is None
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._rest is not None and (error is None or self is self._link.upstream):
-            # What it said last is still dealt with, in turns like all else.
+            # The last bytes are still handled, in turns as usual.
             self._lost = True
             self.let_go(Hold.UNREAD)
             self._go_on()
@@ -508,41 +508,41 @@ class _Side(asyncio.BufferedProtocol):
     def _lose(self) -> None:
         self._lost, self.gone = False, True
         link = self._link
-        # asyncio is done with this side, and nothing the link may still call needs them: no circle is left. A transport
-        # of TLS leads to 256 KiB to read into, and the link may live on with its other side.
+        # Neither asyncio nor the link needs these any more. Deleting them breaks the reference cycle: a TLS transport
+        # holds a read buffer of 256 KiB, and the link may stay alive with its other side.
         self._transport = self._beneath = None
         del self._link, self._received, self.other
         link.side_closed(self)
 
-    # The link calls these.
+    # Called by the link.
 
     def write(self, pieces: Sequence[Piece]) -> None:
         transport = self._transport
         if transport is None:
             if self.takes_more:
-                self._unsent += map(bytes, pieces)  # what came before reading could be paused
+                self._unsent += map(bytes, pieces)  # these arrived before reading could be paused
             return
         if self._ended:
             return
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED_BYTES:
             pieces = [b"".join(pieces)]
         for piece in pieces:
-            if transport.is_closing():  # the piece before may have found out; asyncio warns of who goes on
+            if transport.is_closing():  # the previous write may have failed; asyncio warns about further ones
                 return
             if len(piece) <= _JOINED_BYTES or transport.get_write_buffer_size():
                 transport.write(bytes(piece))
                 continue
             transport.write(piece)
             if isinstance(piece, memoryview) and transport.get_write_buffer_size():
-                # Since Python 3.12 a transport does not copy what it could not send yet. A side that does not read has
-                # one such buffer at most: what comes behind it is copied above.
+                # Since Python 3.12 a transport does not copy unsent bytes. A side has at most one such buffer, because
+                # later pieces are copied above.
                 self._buffer.keep()
                 self._keeps_buffer = True
 
     def write_end(self) -> None:
-        """At once, whatever a lane holds: its client may be gone for good, and nobody would say so after this.
+        """End this direction at once, even while frames are held: no later event would report the client's end.
 
-        Nothing is written behind it; a fault that let go of a request then sends it on a connection of its own.
+        Nothing is written after it. A fault that releases a held request then sends it on a separate connection.
         """
         self._ended = True
         transport = self._transport
@@ -554,7 +554,7 @@ class _Side(asyncio.BufferedProtocol):
             transport.close()  # TLS has no half-closed connections
 
     def hold(self, why: int) -> None:
-        """Nothing is read here until `let_go` was called for each reason."""
+        """Pause reading until `let_go` has been called for each reason."""
         self._holds |= why
         self._pause()
 
@@ -579,7 +579,7 @@ class _Side(asyncio.BufferedProtocol):
         if transport is not None and not transport.is_closing():
             transport.close()
             if transport.get_write_buffer_size():
-                asyncio.get_running_loop().call_later(LINGER_S, self.abort)  # the transport itself may be gone by then
+                asyncio.get_running_loop().call_later(LINGER_S, self.abort)  # the transport may be closed by then
 
     def abort(self) -> None:
         self._read_no_more()
@@ -593,7 +593,7 @@ class _Side(asyncio.BufferedProtocol):
                 self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
                 self._transport.abort()
             else:
-                self._transport.close()  # earlier answers go out first
+                self._transport.close()  # earlier responses are sent first
 
 
 def _peer(transport: asyncio.BaseTransport) -> str:

@@ -1,24 +1,25 @@
-"""What all connections of a shim together hold, and who goes when it is too much.
+"""Limit the memory that all connections of a shim hold together, and close the largest ones when it is exceeded.
 
-Owns that sum: beginnings of requests, pieces that are collected, requests that wait for their answers, and what a side
-did not take yet. A connection says how much it is after whatever happened on it; so nothing has to be given back. It
-must never end a connection that holds no more than its share: an idle consumer waits for an answer for minutes, and is
-not whom memory is short of.
+The sum contains incomplete requests, collected pieces, requests that wait for their responses, and unsent bytes. A
+connection is measured again after each event on it, so nothing needs to be released explicitly. A connection that holds
+no more than its share must never be closed: an idle consumer waits minutes for a response and is not the cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Beside one frame of the largest size.
+# Added to the size of the largest frame.
 BESIDE_A_FRAME_BYTES = 32 * 1024 * 1024
-# Looking at all connections has to be worth it: so much is free afterwards, or an eighth if that is less.
+# Measuring all connections must be worth it: it frees this much, or an eighth of the limit if that is less.
 _FREED_BYTES = BESIDE_A_FRAME_BYTES // 2
 
 
 class Memory:
-    """`limit` in bytes, for so many connections. Above it those end that hold more than their share of it, who does for
-    longest first; a client that sends what it has is done in no time, and counts anew with each request.
+    """Enforce `limit` bytes for a number of connections.
+
+    Above the limit, connections with more than their share are closed, beginning with the one that has been above it
+    longest. The time starts again with each request, so a client that sends without pauses is not affected.
     """
 
     def __init__(self, limit: int, connections: int) -> None:
@@ -26,7 +27,7 @@ class Memory:
         self._enough = limit - min(limit // 8, _FREED_BYTES)
         self.total = 0
         self._accounts: dict[Account, None] = {}
-        self._large: dict[Account, None] = {}  # above their share, the longest first
+        self._large: dict[Account, None] = {}  # accounts above their share, in the order in which they exceeded it
 
     @property
     def is_tight(self) -> bool:
@@ -43,7 +44,7 @@ class Memory:
             self._make_room()
 
     def renew(self, account: Account) -> None:
-        self._large.pop(account, None)  # its next count puts it behind all others
+        self._large.pop(account, None)  # the next count puts it last
 
     def close(self, account: Account) -> None:
         self._set(account, 0)
@@ -58,7 +59,7 @@ class Memory:
             self._large.pop(account, None)
 
     def _make_room(self) -> None:
-        for account in self._accounts:  # what has gone out since its last count was not told
+        for account in self._accounts:  # bytes may have been sent since the last count
             self._set(account, account.measure())
         while self.total > self._enough and self._large:
             longest = next(iter(self._large))
@@ -67,7 +68,7 @@ class Memory:
 
 
 class Account:
-    """What one connection holds. `measure` says how many bytes; `evict` ends the connection, which may be under way."""
+    """Track the memory of one connection. `measure` returns its bytes; `evict` closes it, even in mid-transfer."""
 
     __slots__ = ("_is_open", "_memory", "evict", "held", "measure")
 
@@ -81,7 +82,7 @@ class Account:
             self._memory.count(self)
 
     def renew(self) -> None:
-        """What it holds from now on is of a new request."""
+        """Note that a new request has begun."""
         self._memory.renew(self)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What a job of the shim is, and which frames are looked at because of it.
+"""Define the interface of a job, and run frames through the jobs that want them.
 
-Owns the plan per (API, version): a frame no job asked for is moved as bytes. Requests run through the jobs from the
-client's side to the broker's, responses the other way. It must never do I/O.
+The pipeline owns the list of jobs per (API, version). A frame that no job wants is forwarded as bytes. Requests pass
+the jobs from the client's side to the broker's side, responses the other way. It must never do I/O.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from eos.shim.settings import CONTROL_BYTES
 from eos.shim.wire import api
 from eos.shim.wire.frames import PASSING, Passage, Piece, Stream
 
-# Of later versions nothing is remembered: there are none, and a client may name any number.
+# Later versions are not cached: none exist, and a client may send any number.
 _VERSIONS_REMEMBERED = 32
 
 
 class Control(Protocol):
-    """What a job may do to a connection (link.Link)."""
+    """Define the operations on a connection that a job may use (link.Link)."""
 
     @property
     def endpoint(self) -> Endpoint: ...
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a request that leaves now still reaches the broker."""
+        """Return whether a request sent now can still reach the broker."""
         ...
 
     def reset(self) -> None: ...
@@ -38,10 +38,10 @@ class Control(Protocol):
 
 
 class Connection:
-    """What a job may know of the connection a frame is on; `number` counts from 1 over the shim's life.
+    """Describe a client connection to jobs. `number` counts from 1 over the shim's life.
 
-    `kept` are the bytes that streams of its requests hold and that are remembered of requests until their answers;
-    `owed` those of answers that jobs gave and that wait for the broker's answers before them.
+    `kept` counts the bytes held by streams of its requests and for requests until their responses arrive. `owed` counts
+    the bytes of responses by jobs that wait for the broker's responses to earlier requests.
     """
 
     __slots__ = ("broker", "client", "kept", "link", "node_id", "number", "owed")
@@ -54,9 +54,9 @@ class Connection:
 
 
 class Exchange:
-    """One request and its answer; `version` is the client's, whatever a job made of it upstream.
+    """Hold one request and its response. `version` is the client's, even if a job sends another one upstream.
 
-    `awaited` says that the client waits for an answer (not with acks=0).
+    `awaited` is true if the client expects a response (not with acks=0).
     """
 
     __slots__ = (
@@ -77,11 +77,11 @@ class Exchange:
         self.started = time.monotonic()
         self.awaited = False
         self._answer: bytes | None = None
-        self.notes: dict[Job, Any] = {}  # what a job wants to remember until the answer comes
-        self.remembered = 0  # bytes of it and of this
+        self.notes: dict[Job, Any] = {}  # data of jobs, kept until the response arrives
+        self.remembered = 0  # bytes of the notes and of this object
 
     def remember(self, count: int) -> None:
-        """So many bytes more are held until it is answered."""
+        """Count more bytes that are held until the response arrives."""
         self.remembered += count
         self.connection.kept += count
 
@@ -90,7 +90,7 @@ class Exchange:
 
     @property
     def answer(self) -> bytes | None:
-        """What a job answers in the broker's place."""
+        """Return the response of a job that replaces the broker's."""
         return self._answer
 
     @answer.setter
@@ -101,9 +101,9 @@ class Exchange:
 
 
 class Job:
-    """Does something to requests and responses. Each hook is called only for what the `wants_…` method said yes to.
+    """Inspect or change requests and responses. A hook is called only if its `wants_…` method returned True.
 
-    A hook that raises ProtocolError ends the connection; nothing of the frame goes on.
+    A hook that raises ProtocolError ends the connection, and nothing of the frame is forwarded.
     """
 
     def wants_request(self, api_key: int, version: int) -> bool:
@@ -113,20 +113,21 @@ class Job:
         return False
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
-        """A whole request, in and out. To answer it here set `exchange.answer` and return b"".
+        """Handle a whole request and return the frame to forward. To answer it, set `exchange.answer` and return b"".
 
-        The job nearest to the broker may return a `lane.Held`; so may, for responses, the one nearest to the client.
+        The job nearest to the broker may return a `send_queue.HeldFrame`, and for responses the one nearest to the
+        client.
         """
         return frame
 
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
-        """A whole response, in and out."""
+        """Handle a whole response and return the frame to forward."""
         return frame
 
     def request_stream(self, exchange: Exchange, size: int) -> Stream | None:
-        """How to see this request (`size` bytes) while it passes; None: collect it and call `request`.
+        """Return a stream that sees this request (`size` bytes) in pieces, or None to get it whole in `request`.
 
-        A stream that answers it sets `exchange.answer` with the last piece, and gives nothing of the frame out.
+        A stream that answers the request sets `exchange.answer` with the last piece and forwards nothing.
         """
         return None
 
@@ -134,29 +135,30 @@ class Job:
         return None
 
     def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
-        """Called before clients are served: per broker the newest version of each API it offers, None if it does not
-        answer. And again while it `asks_again`; what it wants may be different after that.
+        """Take the newest version of each API that each broker offers, or None for a broker that does not answer.
+
+        Called before clients are served, and again while `asks_again` is true. The job may want other frames after it.
         """
 
     @property
     def asks_again(self) -> bool:
-        """Whether what the brokers offer was not enough, and `upstream` is to be called again."""
+        """Return whether the brokers do not offer enough yet, so that `upstream` must be called again."""
         return False
 
     @property
     def not_ready(self) -> str | None:
-        """Why a client that comes now would not be served, or None."""
+        """Return why a new client would not be served, or None."""
         return None
 
     def closed(self, connection: Connection) -> None:
-        """The connection is gone, and with it the requests that were not answered."""
+        """Forget a closed connection and its unanswered requests."""
 
     def stopped(self) -> None:
-        """The shim has ended, and all connections with it."""
+        """Clean up after the shim and all connections have ended."""
 
 
 class Traffic:
-    """Frames and bytes by API key, as they came; what a job refused or a fault kept is in it too."""
+    """Count received frames and bytes by API key, including those that a job refuses or a fault holds."""
 
     def __init__(self) -> None:
         self.requests: dict[int, tuple[int, int]] = {}
@@ -164,7 +166,10 @@ class Traffic:
 
 
 class Pipeline:
-    """`whole_limit` bounds what is collected of answers and of Produce requests, `control_limit` all other requests."""
+    """Run frames through jobs.
+
+    `whole_limit` bounds collected responses and Produce requests, `control_limit` other requests, in bytes.
+    """
 
     def __init__(self, jobs: Sequence[Job], whole_limit: int, control_limit: int = CONTROL_BYTES) -> None:
         self.traffic = Traffic()
@@ -174,7 +179,7 @@ class Pipeline:
 
     @property
     def wants_upstream(self) -> bool:
-        """Whether a job wants to know what the brokers offer."""
+        """Return whether a job needs the API versions of the brokers."""
         return any(type(job).upstream is not Job.upstream for job in self.jobs)
 
     @property
@@ -186,7 +191,7 @@ class Pipeline:
         return next((reason for job in self.jobs if (reason := job.not_ready) is not None), None)
 
     def request(self, exchange: Exchange, size: int) -> Passage:
-        """How a request of `size` bytes passes."""
+        """Return how to forward a request of `size` bytes."""
         _count(self.traffic.requests, exchange, size)
         key = (exchange.api_key, exchange.version)
         jobs = self._for_request.get(key)
@@ -201,7 +206,7 @@ class Pipeline:
         return self._passage(exchange, jobs, streams, size, limit, [job.request for job in jobs])
 
     def response(self, exchange: Exchange, size: int) -> Passage:
-        """How the response to `exchange`, `size` bytes long, passes."""
+        """Return how to forward the response to `exchange`, which has `size` bytes."""
         _count(self.traffic.answers, exchange, size)
         key = (exchange.api_key, exchange.version)
         jobs = self._for_response.get(key)
@@ -221,7 +226,7 @@ class Pipeline:
         self._for_response.clear()
 
     def _shown(self, exchange: Exchange, answer: bytes, by: Job) -> bytes:
-        """An answer that a job gave, after the jobs on the client's side of it saw it as any other."""
+        """Run a job's own response through the jobs on its client's side, and return the result."""
         for job in reversed(self.jobs[: self.jobs.index(by)]):
             if job.wants_response(exchange.api_key, exchange.version):
                 stream = job.response_stream(exchange, len(answer))
@@ -248,7 +253,7 @@ class Pipeline:
         streaming = None not in streams
         if streaming and len(jobs) == 1 and jobs[0] is self.jobs[0]:
             assert streams[0] is not None
-            return streams[0]  # nobody is behind it, and nobody in front whom its answer is to be shown to
+            return streams[0]  # no other job handles the frame or must see this job's response
         steps = [
             partial(hook, exchange) if stream is None else stream.feed if streaming else partial(_whole, stream)
             for hook, stream in zip(whole, streams, strict=True)
@@ -267,7 +272,7 @@ class Pipeline:
             return _Streamed(run)
         if size > limit:
             what = f"{api.api_name(exchange.api_key)} v{exchange.version}"
-            raise ProtocolError(f"a {what} of {size} bytes is over the limit of {limit} for what is read whole")
+            raise ProtocolError(f"{what}: {size} bytes exceed the limit of {limit} for messages that are read whole")
         return run
 
 
@@ -286,7 +291,7 @@ def _whole(stream: Stream, frame: bytes) -> bytes:
 
 
 class _Streamed:
-    """The streams of a frame, one behind the other."""
+    """Feed the pieces of a frame to several streams in sequence."""
 
     def __init__(self, feed: Callable[[Piece], Piece]) -> None:
         self.feed = feed

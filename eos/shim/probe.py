@@ -1,7 +1,7 @@
-"""What the shim asks brokers for itself: are you Kafka, who else is there (at its start), and what do you offer?
+"""Query brokers for the shim itself: the other brokers of the cluster at the start, and their API versions.
 
-Owns these exchanges. They need no login: ApiVersions is answered before one; where Metadata is not, brokers are learned
-from what clients are told later. It must never ask on a client's connection.
+The module owns these exchanges. They need no login: brokers answer ApiVersions before one. If Metadata needs a login,
+the shim learns the brokers from later responses to clients. It must never send a request on a client's connection.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from eos.shim.addresses.book import Address
 from eos.shim.errors import Malformed
 from eos.shim.wire import api
 
-_METADATA_VERSION = 4  # the newest that every broker since 1.0 has, and that does not create topics
+_METADATA_VERSION = 4  # the newest version that every broker since 1.0 has and that does not create topics
 _LARGEST_ANSWER = 16 * 1024 * 1024
 _CLIENT_ID = "eos-shim"
-_TLS_ALERT = b"\x15\x03"  # how a TLS listener answers what is no TLS
+_TLS_ALERT = b"\x15\x03"  # the first bytes of a TLS listener's response to plain text
 
 
 async def brokers(
     addresses: Sequence[Address], context: ssl.SSLContext | None, timeout_s: float
 ) -> set[tuple[int, str, int]]:
-    """(node id, host, port) of every broker; empty when the cluster wants a login first.
+    """Return (node id, host, port) of every broker, or an empty set if the cluster requires a login first.
 
-    Raises Unavailable, with each address's reason, when none of them answers as Kafka does.
+    Raises Unavailable with a reason per address if none of them answers as Kafka does.
     """
     results = await asyncio.gather(*(_ask(address, context, timeout_s) for address in addresses))
     if all(isinstance(result, Exception) for result in results):
         reasons = [f"{host}:{port} ({result})" for (host, port), result in zip(addresses, results, strict=True)]
-        raise Unavailable(f"no upstream broker answers: {', '.join(reasons)}")
+        raise Unavailable(f"no upstream broker answered: {', '.join(reasons)}")
     found: set[tuple[int, str, int]] = set()
     for (host, port), result in zip(addresses, results, strict=True):
         if isinstance(result, Exception):
-            events.warning("broker not reachable", broker=f"{host}:{port}", reason=result)
+            events.warning("broker unreachable", broker=f"{host}:{port}", reason=result)
         else:
             found |= result
     return found
@@ -50,7 +50,10 @@ async def brokers(
 async def newest_versions(
     addresses: Iterable[Address], context: ssl.SSLContext | None, timeout_s: float, again: bool = False
 ) -> dict[Address, dict[int, int]]:
-    """Of each broker that answers: the newest version of every API it offers. `again`: who does not answer was said."""
+    """Return the newest version of every API for each broker that answers.
+
+    Brokers that do not answer are logged as warnings, or with `again` at debug level.
+    """
 
     async def ask(address: Address) -> tuple[Address, dict[int, int] | None]:
         try:
@@ -61,8 +64,8 @@ async def newest_versions(
                 finally:
                     writer.close()
         except (OSError, asyncio.IncompleteReadError, Malformed, ValueError, IndexError) as error:
-            tell = events.debug if again else events.warning
-            tell("broker not reachable", broker=f"{address[0]}:{address[1]}", reason=error)
+            log = events.debug if again else events.warning
+            log("broker unreachable", broker=f"{address[0]}:{address[1]}", reason=error)
             return address, None
 
     answers = await asyncio.gather(*map(ask, addresses))
@@ -83,13 +86,13 @@ async def _ask(
     except TimeoutError:
         return TimeoutError(f"no answer within {timeout_s:g} s")
     except asyncio.IncompleteReadError:
-        return ConnectionError("it closed the connection")
+        return ConnectionError("the broker closed the connection")
     except ssl.SSLError as error:
         return ConnectionError(f"TLS failed: {getattr(error, 'verify_message', '') or error.reason or error}")
     except OSError as error:
         return OSError(os.strerror(error.errno) if error.errno else str(error))
     except (Malformed, ValueError, IndexError) as error:
-        return Malformed(f"it does not answer as Kafka does: {error}")
+        return Malformed(f"the response is not Kafka's: {error}")
 
 
 async def _offered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> dict[int, int]:
@@ -108,7 +111,7 @@ async def _metadata(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     try:
         answer = await _exchange(reader, writer, request, 2)
     except (asyncio.IncompleteReadError, ConnectionError):
-        events.info("the cluster wants a login: its brokers get their ports as clients ask for them")
+        events.info("brokers require login", ports="each broker gets a port when a client asks for it")
         return set()
     found = layouts.find(api.METADATA, _METADATA_VERSION, answer)
     return {(spot.node_id, spot.host, spot.port) for spot in found.spots}
@@ -123,7 +126,7 @@ async def _exchange(
     prefix = await reader.readexactly(4)
     size = int.from_bytes(prefix, "big", signed=True)
     if prefix[:2] == _TLS_ALERT:
-        raise ConnectionError("it wants TLS")
+        raise ConnectionError("the broker requires TLS")
     if not 4 <= size <= _LARGEST_ANSWER:
-        raise Malformed(f"an answer of {size} bytes")
+        raise Malformed(f"a response of {size} bytes")
     return prefix + await reader.readexactly(size)

@@ -1,7 +1,7 @@
-"""The shim itself: a listener per broker, links for its connections, a quiet end.
+"""Run the shim: listen on a port per broker, create a link per connection, and drain them at the end.
 
-Owns the event loop's side of everything that is not one connection: local ports, the address book, which broker
-answers. It must never decide what happens to a frame; that is the jobs' part.
+The module owns the parts that belong to no single connection: local ports, the address book, and which brokers are
+reachable. It must never decide what happens to a frame: jobs do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eos.errors import Unavailable
 from eos.shim import events, probe
 from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import AddressJob
-from eos.shim.complaints import Complaints
+from eos.shim.limited_warnings import LimitedWarnings
 from eos.shim.link import Link, ReadBuffer
 from eos.shim.memory import BESIDE_A_FRAME_BYTES, Memory
 from eos.shim.pipeline import Job, Pipeline, Traffic
@@ -26,38 +26,38 @@ from eos.shim.settings import ShimSettings
 from eos.shim.versions import VersionsJob
 
 _BACKLOG = 1024
-# A broker that appears takes the next free local port; so many taken ones are stepped over.
+# A new broker takes the next free local port, and at most this many used ports are skipped.
 _PORTS_TRIED = 100
-# How long brokers of which none can be reached are left alone between two attempts.
+# The time between two attempts while no broker can be reached.
 _TRY_AGAIN_S = 1.0
-# How long nobody is accepted when the process has no descriptor left.
+# The pause in accepting connections while the process has no descriptor left.
 _NO_DESCRIPTOR_WAIT_S = 0.1
 _HANDSHAKE_TIMEOUT_S = 10.0
 
 
 class Shim:
-    """`await start()`, then it serves until `await stop()`. `jobs` run in this order for requests.
+    """Serve from `await start()` until `await stop()`. `jobs` run in this order for requests.
 
-    Raises Unavailable: no upstream answers, or a port of `listen` is taken.
+    Raises Unavailable if no upstream answers or a port of `listen` is in use.
     """
 
     def __init__(self, settings: ShimSettings, jobs: Sequence[Job] = ()) -> None:
         self.settings = settings
         self.connections_made = 0
         self._links: set[Link] = set()
-        self._strangers: dict[Link, None] = {}  # those that no broker has let in, the oldest first
-        self._addresses: dict[Link, str] = {}  # of all, also of those in their TLS handshake
-        self._places: Counter[str] = Counter()  # taken, by address
-        self._arriving: set[asyncio.Task[None]] = set()  # TLS handshakes, mostly
-        self._complaints = Complaints("connection closed", "more connections closed")
+        self._strangers: dict[Link, None] = {}  # links without a completed login, the oldest first
+        self._addresses: dict[Link, str] = {}  # of all links, including those in their TLS handshake
+        self._places: Counter[str] = Counter()  # connections by address
+        self._arriving: set[asyncio.Task[None]] = set()  # mostly TLS handshakes
+        self._warnings = LimitedWarnings("connection closed", "more connections closed")
         self._memory = Memory(settings.largest_frame + BESIDE_A_FRAME_BYTES, settings.most_connections)
         self._buffer = ReadBuffer()
         self._sockets: dict[Endpoint, socket.socket] = {}
         self._accepting: dict[asyncio.Task[None], socket.socket] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._unreachable: set[Endpoint] = set()
-        self._waiting: asyncio.Task[None] | None = None  # for a broker, while none can be reached
-        self._asking: asyncio.Task[None] | None = None  # while the brokers do not offer what a job needs
+        self._waiting: asyncio.Task[None] | None = None  # runs while no broker can be reached
+        self._asking: asyncio.Task[None] | None = None  # runs while the brokers do not offer the versions a job needs
         self._stopping = False
         self._all_links_ended = asyncio.Event()
         self._next_port = settings.listen[1]
@@ -73,7 +73,7 @@ class Shim:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Where it listens; the first is what clients bootstrap at."""
+        """Return the addresses the shim listens on. The first one is the clients' bootstrap address."""
         return [(self.settings.listen[0], endpoint.local_port) for endpoint in self.book.endpoints]
 
     @property
@@ -86,7 +86,7 @@ class Shim:
 
     @property
     def not_ready(self) -> str | None:
-        """Why a client that comes now would not be served, or None."""
+        """Return why a new client would not be served, or None."""
         if self._stopping:
             return "stopping"
         if not self._accepting:
@@ -96,7 +96,7 @@ class Shim:
         return self._pipeline.not_ready
 
     async def start(self) -> None:
-        """Asks the brokers who is there, then listens. A cluster that wants a login first is found out from clients."""
+        """Discover the brokers and listen. If it requires a login, brokers are discovered in later responses."""
         try:
             brokers = await probe.brokers(
                 self.settings.upstream, self.settings.upstream_tls, self.settings.connect_timeout_s
@@ -119,13 +119,13 @@ class Shim:
         return {name: offered.get(address) for address, name in names.items()}
 
     async def _ask_again(self) -> None:
-        """Brokers come up late, and are replaced by newer ones under running shims."""
+        """Query the versions until they suffice: brokers may start late, or be upgraded while the shim runs."""
         while self._pipeline.asks_again:
             await asyncio.sleep(self.settings.ask_again_s)
             self._pipeline.upstream(await self._newest_versions(again=True))
 
     async def stop(self) -> None:
-        """No new connection, no new request; answers under way are delivered, for at most `drain_timeout_s`."""
+        """Accept no connections and requests, deliver pending responses for `drain_timeout_s`, and close."""
         self._stopping = True
         if self._waiting is not None:
             self._waiting.cancel()
@@ -144,21 +144,21 @@ class Shim:
                     self._all_links_ended.clear()
                     await self._all_links_ended.wait()
         except TimeoutError:
-            events.warning("closed without an answer", connections=len(self._links))
+            events.warning("drain timed out", connections=len(self._links))
         for link in list(self._links):
             link.abort()
-        # Aborted transports report their end in the loop's next turn.
+        # Aborted transports report their end in the next turn of the loop.
         await asyncio.sleep(0)
-        self._complaints.tell()
+        self._warnings.flush()
         self._pipeline.stopped()
 
     def _bind(self, endpoint: Endpoint) -> None:
-        """The book's hook: binds the next local port at once, and listens as soon as the loop can."""
+        """Bind the next local port at once for the address book, and listen as soon as the loop can."""
         host, first = self.settings.listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         for _ in range(_PORTS_TRIED):
-            # asyncio sets TCP_NODELAY only on sockets that say they are TCP, and accepted ones say what this one does:
-            # without it an answer behind another waits for the client's delayed ACK, 40 ms.
+            # asyncio sets TCP_NODELAY only on sockets with IPPROTO_TCP, and accepted sockets inherit it from this one.
+            # Without it a second response waits 40 ms for the client's delayed ACK.
             bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             port = self._next_port
@@ -172,12 +172,12 @@ class Shim:
                 continue
             endpoint.local_port = bound.getsockname()[1]
             self._next_port = port + 1 if port else 0
-            told_host, told_first = self.settings.advertise or (host, first)
-            shift = told_first - first if told_first and first else 0
-            endpoint.advertised = (told_host, endpoint.local_port + shift)
+            advertised_host, advertised_port = self.settings.advertise or (host, first)
+            shift = advertised_port - first if advertised_port and first else 0
+            endpoint.advertised = (advertised_host, endpoint.local_port + shift)
             self._sockets[endpoint] = bound
             if not self._starting:
-                # The port takes connections into its backlog from now on: the client may be told at once.
+                # The backlog accepts connections from now on, so the client may get the port at once.
                 bound.listen(_BACKLOG)
                 task = asyncio.get_running_loop().create_task(self._serve(endpoint))
                 self._opening.add(task)
@@ -194,27 +194,27 @@ class Shim:
         bound.listen(_BACKLOG)
         self._accepting[asyncio.get_running_loop().create_task(self._accept(endpoint, bound))] = bound
         host, port = endpoint.advertised
-        tell = events.debug if self.settings.inside else events.info
-        tell(
-            "listening inside" if self.settings.inside else "listening",
+        log = events.debug if self.settings.inside else events.info
+        log(
+            "internal listener started" if self.settings.inside else "listening",
             address=f"{host}:{port}",
             upstream=endpoint.name,
         )
 
     async def _accept(self, endpoint: Endpoint, bound: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        told = False
+        is_logged = False
         while True:
             try:
                 connection, peer = await loop.sock_accept(bound)
             except OSError as error:
-                # No descriptor is left, or that client is gone already. The next one must find somebody who accepts.
-                if not told:
-                    events.warning("no connection accepted", broker=endpoint.name, reason=error)
-                told = True
+                # No descriptor is left, or the client has already disconnected. The loop must continue to accept.
+                if not is_logged:
+                    events.warning("accept failed", broker=endpoint.name, reason=error)
+                is_logged = True
                 await asyncio.sleep(_NO_DESCRIPTOR_WAIT_S)
                 continue
-            told = False
+            is_logged = False
             self.connections_made += 1
             address = whose(peer[0])
             reason = self._no_place(address)
@@ -225,10 +225,10 @@ class Shim:
             else:
                 self._complain(self.connections_made, _peer(connection), "shim", reason)
                 connection.close()
-            await asyncio.sleep(0)  # those that are here already have their turn
+            await asyncio.sleep(0)  # give existing connections a turn
 
     def _no_place(self, address: str) -> str | None:
-        """Why one more is refused, if nobody could be sent away for it."""
+        """Return why a new connection must be refused, or None. A connection without a login may be closed for it."""
         most, of_one = self.settings.most_connections, self.settings.places_of_an_address
         if self._places[address] >= of_one and not self._make_room(address):
             return f"{of_one} connections from {address} are open (--max-connections-per-address)"
@@ -237,10 +237,10 @@ class Shim:
         return None
 
     def _make_room(self, address: str | None = None) -> bool:
-        """Who was not let in goes before a newcomer is refused, unless it is the broker that takes its time."""
+        """Close the oldest connection without a login that does not wait for its broker. Return whether one exists."""
         for link in self._strangers:
             if address in (None, self._addresses[link]) and not link.is_owed:
-                link.give_up("its place is needed")
+                link.give_up("another client connected")
                 return True
         return False
 
@@ -255,7 +255,7 @@ class Shim:
             )
         except OSError as error:  # ssl.SSLError and ConnectionAbortedError are OSErrors
             why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error
-            self._complain(number, peer, "client", f"no TLS connection: {why}")
+            self._complain(number, peer, "client", f"TLS handshake failed: {why}")
             self._leave(link)
 
     def _leave(self, link: Link) -> None:
@@ -266,9 +266,9 @@ class Shim:
                 del self._places[address]
 
     def _complain(self, connection: int, client: str, by: str, reason: object) -> None:
-        self._complaints.say(client, reason, connection=connection, by=by)
+        self._warnings.warn(client, reason, connection=connection, by=by)
 
-    # What a link says (link.Ends).
+    # Called by links (link.Ends).
 
     def began(self, link: Link) -> None:
         self._links.add(link)
@@ -281,7 +281,7 @@ class Shim:
         self._look_after(link)
 
     def _look_after(self, link: Link) -> None:
-        """Ends a connection that was not let in in time, or is idle; or looks again when it could be."""
+        """Close a link that is idle or has not completed its login in time, or check again when it could be."""
         if link.patience is not None:
             link.patience.cancel()
         settings, loop = self.settings, asyncio.get_running_loop()
@@ -315,9 +315,9 @@ class Shim:
         if error is None:
             self._reached(endpoint)
         elif endpoint not in self._unreachable:
-            # Clients try again several times a second: said once, until it is back.
+            # Clients retry several times a second, so this is logged once until the broker is reachable again.
             self._unreachable.add(endpoint)
-            events.warning("broker not reachable", broker=endpoint.name, reason=error)
+            events.warning("broker unreachable", broker=endpoint.name, reason=error)
         if self._none_reachable and not self._stopping and (self._waiting is None or self._waiting.done()):
             self._waiting = asyncio.get_running_loop().create_task(self._wait_for_a_broker())
 
@@ -331,7 +331,7 @@ class Shim:
         return all(endpoint in self._unreachable for endpoint in self.book.endpoints)
 
     async def _wait_for_a_broker(self) -> None:
-        """Clients may be kept away by whoever asks /readyz: then nobody but the shim learns that a broker is back."""
+        """Try all brokers until one is reachable: a load balancer that reads /readyz may send no clients meanwhile."""
         while self._none_reachable:
             await asyncio.sleep(_TRY_AGAIN_S)
             await asyncio.gather(*map(self._try, self.book.endpoints))
@@ -353,7 +353,7 @@ class Shim:
 
 
 def whose(host: str) -> str:
-    """The address that a connection counts for: of IPv6 a /64, since whoever has one address there has all of it."""
+    """Return the address that a connection counts for. An IPv6 /64 counts as one, since a client may own all of it."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.version == 4 or address.ipv4_mapped:
         return host
@@ -364,5 +364,5 @@ def _peer(connection: socket.socket) -> str:
     try:
         host, port, *_ = connection.getpeername()
     except OSError:
-        return "gone already"
+        return "already disconnected"
     return f"{host}:{port}"

@@ -1,6 +1,6 @@
-"""What the shim is told at its start, checked.
+"""Define and check the settings of a shim.
 
-Owns names, defaults and refusals; opens nothing but certificate files.
+The module owns names, defaults and checks. It opens only certificate files.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ Address = tuple[str, int]
 
 # Kafka's own socket.request.max.bytes
 LARGEST_FRAME_BYTES = 100 * 1024 * 1024
-# Requests other than Produce, where they are read whole. A TxnOffsetCommit of 50,000 partitions, more than are read at
-# all, takes 0.9 MB.
+# For requests that are read whole, except Produce. A TxnOffsetCommit of 50,000 partitions, the most that the shim
+# accepts, takes 0.9 MB.
 CONTROL_BYTES = 2 * 1024 * 1024
-# An idle one takes 20 KB here, with TLS up to 280 KB, and two descriptors.
+# An idle connection takes 20 KB here, with TLS up to 280 KB, and two descriptors.
 MOST_CONNECTIONS = 2_000
-# Until a broker answers what it answers only to whom it lets in. Logins take seconds.
+# The time until a broker answers a request that needs a login. Logins take seconds.
 LOGIN_TIMEOUT_S = 30.0
 # As on brokers (connections.max.idle.ms); Java clients close theirs after nine minutes.
 IDLE_TIMEOUT_S = 600.0
 
 
 def parse_address(text: str, what: str, default_port: int | None = None) -> Address:
-    """`host:port`, `[v6]:port`. Raises ConfigurationError with `what` in its sentence."""
+    """Parse `host:port` or `[v6]:port`. Raises ConfigurationError, whose message begins with `what`."""
     host, colon, port = text.strip().rpartition(":")
     if not colon and default_port is not None:
         host, port = text.strip(), str(default_port)
@@ -39,12 +39,13 @@ def parse_address(text: str, what: str, default_port: int | None = None) -> Addr
 
 @dataclass(frozen=True)
 class ShimSettings:
-    """`upstream` the brokers to begin with; `listen` the first local port, the others follow (port 0: free ones).
+    """Hold the settings of a shim. Sizes are in bytes, times in seconds.
 
-    `advertise` is what clients are told instead of `listen` (a name, a mapped port: the n-th local port is advertised
-    as its port + n). `tls` is for clients, `upstream_tls` for brokers. `largest_frame` bounds requests and answers,
-    `largest_control` requests other than Produce where they have to be read whole. `most_of_an_address` is three
-    quarters of `most_connections` unless said: the others keep a quarter. Sizes in bytes, times in seconds.
+    `upstream` are the first brokers to connect to. `listen` is the first local port and the others follow it (port 0
+    takes free ones). Clients get `advertise` instead of `listen` (a name or a mapped port: the n-th local port is
+    advertised as its port + n). `tls` is for clients, `upstream_tls` for brokers. `largest_frame` bounds requests and
+    responses, `largest_control` requests other than Produce that are read whole. `most_of_an_address` is three quarters
+    of `most_connections` by default, which leaves a quarter for other addresses.
     """
 
     upstream: tuple[Address, ...]
@@ -60,8 +61,8 @@ class ShimSettings:
     idle_timeout_s: float = IDLE_TIMEOUT_S
     connect_timeout_s: float = 10.0
     drain_timeout_s: float = 10.0
-    ask_again_s: float = 5.0  # between two questions to brokers that do not offer what is needed
-    inside: bool = False  # between two shims of one process: its ports are nobody's business
+    ask_again_s: float = 5.0  # between two queries of brokers that lack a needed version
+    inside: bool = False  # true between two shims of one process: its ports are internal
 
     def __post_init__(self) -> None:
         if not self.upstream:
@@ -69,22 +70,22 @@ class ShimSettings:
         if len(set(self.upstream)) != len(self.upstream):
             raise ConfigurationError("upstream names an address twice")
         if any(port == 0 for _, port in self.upstream):
-            raise ConfigurationError("upstream: port 0 is no address")
+            raise ConfigurationError("upstream: port 0 is not allowed")
         if self.largest_frame < 1024:
-            raise ConfigurationError(f"a largest frame of {self.largest_frame} bytes is too small for Kafka")
+            raise ConfigurationError(f"--max-frame-bytes {self.largest_frame}: Kafka needs at least 1024")
         if self.largest_control < 1024:
-            raise ConfigurationError(f"a largest request of {self.largest_control} bytes is too small for Kafka")
+            raise ConfigurationError(f"--max-control-bytes {self.largest_control}: Kafka needs at least 1024")
         if self.most_connections < 1:
-            raise ConfigurationError(f"{self.most_connections} connections are not enough for any client")
+            raise ConfigurationError(f"--max-connections {self.most_connections}: must be at least 1")
         if self.most_of_an_address is not None and self.most_of_an_address < 1:
-            raise ConfigurationError(f"{self.most_of_an_address} connections of an address are not enough for a client")
+            raise ConfigurationError(f"--max-connections-per-address {self.most_of_an_address}: must be at least 1")
         if min(self.login_timeout_s, self.idle_timeout_s) <= 0:
-            raise ConfigurationError("a connection needs some time for its login, and may be idle for some")
-        told = self.advertise or self.listen
-        if told[0] in ("0.0.0.0", "::"):
+            raise ConfigurationError("--login-timeout and --idle-timeout must be above 0")
+        host, _ = self.advertise or self.listen
+        if host in ("0.0.0.0", "::"):
             raise ConfigurationError(
-                f"clients cannot be told the address {told[0]}: "
-                "say how they reach the shim, with --advertise HOST[:PORT]"
+                f"clients cannot connect to the address {host}: name one that reaches the shim with "
+                "--advertise HOST[:PORT]"
             )
 
     @property
@@ -93,13 +94,14 @@ class ShimSettings:
 
 
 def server_tls(certificate: str | None, key: str | None, client_ca: str | None = None) -> ssl.SSLContext | None:
-    """TLS for the side of the clients, from PEM files; None for none. With `client_ca` clients must bring a certificate
-    that one of these CAs signed. Raises ConfigurationError.
+    """Return the TLS context for clients from PEM files, or None without a certificate.
+
+    With `client_ca`, clients need a certificate signed by one of these CAs. Raises ConfigurationError.
     """
     if certificate is None:
-        for given, what in ((key, "a TLS key"), (client_ca, "a CA of clients")):
-            if given is not None:
-                raise ConfigurationError(f"{what} without a certificate: say --tls-cert too")
+        for value, option in ((key, "--tls-key"), (client_ca, "--client-ca")):
+            if value is not None:
+                raise ConfigurationError(f"{option} needs --tls-cert")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -110,22 +112,22 @@ def server_tls(certificate: str | None, key: str | None, client_ca: str | None =
         try:
             context.load_verify_locations(_readable(client_ca))
         except (ssl.SSLError, OSError) as error:
-            raise ConfigurationError(f"the CA of clients {client_ca} cannot be used: {error}") from error
+            raise ConfigurationError(f"the client CA {client_ca} cannot be used: {error}") from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def check_relay(upstream_certificate: str | None, client_ca: str | None, trusted: bool) -> None:
-    """Brokers take whoever comes through a shim with a certificate for its owner. Raises ConfigurationError."""
+    """Raise ConfigurationError for an upstream certificate that any client could use: brokers see only its owner."""
     if upstream_certificate is not None and client_ca is None and not trusted:
         raise ConfigurationError(
-            "--upstream-cert gives everybody who reaches the shim that certificate's rights: say whose certificates "
-            "clients need, with --client-ca FILE, or --trust-clients where all who reach it may have them"
+            "--upstream-cert gives every client of the shim that certificate's rights: require certificates of clients "
+            "with --client-ca FILE, or allow all clients with --trust-clients"
         )
 
 
 def client_tls(wanted: bool, ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """TLS for the side of the brokers; naming a CA or a client certificate asks for it. Raises ConfigurationError."""
+    """Return the TLS context for brokers, or None. A CA or a certificate implies TLS. Raises ConfigurationError."""
     if not (wanted or ca or certificate):
         return None
     try:

@@ -1,8 +1,8 @@
-"""The job that keeps clients to what this program knows: ApiVersions answers with what broker and shim both speak.
+"""Limit clients to the API versions that both the broker and the shim know, by changing ApiVersions responses.
 
-Owns the layout of these answers. A client of Kafka's next version in front of brokers of that version would else ask in
-ways that nobody here can follow, and lose its connections one after the other. Always in the pipeline. It must never
-offer what the broker does not.
+The module owns the layout of these responses. Without it, a client and brokers of a newer Kafka would use versions that
+the shim cannot read, and the client would lose every connection. The job is always in the pipeline. It must never offer
+a version that the broker does not.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ class VersionsJob(Job):
 
 
 def unsupported(correlation_id: int) -> bytes:
-    """The answer to an ApiVersions newer than any known: as v0, and it says which the client may ask (KIP-511)."""
+    """Return the v0 response to an unknown version of ApiVersions, with the versions that clients may use (KIP-511)."""
     ours = struct.pack(">ihi", correlation_id, _UNSUPPORTED_VERSION, 1) + _RANGE.pack(api.API_VERSIONS, 0, _NEWEST)
     return len(ours).to_bytes(4, "big") + ours
 
 
 def clamped(frame: bytes, version: int) -> bytes:
-    """An ApiVersions answer without the APIs and versions that are newer than `api.NEWEST`; all else as it was. Raises
-    Malformed for one that cannot be followed.
+    """Return an ApiVersions response without APIs and versions newer than `api.NEWEST`, and otherwise unchanged.
+
+    Raises Malformed if the response cannot be read.
     """
     cursor = response_body(frame, api.API_VERSIONS, version)
     if cursor.int16():
-        return frame  # an error offers nothing; UNSUPPORTED_VERSION comes as v0 whatever was asked
+        return frame  # an error offers no versions, and UNSUPPORTED_VERSION is always sent as v0
     array_at = cursor.pos
     count = max(0, cursor.count())
     kept: list[bytes] = []

@@ -2,5 +2,5 @@
 
 The changelog, a compacted topic per function, is the source of truth. A transaction writes the state that it changed to
 the changelog together with its outputs and offsets. A worker's session does not know about state: eos/state/keeper.py
-takes part in its transactions (eos/session/participants.py).
+takes part in its transactions (eos/session/outcomes.py).
 """

@@ -1,4 +1,4 @@
-"""Keeps the state of an App's functions, as a participant in a worker's transactions (eos/session/participants.py).
+"""Keeps the state of an App's functions, as a participant in a worker's transactions (eos/session/outcomes.py).
 
 Before each commit it sends the functions' changes to the changelogs, one record per changed key. The changes count here
 once the transaction is committed. A newly assigned partition begins with the state in its changelog
@@ -259,17 +259,17 @@ class Keeper:
     def _all_restoring(self) -> list[Restoring]:
         return [restoring for restorings in self._restoring.values() for restoring in restorings]
 
-    def writes(self) -> Collection[Partition]:
+    def changed_partitions(self) -> Collection[Partition]:
         return [partition for partition, task in self._tasks.items() if task.has_changes]
 
-    def last_sends(self, send: Callable[..., None], partitions: Collection[Partition]) -> None:
+    def before_flush(self, send: Callable[..., None], partitions: Collection[Partition]) -> None:
         self._sent_at = self._world.unix()
         aborted: dict[str, list[int]] = {}
-        for source, partition in self.writes():
+        for source, partition in self.changed_partitions():
             task = self._tasks[source, partition]
             if (source, partition) not in partitions:
                 # The group does not check this transaction for the partition: another member may own it.
-                task.discard_changes()
+                task.roll_back()
                 continue
             if task.aborted and self._folder is not None:
                 aborted.setdefault(source, []).append(partition)
@@ -294,7 +294,7 @@ class Keeper:
             for number, end in stable.items():
                 self._tasks[source, number].skip_to(end)
 
-    def beside(self, partition: Partition) -> Mapping[str, object]:
+    def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         if (route := self._routes.get(partition[0])) is None:
             return {}
         task = self._tasks.get(partition)  # None: the first offset is committed before the changelog was read
@@ -307,6 +307,6 @@ class Keeper:
             task.committed(self._sent_at)
         self._clean_up()
 
-    def undone(self) -> None:
+    def aborted(self) -> None:
         for task in self._tasks.values():
-            task.discard_changes()
+            task.roll_back()

@@ -126,7 +126,7 @@ class Task(Layer):
             self._committed_bounds.popitem(last=False)
         self._reset_layer()
 
-    def discard_changes(self) -> None:
+    def roll_back(self) -> None:
         self.aborted = self.aborted or bool(self.changed)
         self._reset_layer()
 

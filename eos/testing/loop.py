@@ -137,7 +137,7 @@ class _Loop:
         self._open = Transaction(self, self.now(), math.inf, self.records[self._committed].timestamp)
         return self._open
 
-    def has(self, txn: Transaction) -> bool:
+    def is_open(self, txn: Transaction) -> bool:
         if txn is not self._open:
             raise IllegalState("this transaction has ended")
         return True
@@ -170,7 +170,7 @@ class _Loop:
     def _end(self) -> None:
         transaction = self._open
         assert transaction is not None
-        transaction._give_back_ahead()
+        transaction.finish_handling(self.now())
         self._idle = 0 if self.taken else self._idle + 1
         self.ran.sent += map(to_sent, self._kept.sends)
         self.ran.dead_letters += transaction.dead_letters

@@ -10,7 +10,7 @@ from typing import Any
 from eos.app.definition import App
 from eos.kafka.admin import preflight
 from eos.kafka.client.settings import Settings, to_settings
-from eos.session.stopping import StopSignals
+from eos.session.signals import StopSignals
 from eos.worker import chains
 from eos.worker.loading import refuse_ids
 from eos.worker.worker import Worker

@@ -22,7 +22,7 @@ from eos.app.routes import Route
 from eos.errors import ConfigurationError
 from eos.kafka.client.settings import Settings
 from eos.records import Record, format_position
-from eos.session.participants import Outcome
+from eos.session.outcomes import Outcome
 from eos.worker.handling import Partition, spans_of
 
 DEFAULT_MAX_POLL_INTERVAL_MS = 300_000  # librdkafka's default

@@ -16,7 +16,7 @@ from typing import Any
 
 from eos.errors import ConfigurationError
 from eos.records import Record, readable_headers
-from eos.session.participants import Outcome
+from eos.session.outcomes import Outcome
 
 _LINKS = 32  # of one span, each to another trace
 _TRACE = "traceparent", "tracestate"

@@ -21,9 +21,9 @@ from eos.errors import CallFailed, PoisonRecord
 from eos.kafka.client.settings import FUNCTION_OPTIONS, Settings
 from eos.kafka.client.world import REAL, World
 from eos.records import Record
-from eos.session.participants import Listener, Outcome
-from eos.session.stopping import ShutdownExpired, took_too_long
-from eos.session.transact import TransactSession
+from eos.session.outcomes import Listener, Outcome
+from eos.session.session import TransactSession
+from eos.session.signals import ShutdownExpired, took_too_long
 from eos.session.transaction import Transaction
 from eos.worker.handling import Halt, Handler, by_route
 from eos.worker.hooks import Hooks
@@ -106,7 +106,7 @@ class Worker(Listener):
             return
         names = self.app.add_topics(self._new_topics.now())
         self._found_topics = True
-        self.session.read(self.app.topics, sorted(self.app.destinations), names)
+        self.session.set_topics(self.app.topics, sorted(self.app.destinations), names)
 
     def warn_of_retention(self, topics: Mapping[str, Topic]) -> None:
         """Log one warning if input is older than the retention of its outputs; `topics` come from the preflight."""
@@ -159,14 +159,14 @@ class Worker(Listener):
 
     # ---- notifications from the session -----------------------------------------------------------------------
 
-    def idle(self) -> None:
+    def on_idle(self) -> None:
         self._tick()
 
     def _tick(self) -> None:
         self._handler.tick()
         self.on_tick()
 
-    def new_topics(self) -> list[str]:
+    def find_new_topics(self) -> list[str]:
         names = [] if self._new_topics is None else self._new_topics.arrived()
         if names:
             self.app.add_topics(names)
@@ -174,16 +174,16 @@ class Worker(Listener):
             log.info("topic taken in", topic=name, function=self.app.routes[name].name)
         return names
 
-    def ended(self, transaction: Transaction, outcome: Outcome) -> None:
+    def on_end(self, transaction: Transaction, outcome: Outcome) -> None:
         self._handler.ended(self.session.assignment, self.session.committed)
         self._slowness.ended(outcome, self.session.committed)
         if self._spans is not None:
             self._spans.ended(outcome)
 
-    def unreadable(self, topic: str, partition: int, offset: int, why: str) -> None:
+    def on_unreadable(self, topic: str, partition: int, offset: int, why: str) -> None:
         self._handler.unreadable((topic, partition, offset), why)
 
-    def refused(self, record: Record, failure: CallFailed) -> None:
+    def on_refused(self, record: Record, failure: CallFailed) -> None:
         self._handler.refused(record, failure)
 
     # ---- the end ----------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class Worker(Listener):
         if halt.error is not None and (committed or not isinstance(halt.error, PoisonRecord)):
             raise halt.error
         if halt.pause_s is not None:
-            self.session.counters.retries += 1
+            self.session.counters.count_retry()
             self._not_before = self._world.now() + halt.pause_s
             self.session.pause(halt.pause_s)
 

@@ -12,8 +12,8 @@ import eos
 from eos import Settings, TransactSession
 from eos.broker import LocalKafka
 from eos.kafka.client.cluster import ClusterAdmin
-from eos.session.participants import Listener
-from eos.session.producer import TransactionalProducer
+from eos.session.outcomes import Listener
+from eos.session.producer.producer import TransactionalProducer
 from tests.support.reading import coordinator_of, create_topic, ends_of, settled_values, stable_offset, wait_until
 
 FORGETFUL = {
@@ -34,7 +34,7 @@ def test_an_idle_session_whose_transactional_id_expired_goes_on_without_loss(nam
         expired: list[bool] = []
 
         class UntilExpired(Listener):
-            def idle(self) -> None:
+            def on_idle(self) -> None:
                 if not expired and admin.describe(names("tx")) is None:
                     expired.append(True)
                     load(servers, names("load"), source, "after")

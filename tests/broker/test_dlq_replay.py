@@ -20,8 +20,8 @@ from eos.encoding.dead_letters import make_dead_letter
 from eos.errors import Fenced
 from eos.kafka.client.settings import Settings
 from eos.records import Record
-from eos.session.claim import Claim
-from eos.session.producer import TransactionalProducer
+from eos.session.producer.ownership import TransactionalIdOwnership
+from eos.session.producer.producer import TransactionalProducer
 from eos.testing.history import committed_offsets
 from eos.worker import replay
 from tests.support import forked
@@ -192,8 +192,8 @@ def test_letters_are_dropped_and_mended_one_by_one_and_none_is_run_twice(shop: S
     assert shop.replay("--file", "mended") == "2 replayed, 1 handled (1 outputs), 1 failed again"
     twice = shop.eos("dlq", "replay", "shop:app", "--file", "mended")
     assert twice.returncode == 64
-    assert twice.stderr.startswith(f"eos: no letter of {shop.dlq}[")
-    assert twice.stderr.endswith(" waits here, nor of 1 others\n")
+    assert twice.stderr.startswith(f"eos: no pending dead letter of {shop.dlq}[")
+    assert twice.stderr.endswith(", nor of 1 other records\n")
     assert [kind["letters"] for kind in shop.listed()] == [2]
     last = shop.replay("--letter", f"{shop.source}[0]@3", "--letter", "nowhere[0]@0", MENDED="1")
     assert last == "1 replayed, 1 handled (1 outputs), 0 failed again"
@@ -206,7 +206,7 @@ def test_letters_are_dropped_and_mended_one_by_one_and_none_is_run_twice(shop: S
     assert shop.eos("dlq", "drop", "shop:app").returncode == 64, "of what?"
     assert shop.eos("dlq", "drop", "shop:app", "--exception", "KeyError").returncode == 64, "there is none"
     earliest = shop.eos("dlq", "replay", "shop:app", "--letter", f"{shop.source}[0]@1", "--from", "earliest")
-    assert (earliest.returncode, "is about all letters" in earliest.stderr) == (64, True)
+    assert (earliest.returncode, "takes all dead letters" in earliest.stderr) == (64, True)
     assert shop.eos("dlq", "drop", "shop:app", "--all").stdout == f"{shop.dlq}: 3 dropped\n"
     assert shop.listed() == []
 
@@ -246,8 +246,8 @@ def test_a_replay_that_a_newer_one_overtook_repeats_nothing_and_ends_with_79(
     """Its next producer takes the transactional.id back, and no group would refuse its offsets."""
     values = shop.letters(4)
     settings = Settings({"bootstrap.servers": shop.servers})
-    monkeypatch.setattr(TransactionalProducer, "must_replace", lambda self: "retry: asked by the test")
-    monkeypatch.setattr(Claim, "confirm", lambda self, producer, reason: None)
+    monkeypatch.setattr(TransactionalProducer, "decide_replacement", lambda self: "retry: asked by the test")
+    monkeypatch.setattr(TransactionalIdOwnership, "confirm", lambda self, producer, reason: None)
     monkeypatch.setattr(replay, "_MOST", 1)
     handled: list[bytes] = []
     app = package.App(shop.id)
@@ -281,7 +281,7 @@ def test_letters_of_another_app_are_left_to_its_own_replay_unless_they_are_asked
     ended = shop.eos("dlq", "replay", "shop:app", MENDED="1")
     assert "2 replayed" not in ended.stdout
     assert "1 handled (1 outputs), 0 failed again" in ended.stdout
-    assert "1 of App billing left to its own replay (--letters-of takes them)" in ended.stderr
+    assert "skipped 1 of App billing (--letters-of billing takes them)" in ended.stderr
     assert shop.outputs() == ["BAD 0"]
     assert "1 handled" in shop.replay("--letters-of", "billing", MENDED="1")
     assert "BAD OTHER" in shop.outputs()

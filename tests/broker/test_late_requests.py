@@ -23,15 +23,15 @@ from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.kafka.client.world import REAL, World
 from eos.plain import Transactions
-from eos.session.participants import Listener
-from eos.session.producer import TransactionalProducer
+from eos.session.outcomes import Listener
+from eos.session.producer.producer import TransactionalProducer
 from eos.testing.checker import Inputs, Report, check
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import stamp
 from tests.support.delay import Delay
 from tests.support.proxy import ApiKey, Fault, HoldingProxy, proxied_port
 from tests.support.reading import create_topic, settled_ends, transaction_of, wait_until
-from tests.support.sessions import must_replace_if_broken
+from tests.support.sessions import decide_replacement_if_broken
 
 INVALID_PRODUCER_EPOCH = 47
 COPIES = 2
@@ -154,7 +154,7 @@ def scenario(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Scenario:
     if request.param == "never":
-        monkeypatch.setattr(TransactionalProducer, "must_replace", must_replace_if_broken)
+        monkeypatch.setattr(TransactionalProducer, "decide_replacement", decide_replacement_if_broken)
     return Scenario(broker, proxy, names, request.param)
 
 
@@ -439,7 +439,7 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
     loaded: list[bool] = []
 
     class Idle(Listener):
-        def idle(self) -> None:
+        def on_idle(self) -> None:
             if loaded or not late.hit:
                 return
             # Statistics come within 0.2 s; then an idle session under `auto` has replaced its producer. Under `never`

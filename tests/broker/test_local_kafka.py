@@ -76,7 +76,7 @@ def test_a_taken_port_is_one_sentence_that_names_it_and_nothing_is_left_behind(t
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with (
-            pytest.raises(Unavailable, match=f"^port {port} on 127.0.0.1 is taken by another process$"),
+            pytest.raises(Unavailable, match=f"^port {port} on 127.0.0.1 is in use by another process$"),
             LocalKafka(port=port, data=tmp_path / "data"),
         ):
             pass
@@ -95,7 +95,7 @@ def test_a_taken_port_is_one_sentence_that_names_it_and_nothing_is_left_behind(t
 def test_a_node_that_does_not_start_is_one_sentence_that_says_why(
     config: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eos.broker.node.storage_of", lambda *_: tmp_path / "none")
+    monkeypatch.setattr("eos.broker.node.storage_copy_path", lambda *_: tmp_path / "none")
     with pytest.raises(Unavailable, match=words) as raised, LocalKafka(data=tmp_path, config=config):
         pass
     assert str(tmp_path) in str(raised.value)
@@ -201,7 +201,7 @@ def test_broker_start_starts_again_what_was_killed_and_refuses_what_the_data_is_
     port = free_ports(1)[0]
     assert broker("start", "--port", str(port))[0] == 0
     code, said = broker("start", "--nodes", "3")
-    assert (code, "is of 1 node, not 3" in said) == (78, True), said
+    assert (code, "belongs to 1 node, not 3" in said) == (78, True), said
     code, said = broker("start", "--version", "4.2.1")
     assert (code, "written by Kafka 4.4.0" in said) == (78, True), said
     code, said = broker("start", "--port", str(port + 1))
@@ -215,5 +215,5 @@ def test_broker_start_starts_again_what_was_killed_and_refuses_what_the_data_is_
     assert broker("stop")[0] == 0
     with socket.create_server(("127.0.0.1", port)):
         code, said = broker("start")
-    assert (code, said) == (69, f"eos: port {port} on 127.0.0.1 is taken by another process\n")
+    assert (code, said) == (69, f"eos: port {port} on 127.0.0.1 is in use by another process\n")
     assert is_free(port)

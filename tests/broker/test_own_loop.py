@@ -29,8 +29,8 @@ from eos.errors import (
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.world import REAL, World
 from eos.plain import Transactions
-from eos.session import lag
-from eos.session.participants import Listener
+from eos.session.consumer import lag
+from eos.session.outcomes import Listener
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, ends_of, settled_ends, settled_values, stable_offset, wait_until
 
@@ -209,14 +209,14 @@ class Stuttering:
 
 def test_a_record_that_the_client_delivers_again_is_handled_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with loop.session() as session:
-        session.membership.consumer = Stuttering(session.consumer)  # type: ignore[assignment]
+        session.group_consumer.consumer = Stuttering(session.consumer)  # type: ignore[assignment]
         for txn in session:
             for record in txn.records:
                 txn.send(loop.target, record.value)
         assert session.counters.repeated > 0
         assert session.counters.records_in == COUNT
     assert loop.copied() == ALL
-    assert caplog.text.count("the client delivered records again") == 1
+    assert caplog.text.count("repeated records dropped") == 1
 
 
 def damage(kafka: LocalKafka, topic: str, offset: int, at: int = -5) -> None:
@@ -252,12 +252,12 @@ def test_a_partition_of_which_nothing_comes_is_told(
     loop: Loop, kafka: LocalKafka, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without checksums librdkafka stands for ever before a record whose length is damaged, and says nothing."""
-    monkeypatch.setattr(lag, "_STANDING_S", 2.0)
+    monkeypatch.setattr(lag, "_STALLED_S", 2.0)
     damage(kafka, loop.source, 0, at=49)
 
     class Stops(Listener):
-        def idle(self) -> None:
-            session.stop_requested = "has more, and nothing comes of it" in caplog.text
+        def on_idle(self) -> None:
+            session.stop_requested = "partition stalled" in caplog.text
 
     with loop.session(Stops(), **{"check.crcs": False}) as session:
         assert next(session, None) is None
@@ -274,8 +274,8 @@ def test_an_offset_behind_the_end_stops_the_loop_so_that_what_is_written_there_n
     class Loads(Listener):
         read = 0
 
-        def idle(self) -> None:
-            self.read += bool(session._parts.membership.owned)
+        def on_idle(self) -> None:
+            self.read += bool(session._parts.group_consumer.assignment.reading)
             if self.read == 10:  # a second: the client has been told that there is no such offset
                 loop.load(range(COUNT, 2 * COUNT))
 

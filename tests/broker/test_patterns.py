@@ -18,7 +18,7 @@ from eos.broker.node import free_ports
 from eos.errors import Unavailable
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
-from eos.session.participants import Listener
+from eos.session.outcomes import Listener
 from eos.testing.online import run_on
 from eos.worker.worker import Worker
 from tests.support.life import POISON, Life
@@ -361,7 +361,7 @@ def test_a_session_asks_for_new_topics_only_when_no_transaction_is_open(kafka: L
     handled: list[tuple[str, bytes | None]] = []
 
     class Finds(Listener):
-        def new_topics(self) -> list[str]:
+        def find_new_topics(self) -> list[str]:
             asked.append(session._loop._open is None)
             return [second] if handled and second not in session.topics else []
 

@@ -22,11 +22,11 @@ from eos.errors import (
     Unavailable,
 )
 from eos.plain import Transactions
-from eos.session.producer import TransactionalProducer
-from eos.session.states import State
+from eos.session.producer.producer import TransactionalProducer
+from eos.session.producer.states import State
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, settled_values, transaction_of, visible_values, wait_until
-from tests.support.sessions import must_replace_if_broken
+from tests.support.sessions import decide_replacement_if_broken
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_offsets_of_a_replaced_producer_go_on_under_another_id_on_brokers_before
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a session's do: tests/broker/test_late_requests.py shows what they are lost by under the same one."""
-    monkeypatch.setattr(TransactionalProducer, "must_replace", lambda self: "retry: asked by the test")
+    monkeypatch.setattr(TransactionalProducer, "decide_replacement", lambda self: "retry: asked by the test")
     servers = request.getfixturevalue(broker).bootstrap_servers
     topic, name = create_topic(servers, names("in")), names("tx")
     settings = {"bootstrap.servers": servers, "transactional.id": name}
@@ -117,7 +117,7 @@ def test_an_abort_that_the_coordinator_refuses_does_not_hide_the_blocks_error_an
             txn.send(topic, "never seen", partition=0)
             swallowed.wait()
             _ = 1 // 0
-        assert transactions._producer.must_replace() is not None
+        assert transactions._producer.decide_replacement() is not None
         with transactions.begin() as txn:
             txn.send(topic, "seen", partition=0)
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"seen"], 1: []}
@@ -223,7 +223,7 @@ def test_a_commit_that_is_refused_without_its_outcome_is_said_to_be_unknown_and_
     kafka: LocalKafka, settings: dict[str, object], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H1, row 5: a late EndTxn ends the next transaction; its own gets INVALID_TXN_STATE, which tells no outcome."""
-    monkeypatch.setattr(TransactionalProducer, "must_replace", must_replace_if_broken)
+    monkeypatch.setattr(TransactionalProducer, "decide_replacement", decide_replacement_if_broken)
     proxied = settings | {"bootstrap.servers": kafka.proxied_servers}
     with HoldingProxy.before(kafka) as proxy, Transactions(proxied) as transactions:
         late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY)
@@ -272,7 +272,7 @@ def test_a_callback_that_raises_in_the_flush_aborts_and_comes_out_unchanged(
             transactions._producer.flush()
             now.set()
             client = transactions._producer.client
-            wait_until("the callback", lambda: transactions._producer.poll(0.01) or client.callback_error, 30)
+            wait_until("the callback", lambda: transactions._producer.poll(0.01) or client._callback_error, 30)
         assert transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state != "Ongoing"
     assert settled_values(kafka.bootstrap_servers, topic)[0] == []
 

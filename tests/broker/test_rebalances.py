@@ -182,7 +182,7 @@ def test_a_member_that_joins_anew_unnoticed_commits_nothing_of_what_it_had(
         away.go_on()
         pipeline.wait_handled(pipeline.loaded)
         stop_all(pipeline, away, taker)
-        assert "joined the group again" in away.log
+        assert "rejoined the group" in away.log
 
 
 def stop_all(pipeline: Pipeline, *workers: WorkerProcess) -> None:

@@ -19,7 +19,7 @@ from eos import TransactSession
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.session import loop
-from eos.session.participants import Listener
+from eos.session.outcomes import Listener
 from tests.support.life import Life
 from tests.support.reading import configure, create_topic, took_under, wait_until
 
@@ -136,11 +136,11 @@ def test_the_place_of_a_partition_without_new_records_is_committed_again(
     deadline = time.monotonic() + 60
 
     class Stops(Listener):
-        def idle(self) -> None:
+        def on_idle(self) -> None:
             idling.stop_requested = idling.counters.transactions > 0 or time.monotonic() > deadline
 
     if idle:
-        monkeypatch.setattr(loop, "IDLE_PLACES_S", 0.5)
+        monkeypatch.setattr(loop, "IDLE_REFRESH_S", 0.5)
         with TransactSession(
             {
                 "bootstrap.servers": pipeline.servers,

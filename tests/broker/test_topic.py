@@ -54,10 +54,10 @@ def begun(kafka: LocalKafka, transactional_id: str) -> Producer:
 def test_a_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka, names: Names) -> None:
     topic, second = names("t"), names("u")
     assert eos("create", topic, second, "--partitions", "2")[0] == 0
-    assert eos("partitions", topic, "1") == (64, "", f"eos: {topic} has 2 partitions: Kafka takes none away\n")
+    assert eos("partitions", topic, "1") == (64, "", f"eos: {topic} has 2 partitions: Kafka cannot remove any\n")
     assert eos("partitions", topic, "2", "--yes")[:2] == (0, f"{topic}: has 2 partitions\n")
     code, _, told = eos("partitions", topic, "4")
-    assert (code, "say --yes" in told, "--with-state" in told) == (64, True, True)
+    assert (code, "confirm with --yes" in told, "--with-state" in told) == (64, True, True)
     assert eos("partitions", topic, "4", "--yes")[:2] == (0, f"{topic}: 2 partitions before, 4 now\n")
     assert eos("delete", topic, second)[0] == 64
     assert {row["topic"] for row in json.loads(eos("list", "--json")[1])} >= {topic, second}
@@ -73,7 +73,7 @@ def test_a_topic_is_made_once_written_in_one_transaction_and_read(
     topic, second = names("t"), names("u")
     assert eos("create", topic, "--partitions", "2")[:2] == (0, f"{topic}: created with 2 partitions\n")
     assert eos("create", topic, second)[1] == f"{topic}: exists\n{second}: created with 8 partitions\n"
-    assert eos("tail", topic) == (0, "", f"{topic}: no record is committed\n")
+    assert eos("tail", topic) == (0, "", f"{topic}: no committed records\n")
     code, told, _ = eos("send", topic, "to", "be", "--key", "k", "--header", "h=v", "--partition", "1")
     assert (code, told) == (0, f"sent in one transaction: {topic}[1]@0, {topic}[1]@1\n")
     assert visible_values(kafka.bootstrap_servers, topic) == {0: [], 1: [b"to", b"be"]}
@@ -94,7 +94,7 @@ def test_a_topic_is_made_once_written_in_one_transaction_and_read(
     ]
     assert eos("send", topic, "a:1", "b", "-K", ":")[::2] == (
         64,
-        "eos: value 2, 'b', has no ':' behind a key; nothing was sent\n",
+        "eos: value 2, 'b', has no key separator ':'; nothing was sent\n",
     )
 
     # Each call had a transactional.id of its own, which nobody wants to see.
@@ -125,7 +125,7 @@ def test_aborted_and_open_records_are_shown_only_when_asked_for_and_marked(
     committed = [("a", "committed"), ("b", "committed"), ("c", "committed")]
     code, told, rest = eos("tail", topic, "--json")
     assert (code, values(told)) == (0, committed)
-    assert rest == f"{topic}: 3 more offsets wait for an open transaction; --uncommitted shows them\n"
+    assert rest == f"{topic}: 3 more offsets are in an open transaction; --uncommitted shows them\n"
     every = [*committed[:2], ("never", "aborted"), committed[2], ("maybe", "open"), ("behind", "open")]
     for how in (("--from-beginning",), ("-n", "100"), ()):
         assert values(eos("tail", topic, "--json", "--uncommitted", *how)[1]) == every

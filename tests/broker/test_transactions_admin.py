@@ -114,13 +114,13 @@ def test_a_partition_that_is_open_although_its_coordinator_is_done_is_found_and_
 
     table = eos(kafka, "txn", "find-hanging", "--topic", topic)
     assert "reports CompleteCommit and will write no marker" in table.stdout
-    command = next(line for line in table.stderr.splitlines() if line.startswith("to end it: eos "))
-    healed = eos(kafka, *command.removeprefix("to end it: eos ").split(), "--yes")
+    command = next(line for line in table.stderr.splitlines() if line.startswith("to abort it: eos "))
+    healed = eos(kafka, *command.removeprefix("to abort it: eos ").split(), "--yes")
     assert healed.returncode == 0, healed.stderr
     wait_until("readers come free", lambda: len(set(stable_and_high(kafka, topic))) == 1)
     assert visible_values(kafka.bootstrap_servers, topic) == {0: [b"committed"]}
     again = eos(kafka, "txn", "find-hanging", "--topic", topic)
-    assert (again.returncode, again.stdout) == (0, "no transaction hangs\n")
+    assert (again.returncode, again.stdout) == (0, "no hanging transactions\n")
 
 
 def test_a_groups_pending_offset_that_nobody_will_end_is_found_and_healed(kafka: LocalKafka, names: Names) -> None:
@@ -155,7 +155,7 @@ def test_a_transaction_that_its_producer_may_still_end_is_open_and_not_to_be_tor
         producer.begin()
         producer.send(topic, "kept")
         none = eos(kafka, "txn", "find-hanging", "--topic", topic)
-        assert (none.returncode, none.stdout) == (0, "no transaction hangs\n")
+        assert (none.returncode, none.stdout) == (0, "no hanging transactions\n")
         shown = json.loads(eos(kafka, "txn", "find-hanging", "--all", "--topic", topic, "--json").stdout)
         assert [(row["verdict"], row["transactional_id"]) for row in shown] == [("open", name)]
         refused = eos(kafka, "txn", "abort", "--topic", topic, "--partition", "0", "--yes")
@@ -196,7 +196,7 @@ def test_a_transaction_is_ended_through_its_coordinator_and_its_owner_is_fenced(
     assert f"{topic}[0]" in described.stdout
     unasked = eos(kafka, "txn", "abort", "--transactional-id", name, stdin="")
     assert unasked.returncode == 64
-    assert "say --yes" in unasked.stderr
+    assert "confirm with --yes" in unasked.stderr
     assert transaction_of(kafka.bootstrap_servers, name).state == "Ongoing"
     ended = eos(kafka, "txn", "abort", "--transactional-id", name, "--yes", "--json")
     assert ended.returncode == 0, ended.stderr

@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient, ResourceType
 
 from eos import TransactSession
 from eos.broker import LocalKafka
-from eos.session import unheard
+from eos.session.consumer import lost_assignment as unheard
 from eos.shim.faults import Phase, Plan, Rule
 from eos.testing.shim import ShimThread
 from tests.support.reading import configure, create_topic, settled_values, wait_until
@@ -55,17 +55,17 @@ def test_partitions_in_an_answer_that_came_too_late_are_read_all_the_same(
 
             def shared() -> bool:
                 other.poll(0.1)
-                return len(other.assignment()) == len(session.membership.owned) == PARTITIONS // 2
+                return len(other.assignment()) == len(session.group_consumer.assignment.reading) == PARTITIONS // 2
 
             wait_until("each has its half", shared, 30)
             other.subscribe([elsewhere], on_revoke=lambda *_: None)
             wait_until("the group wants to give the session all", lambda: PARTITIONS in wanted(servers, group), 30)
             heartbeats = late.progress[0]
-            seen = heartbeats.fitted
+            seen = heartbeats.matched
             wait_until(
-                "the session's client heard that the group has changed", lambda: heartbeats.fitted > seen + 1, 30
+                "the session's client heard that the group has changed", lambda: heartbeats.matched > seen + 1, 30
             )
-            heartbeats.fitted = heartbeats.rule.nth - 1  # from the next one on
+            heartbeats.matched = heartbeats.rule.nth - 1  # from the next one on
             wait_until("heartbeats whose answers are late", lambda: late.fired, 30)
 
             def moved() -> bool:

@@ -21,8 +21,8 @@ from eos.errors import CallFailed, Unavailable
 from eos.kafka.admin.ownership import Identity, Owner, Progress, Situation, judge, settle
 from eos.kafka.client.cluster import ClusterAdmin, TransactionalIdState
 from eos.kafka.client.settings import Settings
-from eos.session.producer import TransactionalProducer
-from eos.session.steps import MOST_REBUILDS
+from eos.session.producer.producer import TransactionalProducer
+from eos.session.recovery import MOST_REBUILDS
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background, RawProducer, raw_producer
 from tests.support.reading import create_topic, wait_until
@@ -279,7 +279,7 @@ def test_a_place_in_the_group_without_the_transactional_id_is_no_newer_instance(
         wait_until("the other one has its place", lambda: other.poll(0.1) is not None or bool(other.assignment()))
     worker.go_on()
     assert worker.wait() == 0, worker.last_words
-    assert "joined the group again" in worker.log
+    assert "rejoined the group" in worker.log
     pipeline.verify()
 
 
@@ -528,7 +528,7 @@ def test_an_epoch_that_our_own_client_took_after_records_timed_out_is_known_as_o
     with HoldingProxy.before(kafka) as proxy:
         try:
             producer.start(time.monotonic() + 20)
-            before = producer.identity()
+            before = producer.poll_identity()
             assert before is not None
             proxy.on(ApiKey.Produce, Fault.BLACKHOLE, transactional_id=name)
             producer.begin()
@@ -540,7 +540,7 @@ def test_an_epoch_that_our_own_client_took_after_records_timed_out_is_known_as_o
                 described = admin.describe(name)
             assert described is not None
             assert described.epoch == before.epoch + 1, "librdkafka took the next epoch by itself"
-            known = producer.identity(fresh=True)
+            known = producer.poll_identity(fresh=True)
             assert known == Identity(described.producer_id, described.epoch)
             situation = Situation(known, Progress.SENT, age_ms=2_000, timeout_ms=10_000)
             assert judge(situation, described) is Owner.MINE

@@ -50,7 +50,9 @@ class RunningShim:
 
     def closed_for_cause(self) -> list[dict[str, Any]]:
         """The connections it closed; but for those of clients that got no time to come beyond their hello in 30 s."""
-        return [said for said in self.named("connection closed") if "comes before a login" not in str(said["reason"])]
+        return [
+            said for said in self.named("connection closed") if "did not complete its login" not in str(said["reason"])
+        ]
 
     def connections(self) -> list[tuple[int, int]]:
         """(local port, remote port) of its TCP connections; a half-closed one counts, it holds a descriptor too."""

@@ -47,7 +47,7 @@ def closed(shim: RunningShim, reason: str) -> None:
         (b"GET / HTTP/1.1\r\nHost: kafka\r\n\r\n", "a frame of 1195725856 bytes"),
         (bytes.fromhex("160301020001000001fc0303") + bytes(100), "a frame of 369295618 bytes"),
         (bytes(64), "a frame of 0 bytes"),
-        (b"\0\0\0\x10" + b"\x7f\xff" * 20, "it asks for API 32767"),
+        (b"\0\0\0\x10" + b"\x7f\xff" * 20, "it requests API 32767"),
     ],
     ids=["http", "tls", "zeros", "no-api"],
 )
@@ -91,7 +91,7 @@ def test_an_answer_out_of_order_is_not_passed_on() -> None:
         with Wire(shim.bootstrap_servers) as wire:
             wire.socket.sendall(frame(36, 0, 5))
             assert wire.ended()
-        closed(shim, "request 77, which is not the next one")
+        closed(shim, "request 77 out of order")
 
 
 def test_unknown_apis_and_versions_pass_unchanged_in_both_directions() -> None:
@@ -306,7 +306,7 @@ def test_a_stopped_shim_takes_the_rest_of_a_request_that_has_begun_to_pass() -> 
         assert busy.receive()[8:] == b"done"
         assert busy.ended()
         assert shim.process.wait(30) == 0
-        assert not shim.named("closed without an answer"), "it waited until its time was up"
+        assert not shim.named("drain timed out"), "it waited until its time was up"
 
 
 def test_wrong_arguments_end_with_one_sentence_and_the_codes_of_the_command_line(broker: FakeBroker) -> None:
@@ -317,7 +317,7 @@ def test_wrong_arguments_end_with_one_sentence_and_the_codes_of_the_command_line
             (
                 ("--upstream", f"127.0.0.1:{free}"),
                 69,
-                f"no upstream broker answers: 127.0.0.1:{free} (Connection refused",
+                f"no upstream broker answered: 127.0.0.1:{free} (Connection refused",
             ),
             (("--upstream", there, "--listen", f"127.0.0.1:{taken}"), 69, f"cannot listen on 127.0.0.1:{taken}"),
             (("--upstream", "nonsense"), 78, "--upstream nonsense: expected HOST:PORT"),
@@ -325,14 +325,22 @@ def test_wrong_arguments_end_with_one_sentence_and_the_codes_of_the_command_line
             (("--upstream", f"{there},{there}"), 78, "upstream names an address twice"),
             (("--upstream", there, "--listen", "0.0.0.0:0"), 78, "--advertise HOST[:PORT]"),
             (("--upstream", there, "--tls-cert", "nowhere.pem"), 78, "nowhere.pem does not exist"),
-            (("--upstream", there, "--tls-key", "nowhere.pem"), 78, "without a certificate"),
+            (("--upstream", there, "--tls-key", "nowhere.pem"), 78, "--tls-key needs --tls-cert"),
             (("--upstream", there, "--upstream-ca", "nowhere.pem"), 78, "nowhere.pem does not exist"),
-            (("--upstream", there, "--upstream-cert", "any.pem"), 78, "--client-ca FILE, or --trust-clients"),
-            (("--upstream", there, "--client-ca", "any.pem"), 78, "a CA of clients without a certificate"),
-            (("--upstream", there, "--max-connections", "0"), 78, "0 connections are not enough"),
-            (("--upstream", there, "--max-connections-per-address", "0"), 78, "0 connections of an address are not"),
-            (("--upstream", there, "--idle-timeout", "0"), 78, "may be idle for some"),
-            (("--upstream", there, "--max-control-bytes", "10"), 78, "10 bytes is too small"),
+            (
+                ("--upstream", there, "--upstream-cert", "any.pem"),
+                78,
+                "--client-ca FILE, or allow all clients with --trust-clients",
+            ),
+            (("--upstream", there, "--client-ca", "any.pem"), 78, "--client-ca needs --tls-cert"),
+            (("--upstream", there, "--max-connections", "0"), 78, "--max-connections 0: must be at least 1"),
+            (
+                ("--upstream", there, "--max-connections-per-address", "0"),
+                78,
+                "--max-connections-per-address 0: must be",
+            ),
+            (("--upstream", there, "--idle-timeout", "0"), 78, "--idle-timeout must be above 0"),
+            (("--upstream", there, "--max-control-bytes", "10"), 78, "10: Kafka needs at least 1024"),
             (("--upstream", there, "--log-format", "xml"), 64, "--log-format xml: must be one of human, json"),
             ((), 64, "--upstream"),
         ]:
@@ -349,7 +357,7 @@ def test_an_upstream_that_is_no_kafka_is_said_so() -> None:
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Web) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            refused(69, "an answer of 1213486160 bytes", "--upstream", f"127.0.0.1:{server.server_address[1]}")
+            refused(69, "a response of 1213486160 bytes", "--upstream", f"127.0.0.1:{server.server_address[1]}")
         finally:
             server.shutdown()
 
@@ -375,7 +383,7 @@ def test_900_unfinished_heads_take_no_more_memory_than_connections_may_hold() ->
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(begun)
         (first, *_) = eventually(lambda: shim.named("connection closed"))
-        assert "the memory that connections may hold is used up" in first["reason"]
+        assert "connections have used up their memory" in first["reason"]
         with Wire(shim.bootstrap_servers) as wire:  # answered behind all of them
             assert wire.ask(MetadataRequest(version=4, topics=[])).brokers
         assert memory(shim) - before < (33 + 18 + 13) * MIB

@@ -86,7 +86,7 @@ def test_the_broker_has_ended_the_transaction_only_if_the_fault_came_after_it(
             producer.commit_transaction(3)
         state = transaction_of(kafka.bootstrap_servers, name).state
         assert state == ("CompleteCommit" if applied else "Ongoing")
-        assert eventually(lambda: shim.named("fault"))[0]["rule"].startswith(f"{action} {phase} at EndTxn")
+        assert eventually(lambda: shim.named("fault injected"))[0]["rule"].startswith(f"{action} {phase} at EndTxn")
 
 
 def test_a_held_request_keeps_what_is_behind_it_and_goes_on_after_its_time(
@@ -133,7 +133,7 @@ def test_an_error_before_is_the_shims_and_after_is_in_place_of_the_brokers(
         assert not send(producer, topic, "x"), "it is retriable"
         producer.commit_transaction(30)
         producer.close()
-        faults = eventually(lambda: len(found := shim.named("fault")) >= 2 and found)
+        faults = eventually(lambda: len(found := shim.named("fault injected")) >= 2 and found)
         assert [fault["rule"].split(" ")[0] for fault in faults] == ["error", "error"]
         # The trace stands on the clients' side of the faults, so it sees them as the clients do.
         eventually(lambda: any("CONCURRENT_TRANSACTIONS" in line and "EndTxn" in line for line in shim.output))
@@ -241,8 +241,8 @@ def test_a_throttled_answer_reaches_the_client_as_such(kafka: LocalKafka, names:
 @pytest.mark.parametrize(
     ("rest", "sentence"),
     [
-        ("nth = 3", "never fired: 1 requests fitted"),
-        ('phase = "late"\nuntil = { api = "Produce" }', "what it waited for never came"),
+        ("nth = 3", "never fired: 1 requests matched"),
+        ('phase = "late"\nuntil = { api = "Produce" }', "its event never came"),
     ],
     ids=["it never fired", "its event never came"],
 )
@@ -267,12 +267,15 @@ def test_a_plan_that_did_not_come_true_fails_the_run_and_says_why(
         ("[[rule]]\napi = 'EndTx'\naction = 'reset'", "rule 1 of"),
         ("[[rule]]\napi = 'EndTxn'\naction = 'explode'", "action = explode: must be one of"),
         ("[[rule]]\napi = 'EndTxn'\naction = 'delay'", "needs seconds or until"),
-        ("[[rule]]\napi = 'EndTxn'\naction = 'throttle'", "throttle has no phase before_apply: after_apply"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'throttle'", "throttle has no phase before_apply: use after_apply"),
         ("[[rule]]\napi = 'EndTxn'\naction = 'error'\nerror = 'NO_SUCH'", "Kafka has no error of this name"),
-        ("[[rule]]\napi = 'EndTxn'\naction = 'reset'\nnht = 1", "nht is not known"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'reset'\nnht = 1", "nht is unknown"),
         ("[[rule]]\napi = 'EndTxn'\naction = 'reset'\nbeside = 1", "not the number of another rule of side broker"),
         ("[[rule]]\napi = 'EndTxn'\naction = 'delay'\nuntil = { rule = 2 }", "not the number of another rule"),
-        ("[[rule]]\napi = 'EndTxn'\naction = 'delay'\nuntil = { rule = 1, api = 'Produce' }", "goes with nth alone"),
+        (
+            "[[rule]]\napi = 'EndTxn'\naction = 'delay'\nuntil = { rule = 1, api = 'Produce' }",
+            "can be combined only with nth",
+        ),
         ("[[rule]]\napi = 'EndTxn'\naction = 'reset'\nnth = 'x'", "nth = 'x': expected int"),
         ("rule = [", "cannot be read"),
     ],

@@ -33,7 +33,7 @@ class Guarded:
 
     def refusals(self, api: str) -> list[dict[str, Any]]:
         """As logged by now: a line may come after the answer that the client got."""
-        return [event for event in self.shim.named("refused by the policy") if event["api"] == api]
+        return [event for event in self.shim.named("request refused by policy") if event["api"] == api]
 
     def values(self, topic: str) -> list[str]:
         return texts(self.kafka.bootstrap_servers, topic)
@@ -124,7 +124,7 @@ def test_kafka_python_is_refused_records_offsets_and_uncommitted_reads(guarded: 
         committed.commit({PythonPartition(guarded.topic, 0): OffsetAndMetadata(1, "", -1)})
     committed.close()
     eventually(lambda: guarded.refusals("OffsetCommit"))
-    assert {event["api"] for event in guarded.shim.named("refused by the policy")} == {
+    assert {event["api"] for event in guarded.shim.named("request refused by policy")} == {
         "Produce",
         "Fetch",
         "OffsetCommit",
@@ -197,9 +197,9 @@ def test_javas_console_clients_are_refused_too(guarded: Guarded) -> None:
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
-        ("[[topics]]\nname = 'a'", "topics is not known"),
+        ("[[topics]]\nname = 'a'", "topics is unknown"),
         ("[[topic]]\ntransactional_only = true", "topic no. 1: name is missing"),
-        ("[[topic]]\nname = 'a'", "it says nothing of a"),
+        ("[[topic]]\nname = 'a'", "it has no rule for a"),
         ("[[topic]]\nname = 'a'\ntransactional_only = 'yes'", "expected bool"),
         ("[transactions]\nmax_timeout_ms = 0", "must be at least 1"),
         ("[[principal]]\nname = 'a'\ntransactional_id_prefixes = [1]", "expected list"),

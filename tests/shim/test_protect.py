@@ -34,7 +34,7 @@ def test_a_transaction_has_an_epoch_of_its_own_whether_it_commits_or_aborts(
 ) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out"), partitions=3), names("id")
     with running(kafka.bootstrap_servers) as shim:
-        assert shim.named("transactions are protected"), "by default"
+        assert shim.named("protection started"), "by default"
         producer = producer_of(shim.bootstrap_servers, name, **{"compression.type": codec})
         epochs, wanted = list[int](), list[str]()
         for number in range(12):
@@ -455,8 +455,9 @@ def test_a_commit_behind_the_transaction_s_timeout_is_answered_as_without_the_sh
 def test_a_broker_that_cannot_is_passed_through_with_one_loud_line(kafka392: LocalKafka, names: Names) -> None:
     topic, name = create_topic(kafka392.bootstrap_servers, names("out")), names("id")
     with running(kafka392.bootstrap_servers, "--protect") as shim:
-        (line,) = shim.named("NO PROTECTION: late requests can still change the next transaction")
+        (line,) = shim.named("protection unavailable")
         assert line["level"] == "warning"
+        assert line["effect"] == "late requests can still change the next transaction"
         producer = producer_of(shim.bootstrap_servers, name)
         for number in range(3):
             producer.begin_transaction()

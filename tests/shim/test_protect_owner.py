@@ -14,10 +14,10 @@ from eos.errors import Fenced, Temporary
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from eos.plain import Transactions
-from eos.session.producer import TransactionalProducer
+from eos.session.producer.producer import TransactionalProducer
 from tests.shim.shims import RunningShim, running, start
 from tests.support.reading import create_topic, settled_values, transaction_of, wait_until
-from tests.support.sessions import must_replace_if_broken
+from tests.support.sessions import decide_replacement_if_broken
 
 Names = Callable[[str], str]
 
@@ -48,10 +48,10 @@ def test_the_coordinators_epoch_is_shown_as_the_clients_own(
     kafka: LocalKafka, settings: dict[str, Any], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A replacement, as on a slow machine, takes an epoch of its own.
-    monkeypatch.setattr(TransactionalProducer, "must_replace", must_replace_if_broken)
+    monkeypatch.setattr(TransactionalProducer, "decide_replacement", decide_replacement_if_broken)
     with Transactions(settings) as transactions, ClusterAdmin(Settings(settings)) as admin:
         send(transactions, topic, "1", "2", "3")
-        mine = transactions._producer.identity()
+        mine = transactions._producer.poll_identity()
         assert mine is not None
         real = transaction_of(kafka.bootstrap_servers, settings["transactional.id"])
         assert (real.producer_id, real.producer_epoch) == (mine.producer_id, mine.epoch + 3)

@@ -97,7 +97,7 @@ def test_a_control_frame_of_60_mb(shim: RunningShim, honest: Honest, api_key: in
     with connect(shim, host) as stranger:
         taken = send_until_closed(stranger, head(api_key, version, 60 * MIB), bytes(MIB), 60 * MIB)
         assert taken < 30 * MIB
-        sent_away(shim, host, "is over the limit of 2097152 for what is read whole")
+        sent_away(shim, host, "exceed the limit of 2097152 for messages that are read whole")
 
 
 def test_api_versions_full_of_tags(shim: RunningShim, honest: Honest) -> None:
@@ -164,7 +164,7 @@ def test_frames_that_are_never_finished(shim: RunningShim, honest: Honest) -> No
                 send_until_closed(stranger, commit, bytes(3 * MIB // 2), MIB)
             else:
                 send_until_closed(stranger, produce, bytes(MIB), 30 * MIB)
-        sent_away(shim, "127.0.0.11", "memory that connections may hold is used up")
+        sent_away(shim, "127.0.0.11", "connections have used up their memory")
 
 
 def test_all_that_kafka_offers_is_offered(shim: RunningShim, kafka: LocalKafka) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError
-from eos.session.producer import TransactionalProducer
+from eos.session.producer.producer import TransactionalProducer
 from eos.testing.sweeping import ACTIONS, ERRORS, Case, Outcome, Sweeper, every_case, every_txn_step, table
 from tests.shim.sweep import APP, KEEPING_APP, RECORDS, protocols_on, ways_on
 from tests.support.users_pytest import run_pytest
@@ -51,7 +51,7 @@ def test_the_sweep_finds_what_a_worker_that_keeps_its_producer_loses_or_doubles(
     own_kafka: LocalKafka, tmp_path: Path, case: Case, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This process loads the App too: what that patches is put back.
-    monkeypatch.setattr(TransactionalProducer, "must_replace", TransactionalProducer.must_replace)
+    monkeypatch.setattr(TransactionalProducer, "decide_replacement", TransactionalProducer.decide_replacement)
     # What the client does with a lost acknowledgement hangs on when its batches left: one of three runs is enough.
     verdicts = []
     for _ in range(3):

@@ -217,7 +217,7 @@ def test_a_killed_broker_is_gone_and_back_behind_the_same_port(
             with Wire(before[victim]) as to_victim:
                 assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
                 # A try before this one has left such lines too.
-                eventually(lambda: len(said("broker reachable again")) == len(said("broker not reachable")))
+                eventually(lambda: len(said("broker reachable again")) == len(said("broker unreachable")))
                 seen = len(shim.events)
                 cluster.kill(victim)
                 assert to_victim.ended(), "the client's connection outlived its broker"
@@ -232,9 +232,9 @@ def test_a_killed_broker_is_gone_and_back_behind_the_same_port(
         two_transactions(producer, topic, "with it")
         with Wire(before[victim]) as to_victim:
             assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
-        # Said once each, however often clients tried in between.
+        # RequestFacts once each, however often clients tried in between.
         (up,) = eventually(lambda: said("broker reachable again"))
-        (down,) = said("broker not reachable")
+        (down,) = said("broker unreachable")
         assert down["broker"] == up["broker"]
         assert down["broker"].startswith(f"broker {victim} ")
     assert all_three(producer) == before

@@ -37,7 +37,7 @@ def shim(kafka: LocalKafka, page: Path) -> Iterator[RunningShim]:
     options = ("--trace", "--trace-format", "json", "--trace-html", str(page))
     with running(kafka.bootstrap_servers, *options) as shim:
         yield shim
-        assert not shim.named("not traced"), shim.named("not traced")
+        assert not shim.named("frame not traced"), shim.named("frame not traced")
 
 
 def told(shim: RunningShim, transactional_id: str) -> list[dict[str, Any]]:

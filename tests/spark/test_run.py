@@ -389,7 +389,7 @@ def test_a_second_signal_gives_up_at_once_and_a_restart_repairs_it(spark_runs: S
     run.terminate()
     run.wait_log("stopping", SPARK_S)
     run.terminate()
-    run.assert_ended(TEMPORARY, "asked a second time")
+    run.assert_ended(TEMPORARY, "requested a second time")
     wait_until("the transaction was aborted", lambda: not _is_ongoing(spark_runs, transactional_id))
     (spark_runs.directory / "go-on").touch()
     assert spark_runs.spark(app, "--until-end").wait() == 0

@@ -131,7 +131,7 @@ UNKNOWN = """
 import sys
 from eos import cli
 from eos.errors import Action, CallFailed
-from eos.session.producer import TransactionalProducer
+from eos.session.producer.producer import TransactionalProducer
 when = sys.argv[1]
 call, calls = TransactionalProducer.commit, []
 def losing(self, *arguments, **more):
@@ -330,7 +330,7 @@ def test_a_worker_on_rocksdb_that_is_killed_before_it_writes_reads_what_it_has_n
 @pytest.mark.parametrize(
     ("step", "when"),
     [
-        ("last_sends", "behind"),
+        ("before_flush", "behind"),
         ("send_offsets", "behind"),
         ("commit", "behind"),
         pytest.param("flush", "behind", marks=pytest.mark.long),
@@ -494,8 +494,8 @@ def test_what_is_remembered_can_be_looked_at_from_outside(counting: Counting) ->
     (one,) = json.loads(eos_state("show", "counting:app", "--key", "k7", "--json").stdout)
     assert one["state"]["seen"] == counts["k7"]
     shown = eos_state("show", "counting:app", "--limit", "3")
-    assert (shown.stdout.count("seen"), "and more: --limit shows more than 3" in shown.stderr) == (3, True)
-    assert "no function with state of" in eos_state("show", "counting:app", "--function", "nope", ends=64).stderr
+    assert (shown.stdout.count("seen"), "only 3 keys of each function are shown" in shown.stderr) == (3, True)
+    assert "not a function with state of" in eos_state("show", "counting:app", "--function", "nope", ends=64).stderr
 
 
 def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
@@ -548,13 +548,13 @@ def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: C
     counting.load(20)
     counting.run()
     reset = eos_of(counting, "reset", "counting:app", "--from", "earliest", "--yes", ends=64)
-    assert reset.stderr.startswith(f"eos: count of {counting.id} has state, which stays as it is")
+    assert reset.stderr.startswith(f"eos: count of {counting.id} has state, and records that are read again")
     admin = AdminClient({"bootstrap.servers": counting.servers})
     configure(counting.servers, counting.changelog, "cleanup.policy", "delete")
     assert f"the changelog {counting.changelog} has cleanup.policy=delete" in counting.run(ends=78)
     assert f"the changelog {counting.changelog} has cleanup.policy=delete" in told_by_doctor(counting, ends=78)
     configure(counting.servers, counting.changelog, "cleanup.policy", "compact")
-    assert told_by_doctor(counting) == f"count: its changelog {counting.changelog} is there"
+    assert told_by_doctor(counting) == f"count: its changelog {counting.changelog} exists"
     source = counting.folder / "counting.py"
     code = source.read_text()
     source.write_text(code.replace("eos.State[str]", "eos.MapState[str, int]"))
@@ -604,7 +604,7 @@ def test_deleted_changelog_is_seen_after_a_reset(counting: Counting) -> None:
     counting.load(60)
     assert f"eos: state is gone: the changelog {counting.changelog}[" in counting.run(ends=66)
     accepted = eos_of(counting, "reset", "counting:app", "--accept-changelog", "--wait", "30", "--yes").stdout
-    assert "the next start takes what the changelogs hold as complete" in accepted
+    assert "the next start accepts the changelogs as complete" in accepted
     counting.run()
     assert any(values.count("1") == 2 for values in counting.outputs().values()), "counted from 1 again"
 
@@ -690,4 +690,4 @@ def test_member_that_lost_its_partition_writes_no_state(counting: Counting, prot
 def _again(counting: Counting) -> bool:
     """The first worker aborted, or joined the group again."""
     lines = counting.log("one").rpartition("RAISES")[2]
-    return "transaction aborted" in lines or "joined the group again" in lines or "stopped" in lines
+    return "transaction aborted" in lines or "rejoined the group" in lines or "stopped" in lines

@@ -122,7 +122,7 @@ def _prepare(chosen: list[Suite]) -> None:
     names = {suite.name for suite in chosen}
     makes: list[Callable[[], object]] = []
     if names - set(QUICK):
-        makes += [partial(archive.make, version) for version in BROKER_VERSIONS]
+        makes += [partial(archive.create, version) for version in BROKER_VERSIONS]
     if "spark" in names:
         makes.append(spark_classes.make)
     if makes and not any(cache_directory().glob("classes-*.jsa")):

@@ -9,7 +9,7 @@ from __future__ import annotations
 KILLED = """
 import os, signal, sys
 from eos import cli
-from eos.session.producer import TransactionalProducer
+from eos.session.producer.producer import TransactionalProducer
 from eos.state.keeper import Keeper
 step, when, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
 owner = Keeper if hasattr(Keeper, step) else TransactionalProducer

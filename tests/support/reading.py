@@ -25,7 +25,7 @@ from kafka import KafkaAdminClient
 from kafka.errors import RetriableError
 from kafka.protocol.metadata import MetadataRequest
 
-from eos.broker.questions import TRANSACTION, coordinator
+from eos.broker.queries import TRANSACTION, find_coordinator
 from eos.testing.history import end_offsets
 from tests.support.wire import Wire
 
@@ -118,7 +118,7 @@ def coordinator_of(servers: str, transactional_id: str) -> int:
     """The node that coordinates the transactions of this id."""
 
     def found() -> tuple[int] | None:
-        node = coordinator(servers.split(",")[0], transactional_id, TRANSACTION)
+        node = find_coordinator(servers.split(",")[0], transactional_id, TRANSACTION)
         return None if node is None else (node,)
 
     return wait_until(f"the coordinator of {transactional_id}", found, 30)[0]

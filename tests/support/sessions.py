@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from eos.session.producer import TransactionalProducer
-from eos.session.states import State
-from eos.session.transact import TransactSession
+from eos.session.producer.producer import TransactionalProducer
+from eos.session.producer.states import State
+from eos.session.session import TransactSession
 
 
 def give_producer(session: TransactSession, producer: Any) -> None:
@@ -14,15 +14,15 @@ def give_producer(session: TransactSession, producer: Any) -> None:
     session._parts.producer = session._loop._producer = session._loop._recovery._producer = producer
 
 
-_must_replace = TransactionalProducer.must_replace
+_decide_replacement = TransactionalProducer.decide_replacement
 
 
-def must_replace_if_broken(producer: TransactionalProducer) -> str | None:
-    """Stand in for `TransactionalProducer.must_replace`: keep a producer after aborts and possible retries, so that a
-    test sees the damage that the replacement prevents."""
-    return None if producer.state is State.READY else _must_replace(producer)
+def decide_replacement_if_broken(producer: TransactionalProducer) -> str | None:
+    """Stand in for `TransactionalProducer.decide_replacement`: keep a producer after aborts and possible
+    retries, so that a test sees the damage that the replacement prevents."""
+    return None if producer.state is State.READY else _decide_replacement(producer)
 
 
 def keep_producers() -> None:
     """Keep the producers of this process, as above."""
-    TransactionalProducer.must_replace = must_replace_if_broken  # type: ignore[method-assign]
+    TransactionalProducer.decide_replacement = decide_replacement_if_broken  # type: ignore[method-assign]

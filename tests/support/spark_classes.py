@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from eos.broker.archive import keep
+from eos.broker.archive import move_into_place
 from eos.broker.jars import locked
-from eos.broker.node import archive_of
+from eos.broker.node import class_archive_path
 from eos.errors import Unavailable
 from spark_connector.session import spark_java
 
@@ -41,7 +41,7 @@ def _path() -> Path:
     # Beside the jars, and of one installation: a JVM takes no archive of jars that were installed anew.
     home = Path(pyspark.__file__).parent
     installed = f"{pyspark.__version__} {(home / 'jars').stat().st_mtime_ns}"
-    return home / archive_of(spark_java() / "bin" / "java", [Path(installed)]).name
+    return home / class_archive_path(spark_java() / "bin" / "java", [Path(installed)]).name
 
 
 def options() -> str:
@@ -69,4 +69,4 @@ def make() -> None:
             pass  # it has written all of it
         except psutil.TimeoutExpired:
             raise Unavailable("Spark's JVM did not end: what it wrote may not be whole") from None
-        keep(part, path)
+        move_into_place(part, path)

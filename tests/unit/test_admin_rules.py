@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eos.cli.reset import where_to_go, with_metadata
+from eos.cli.reset import parse_where, update_metadata
 from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.kafka.admin.facts import connect
 from eos.kafka.admin.ownership import ABORTING
@@ -145,11 +145,11 @@ def test_reset_time_without_zone_shows_the_local_zone(
     with monkeypatch.context() as patch:
         patch.setenv("TZ", "JST-9")
         time.tzset()
-        told = [where_to_go([text]).timestamp_ms for text in ("2013-07-04T12:00", "2013-07-04T12:00+00:00")]
+        told = [parse_where([text]).timestamp_ms for text in ("2013-07-04T12:00", "2013-07-04T12:00+00:00")]
     time.tzset()
     assert told == [1372906800000, 1372939200000]
     assert capsys.readouterr().out == "from 2013-07-04T12:00:00+09:00\nfrom 2013-07-04T21:00:00+09:00\n"
-    where_to_go(["earliest"])
+    parse_where(["earliest"])
     assert capsys.readouterr().out == ""
 
 
@@ -191,7 +191,7 @@ NOTES = {"v": 1, "instance": "a-one", "lineage": [2, 10, 7], "state": ["count", 
     ],
 )
 def test_reset_keeps_valid_metadata(after: int, skipping: bool, accepting: bool, changed: dict[str, object]) -> None:
-    moved = with_metadata(Move(("in", 0), 12, after, 0, 20, json.dumps(NOTES)), skipping, accepting)
+    moved = update_metadata(Move(("in", 0), 12, after, 0, 20, json.dumps(NOTES)), skipping, accepting)
     expected = {name: value for name, value in (NOTES | changed).items() if value is not None}
     assert json.loads(moved.metadata) == expected
 
@@ -199,7 +199,7 @@ def test_reset_keeps_valid_metadata(after: int, skipping: bool, accepting: bool,
 @pytest.mark.parametrize("metadata", ["AQAAAZ", '["a list"]'])
 def test_reset_keeps_metadata_of_other_programs(metadata: str) -> None:
     move = Move(("in", 0), 12, 13, 0, 20, metadata)
-    assert with_metadata(move, True, True) == move
+    assert update_metadata(move, True, True) == move
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------

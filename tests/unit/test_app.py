@@ -109,11 +109,11 @@ def feed(made: Route, records: list[Record], full_at: Iterable[int] = ()) -> tup
             raise BufferError("full")
         put.append((topic, value, key, partition, time, headers))
 
-    def refused(error: Exception, send: Send) -> None:
+    def on_produce_error(error: Exception, send: Send) -> None:
         assert isinstance(error, BufferError)
         put.append(send)
 
-    return put, made.feed(records, SimpleNamespace(produce=produce, on_produce_error=refused))
+    return put, made.feed(records, SimpleNamespace(produce=produce, on_produce_error=on_produce_error))
 
 
 def sent(value: bytes | None, **changes: object) -> Send:
@@ -607,10 +607,10 @@ def fed_until_2(made: Route, records: list[Record]) -> FeedResult:
         if value == b"2":
             raise RuntimeError("broken")
 
-    def refused(error: Exception, send: Send) -> None:
+    def on_produce_error(error: Exception, send: Send) -> None:
         raise IllegalState("no more") from error
 
-    return made.feed(records, SimpleNamespace(produce=produce, on_produce_error=refused))
+    return made.feed(records, SimpleNamespace(produce=produce, on_produce_error=on_produce_error))
 
 
 def test_feed_stops_at_produce_error_and_counts_earlier_outputs() -> None:

@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from eos.broker import archive, jars, java, node
-from eos.broker.detached import Detached, NodeState, State, _wait_for_ports, command_line
+from eos.broker.detached import DetachedKafka, NodeState, State, _wait_for_ports, command_line
 from eos.broker.jars import coordinates, kafka_jars
 from eos.broker.local import LocalKafka, choose_ports, persistent_cluster_id
 from eos.broker.node import Node, free_ports, is_free, require_free
@@ -60,7 +60,7 @@ def test_an_archive_of_classes_is_only_for_the_java_and_the_jars_that_it_was_mad
         command = Node(0, tmp_path, "4.3.1", java, [*map(Path, jars)])._java_command([], "kafka.Kafka")
         return [option for option in command if "SharedArchiveFile" in option]
 
-    made = node.archive_of(java, [Path("a.jar"), Path("b.jar")])
+    made = node.class_archive_path(java, [Path("a.jar"), Path("b.jar")])
     assert told(java, "a.jar", "b.jar") == []
     made.parent.mkdir(parents=True)
     made.touch()
@@ -77,22 +77,22 @@ def test_an_archive_that_is_not_whole_is_not_kept(whole: bool, tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(archive, "find_java", lambda: java)
     monkeypatch.setattr(archive, "kafka_jars", lambda version: [Path("a.jar")])
-    monkeypatch.setattr(archive, "_record", lambda version, part: part.touch())
+    monkeypatch.setattr(archive, "_write_archive", lambda version, part: part.touch())
     monkeypatch.setattr(archive, "_format", lambda *_: None)
-    path = node.archive_of(java, [Path("a.jar")])
+    path = node.class_archive_path(java, [Path("a.jar")])
     path.parent.mkdir(parents=True)
     if whole:
-        assert archive.make("4.3.1") == path
+        assert archive.create("4.3.1") == path
     else:
-        with pytest.raises(Unavailable, match="is not whole"):
-            archive.make("4.3.1")
+        with pytest.raises(Unavailable, match="is incomplete"):
+            archive.create("4.3.1")
     assert path.exists() is whole
     assert not path.with_suffix(".part").exists()
 
 
 def test_a_copy_of_a_formatted_storage_has_ids_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    storage = node.storage_of(tmp_path / "java", [])
+    storage = node.storage_copy_path(tmp_path / "java", [])
     storage.mkdir(parents=True)
     (storage / "bootstrap.checkpoint").write_bytes(b"features")
     (storage / node.META).write_text("#\nnode.id=0\ndirectory.id=once\nversion=1\ncluster.id=another\n")
@@ -116,10 +116,10 @@ def test_why_a_node_ended_is_its_first_error_and_not_that_the_machine_was_slow(t
     ended.log_path.write_text(
         f"1 INFO  [main] a\n2 {slow}\n3 ERROR [main] KafkaServer: no\njava.lang.Error: why\n4 FATAL b\n"
     )
-    assert ended.last_words() == "3 ERROR [main] KafkaServer: no: java.lang.Error: why"
+    assert ended.failure_reason() == "3 ERROR [main] KafkaServer: no: java.lang.Error: why"
     ended.log_path.write_text(f"2 {slow}\n")
     ended.stdout_path.write_text("killed\n")
-    assert ended.last_words() == "killed"
+    assert ended.failure_reason() == "killed"
 
 
 @pytest.mark.parametrize("before", [None, "-Xms1g"])
@@ -216,7 +216,7 @@ def test_every_version_names_its_clients_and_one_logging_binding() -> None:
 
 @pytest.mark.parametrize("version", ["", "4", "4.3", "4.3.x", "latest", "2.8.1"])
 def test_what_is_no_supported_version_is_a_configuration_error(version: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"Kafka version|older than"):
+    with pytest.raises(ConfigurationError, match=r"not a Kafka version|not supported here"):
         coordinates(version)
 
 
@@ -230,7 +230,7 @@ def no_jars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_without_jgo_the_sentence_says_what_to_install(no_jars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jgo.maven", None)
-    with pytest.raises(Unavailable, match=r"jgo, which is not installed: pip install 'eos-kafka\[embedded\]'"):
+    with pytest.raises(Unavailable, match=r"needs jgo: pip install 'eos-kafka\[embedded\]'"):
         kafka_jars("4.3.1")
 
 
@@ -241,7 +241,7 @@ def test_without_a_network_the_sentence_says_so_and_nothing_is_recorded(
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_ports(1)[0]}")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(Unavailable, match=r"jars of Kafka 4\.3\.1 .* cannot be fetched without a network"):
+    with pytest.raises(Unavailable, match=r"jars of Kafka 4\.3\.1 .* cannot be downloaded without a network"):
         kafka_jars("4.3.1")
     assert not list(jars.cache_directory().glob("*.json"))
 
@@ -254,7 +254,7 @@ def test_refused_certificate_of_the_repository_is_no_missing_network(
 
     monkeypatch.setattr(requests.Session, "request", refused)
     with pytest.raises(
-        Unavailable, match=r"certificate .* refused \(CERTIFICATE_VERIFY_FAILED\): .*REQUESTS_CA_BUNDLE"
+        Unavailable, match=r"certificate was rejected \(CERTIFICATE_VERIFY_FAILED\): .*REQUESTS_CA_BUNDLE"
     ):
         kafka_jars("4.3.1")
 
@@ -286,7 +286,7 @@ def test_a_jar_that_was_cut_off_is_fetched_again(tmp_path: Path) -> None:
             return self.path
 
     Artifact.path.write_bytes(b"PK\x03\x04 and then the line went dead")
-    assert zipfile.is_zipfile(jars._whole_jar(Artifact()))  # type: ignore[arg-type]
+    assert zipfile.is_zipfile(jars._download_jar(Artifact()))  # type: ignore[arg-type]
     assert Artifact.fetched == 1
 
 
@@ -339,7 +339,7 @@ def test_without_java_the_sentence_says_what_was_found_and_what_to_install(
 
 def test_a_taken_port_is_named_in_the_sentence(listening: int) -> None:
     assert not is_free(listening)
-    with pytest.raises(Unavailable, match=f"port {listening} on 127.0.0.1 is taken"):
+    with pytest.raises(Unavailable, match=f"port {listening} on 127.0.0.1 is in use"):
         require_free([listening])
 
 
@@ -358,7 +358,7 @@ def test_only_one_or_three_nodes_are_accepted(nodes: int, tmp_path: Path) -> Non
     with pytest.raises(ConfigurationError, match=f"1 or 3 nodes, not {nodes}"):
         LocalKafka(nodes=nodes)
     with pytest.raises(ConfigurationError, match=f"1 or 3 nodes, not {nodes}"):
-        Detached(tmp_path).start(nodes=nodes)
+        DetachedKafka(tmp_path).start(nodes=nodes)
 
 
 def test_a_cluster_id_is_made_once_and_is_no_option_of_a_command_line(tmp_path: Path) -> None:
@@ -368,15 +368,15 @@ def test_a_cluster_id_is_made_once_and_is_no_option_of_a_command_line(tmp_path: 
     assert persistent_cluster_id(tmp_path / "0") in ids
 
 
-def data_of(directory: Path, version: str, nodes: int, pid: int | None = None) -> Detached:
+def data_of(directory: Path, version: str, nodes: int, pid: int | None = None) -> DetachedKafka:
     state = State(version, [NodeState(port, port + 100, pid) for port in free_ports(nodes)])
     (directory / "broker.json").write_bytes(msgspec.json.encode(state))
-    return Detached(directory)
+    return DetachedKafka(directory)
 
 
 def test_data_of_another_version_or_number_of_nodes_is_refused_before_anything_starts(tmp_path: Path) -> None:
     kafka = data_of(tmp_path, "4.3.1", nodes=3)
-    with pytest.raises(ConfigurationError, match="is of 3 nodes, not 1"):
+    with pytest.raises(ConfigurationError, match="belongs to 3 nodes, not 1"):
         kafka.start(nodes=1)
     with pytest.raises(ConfigurationError, match=r"written by Kafka 4\.3\.1, which 4\.2\.1 cannot"):
         kafka.start(version="4.2.1")
@@ -384,17 +384,15 @@ def test_data_of_another_version_or_number_of_nodes_is_refused_before_anything_s
 
 
 def test_settings_of_the_brokers_are_kept_with_the_data_and_not_changed_under_a_running_one(tmp_path: Path) -> None:
-    kafka = Detached(tmp_path)
-    new = kafka._wanted(None, False, None, None, None, {"a": "1", "b": "2"})
+    kafka = DetachedKafka(tmp_path)
+    new = kafka._next_state(None, False, None, None, None, {"a": "1", "b": "2"})
     assert new.config == {"a": "1", "b": "2"}
-    assert kafka._wanted(new, False, None, None, None, {}).config == new.config
-    assert kafka._wanted(new, False, None, None, None, {"b": "3"}).config == {"a": "1", "b": "3"}
-    assert kafka._wanted(new, True, None, None, None, {"b": "2"}) is new
-    with pytest.raises(ConfigurationError, match=r", with a=1, with b=2: `eos broker stop` it first"):
-        kafka._wanted(new, True, None, None, None, {"b": "3"})
-    with pytest.raises(
-        ConfigurationError, match=r"^log\.dirs cannot be set: it follows from --nodes, --port and --data"
-    ):
+    assert kafka._next_state(new, False, None, None, None, {}).config == new.config
+    assert kafka._next_state(new, False, None, None, None, {"b": "3"}).config == {"a": "1", "b": "3"}
+    assert kafka._next_state(new, True, None, None, None, {"b": "2"}) is new
+    with pytest.raises(ConfigurationError, match=r", with a=1, with b=2: stop it first with `eos broker stop`"):
+        kafka._next_state(new, True, None, None, None, {"b": "3"})
+    with pytest.raises(ConfigurationError, match=r"^log\.dirs cannot be set: --nodes, --port and --data determine it"):
         kafka.start(config={"log.dirs": "/x"})
     assert data_of(tmp_path, "4.3.1", nodes=1).state() is not None, "the file of a version before has none"
 
@@ -407,7 +405,7 @@ def test_a_pid_that_now_belongs_to_another_program_is_neither_up_nor_signalled(t
     )
     try:
         kafka = data_of(tmp_path, "4.3.1", nodes=1, pid=other.pid)
-        assert [node.up for node in kafka.status()] == [False]
+        assert [node.is_up for node in kafka.status()] == [False]
         assert kafka.stop() == []
         assert other.poll() is None
     finally:

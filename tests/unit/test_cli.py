@@ -19,7 +19,7 @@ from confluent_kafka import libversion
 import eos
 from eos import cli, log
 from eos.cli import COMMANDS
-from eos.cli.run import remedy_of
+from eos.cli.run import suggest_remedy
 from eos.errors import PoisonRecord
 from eos.worker.loading import load_app
 from tests.support.forked import environment
@@ -86,7 +86,7 @@ TOPOLOGY = """App shop
   by_town
     reads   sales
     writes  by-town
-    sets aside what fails in sales.dlq
+    failed  sales.dlq
   total
     reads   by-town
     writes  -
@@ -99,7 +99,7 @@ FLOWCHART = """flowchart LR
   n2["by-town"]
   n0 --> n2
   n3["sales.dlq"]
-  n0 -. what fails .-> n3
+  n0 -. failed records .-> n3
   n4("total")
   n2 --> n4
   n5[("shop-total-changelog")]
@@ -182,7 +182,7 @@ def test_a_supervisor_ends_with_what_its_first_worker_says_and_each_line_says_wh
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
 def test_a_stop_while_the_app_is_loaded_is_a_stop_on_request(here: Path, number: str) -> None:
     (here / "slow.py").write_text(f"import os, signal, time\nos.kill(os.getpid(), signal.{number})\ntime.sleep(50)\n")
-    assert f"stopped before it began signal={number}\n" in refused(0, here, "run", "slow:app", "--instance", "i")
+    assert f"worker stopped before start signal={number}\n" in refused(0, here, "run", "slow:app", "--instance", "i")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_with_json_every_line_is_json_the_last_words_and_those_of_supervised_wor
     ended = program(here, "run", "bad:app", "--instance", "w", "--log-format", "json", *workers)
     assert ended.returncode == 64, ended.stderr
     lines = [json.loads(line) for line in ended.stderr.splitlines()]
-    last = next(line for line in lines if line["event"] == "ended")
+    last = next(line for line in lines if line["event"] == "command failed")
     assert (last["error"], last["exit_code"]) == ("bad could not be imported: ValueError: boom", 64)
     assert last["traceback"].endswith('    raise ValueError("boom")\nValueError: boom\n')
     assert last.get("worker") in ({"w-0", "w-1"} if workers else {None})
@@ -408,7 +408,7 @@ def test_a_cluster_that_is_to_be_verified_and_is_unreachable_is_named_at_once(he
 
 @pytest.mark.parametrize("named", [(), ("--input", "a", "--group", "g"), ("good:app", "--output", "b")])
 def test_verify_takes_an_app_or_topics_and_a_group(here: Path, named: tuple[str, ...]) -> None:
-    assert "needs MODULE:APP, or --input, --output and --group" in refused(64, here, "verify", *named)
+    assert "needs either MODULE:APP, or --input, --output and --group" in refused(64, here, "verify", *named)
 
 
 # ---- what is imported ----------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ def leaves(command: Any, *names: str) -> list[tuple[str, ...]]:
 
 
 def test_a_flag_takes_no_value_in_any_help(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = leaves(cli.program([]))
+    commands = leaves(cli.build_program([]))
     assert len(commands) > 15
     for command in [(), *commands]:
         assert cli.invoke([*command, "--help"]) == 0
@@ -501,9 +501,7 @@ def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:
 
 
 def test_only_a_record_of_the_input_can_be_stepped_past() -> None:
-    told = remedy_of(PoisonRecord("failed", "in", 0, 3), "it.py:app", "h:9092")
-    assert told.startswith(
-        "`eos reset it.py:app --skip 'in[0]@3' --wait 30 --bootstrap-servers h:9092` steps past it, "
-    )
+    told = suggest_remedy(PoisonRecord("failed", "in", 0, 3), "it.py:app", "h:9092")
+    assert told.startswith("`eos reset it.py:app --skip 'in[0]@3' --wait 30 --bootstrap-servers h:9092` skips it, ")
     sent_by_the_function = PoisonRecord("was refused", "out", -1, -1)
-    assert remedy_of(sent_by_the_function, "it.py:app") == ""
+    assert suggest_remedy(sent_by_the_function, "it.py:app") == ""

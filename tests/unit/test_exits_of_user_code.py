@@ -16,7 +16,7 @@ from eos import App, Out, PoisonRecord, Record, State, dlq, retry, skip
 from eos.cli import invoke
 from eos.errors import Interruption, Temporary, safe_str
 from eos.kafka.client.client_calls import guard_callbacks
-from eos.session.stopping import ShutdownExpired
+from eos.session.signals import ShutdownExpired
 from eos.worker.hooks import HookFailed
 
 GOOD, BAD = ("in", "good", "key"), ("in", "bad", "key")

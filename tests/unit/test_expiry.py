@@ -144,7 +144,7 @@ def test_value_expires_after_its_last_write(
             task.committed(0.0)
             uncommitted = []
         if then == "abort":
-            task.discard_changes()
+            task.roll_back()
             for again in uncommitted:
                 handle(again)
         if then in ("restart", "lost"):

@@ -17,12 +17,12 @@ from eos.kafka.client.cluster import TransactionalIdState
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.plain import Transactions
-from eos.session.claim import Claim
-from eos.session.evidence import RetryEvidence
-from eos.session.producer import TransactionalProducer
+from eos.session.producer.ownership import TransactionalIdOwnership
+from eos.session.producer.producer import TransactionalProducer
+from eos.session.producer.retry_evidence import RetryEvidence
+from eos.session.producer.states import Event
 from eos.session.recovery import Step
-from eos.session.states import Event
-from eos.session.transact import TransactSession
+from eos.session.session import TransactSession
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
 SITUATION = Situation(Identity(1, 1), Progress.SENT, 1.0, 10_000)
@@ -72,8 +72,8 @@ class Asked:
         patch.setattr(producer, "flush", lambda: fail("flush"))
         patch.setattr(producer, "commit", lambda: fail("commit"))
         patch.setattr(producer, "replace", replace)
-        patch.setattr(producer, "situation", lambda: SITUATION, raising=False)
-        patch.setattr(producer, "identity", lambda **_: SITUATION.mine)
+        patch.setattr(producer, "poll_situation", lambda: SITUATION, raising=False)
+        patch.setattr(producer, "poll_identity", lambda **_: SITUATION.mine)
         patch.setattr(ownership, "settle", settle)
 
 
@@ -145,7 +145,7 @@ def test_a_session_that_a_newer_instance_fenced_never_begins_again(half_way: boo
     """Nor where the loop was left half way, and a client of ours may have taken an epoch that nobody heard of."""
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = one.producer
-    producer.may_have_bumped = one._loop._in_a_turn = half_way
+    producer.epoch_may_have_advanced = one._loop._is_in_turn = half_way
     asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
     with pytest.raises(Fenced) as first:
         one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {}, None)
@@ -163,7 +163,7 @@ def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]
     Asked(monkeypatch, producer, Owner.NEWER, "flush")
     monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
     state = "Ongoing" if start_ms > 0 else "Empty"
-    return " | ".join(one._parts.successor.told(producer, TransactionalIdState(state, 1, 3, start_ms)))
+    return " | ".join(one._parts.owner_info.describe_loss(producer, TransactionalIdState(state, 1, 3, start_ms)))
 
 
 def committed_by(instance: str, since: int) -> str:
@@ -191,7 +191,7 @@ def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
     one._loop._recovery.steps |= {Step.REPLACE: counts, Step.RESOLVE: lambda why: rebuilt.append(why.owner)}
     one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {}, None)
     assert (rebuilt, one.counters.rebuilds_by_cause) == ([Owner.OWN_TIMEOUT.value], {"timeout": 1})
-    one._parts.claim.hold()
+    one._parts.ownership.raise_if_lost()
 
 
 def claimed(
@@ -199,16 +199,18 @@ def claimed(
     answer: TransactionalIdState | None,
     owner: Owner = Owner.NEWER,
     fresh: Identity = SITUATION.mine,
-    may_have_bumped: bool = False,
+    epoch_may_have_advanced: bool = False,
     **more: Any,
-) -> tuple[Claim, Asked]:
+) -> tuple[TransactionalIdOwnership, Asked]:
     """A claim whose coordinator gives this answer, with a producer of epoch 1, or of `fresh` once it is asked again."""
     producer = TransactionalProducer(Settings(SETTINGS), "t")
-    producer.may_have_bumped = may_have_bumped
+    producer.epoch_may_have_advanced = epoch_may_have_advanced
     asked = Asked(monkeypatch, producer, owner, "flush")
-    monkeypatch.setattr(producer, "identity", lambda **how: fresh if how else SITUATION.mine)
+    monkeypatch.setattr(producer, "poll_identity", lambda **how: fresh if how else SITUATION.mine)
     monkeypatch.setattr(Silent, "describe", lambda self, name: answer)
-    return Claim(producer._settings, lambda producer, answer: ("; lost", "7"), **more, world=WORLD), asked
+    return TransactionalIdOwnership(
+        producer._settings, lambda producer, answer: ("; lost", "7"), **more, world=WORLD
+    ), asked
 
 
 # Of whom the next epoch is, this answer does not tell.
@@ -232,7 +234,11 @@ NEXT_EPOCH = TransactionalIdState("Empty", 1, 2)
         ),
         pytest.param(NEXT_EPOCH, {"fresh": Identity(1, 2)}, "abort", 0, id="our client took the epoch by itself"),
         pytest.param(
-            NEXT_EPOCH, {"may_have_bumped": True}, "failure: abort raised", 0, id="an abort may have taken the epoch"
+            NEXT_EPOCH,
+            {"epoch_may_have_advanced": True},
+            "failure: abort raised",
+            0,
+            id="an abort may have taken the epoch",
         ),
     ],
 )
@@ -242,7 +248,7 @@ def test_a_producer_is_replaced_while_the_id_is_ours(
     ours, asked = claimed(monkeypatch, answer, **known)
     ours.replace(asked.producer, reason)
     assert (asked.replacements, asked.questions) == ([reason], questions)
-    ours.hold()
+    ours.raise_if_lost()
 
 
 @pytest.mark.parametrize("reason", ["retry: something", "abort", "failure: hung"])
@@ -251,7 +257,7 @@ def test_a_replacement_does_not_take_the_id_from_a_newer_instance(reason: str, m
     with pytest.raises(Fenced, match=rf"; lost: this one stops.*\[7; {reason}\]$"):
         ours.replace(asked.producer, reason)
     with pytest.raises(Fenced, match=rf"; lost: this one stops.*\[7; {reason}\]$"):
-        ours.hold()
+        ours.raise_if_lost()
     assert asked.replacements == []
 
 
@@ -271,7 +277,7 @@ def test_the_group_tells_whose_a_ghost_or_an_early_abort_is_and_without_one_only
     owner: Owner, group: bool | None, ours: bool, reason: str, monkeypatch: AnyPatch
 ) -> None:
     """A paused virtual machine has no clock that went on; without a group a newer instance cannot be ruled out."""
-    more = {} if group is None else {"nobody_took_our_place": lambda: group}
+    more = {} if group is None else {"query_group": lambda: group}
     one, asked = claimed(monkeypatch, TransactionalIdState("CompleteAbort", 1, 2), owner, **more)
     with contextlib.nullcontext() if ours else pytest.raises(Fenced):
         one.replace(asked.producer, reason)

@@ -34,8 +34,8 @@ from eos.health.status import (
     stuck_after_s,
 )
 from eos.kafka.client.settings import Settings
+from eos.observe import Histogram, Pulse
 from eos.probes import render_metrics
-from eos.session.observe import Histogram, Pulse
 
 ROOT = Path(__file__).parents[2]
 WELL = Sample(in_group=True, unresolved=0, lags=[])

@@ -47,10 +47,10 @@ def test_nothing_is_written_over_and_a_name_must_be_one(
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     for name, said in (
-        ("full", "full is there already"),
-        ("file", "file is there already"),
-        ("a b", "an App is named by letters"),
-        ("../x", "an App is named by letters"),
+        ("full", "full already exists"),
+        ("file", "file already exists"),
+        ("a b", "is not a name for an App"),
+        ("../x", "is not a name for an App"),
     ):
         assert cli.invoke(["init", name]) == 64
         assert said in capsys.readouterr().err

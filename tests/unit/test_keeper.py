@@ -156,7 +156,7 @@ def send(keeper: Keeper, *partitions: tuple[str, int]) -> list[tuple[bytes, byte
         assert (topic, partition) == ("shop-count-changelog", 0)
         sent.append((cell, value))
 
-    keeper.last_sends(take, partitions or [("in", 0)])
+    keeper.before_flush(take, partitions or [("in", 0)])
     return sent
 
 
@@ -165,13 +165,13 @@ def test_keeper_sends_each_changed_key_once_and_keeps_it_after_commit(monkeypatc
     restore(keeper)
     for value in (b"1", b"2"):
         kept(keeper, value)
-    assert keeper.writes() == [("in", 0)]
+    assert keeper.changed_partitions() == [("in", 0)]
     assert send(keeper) == [(CELL, b"2"), (HEADER, HEADER_VALUE)]
-    keeper.undone()
-    assert (kept(keeper), keeper.writes()) == (None, [])
+    keeper.aborted()
+    assert (kept(keeper), keeper.changed_partitions()) == (None, [])
     kept(keeper, b"3")
     commit(keeper)
-    keeper.undone()
+    keeper.aborted()
     assert kept(keeper) == b"3"
     assert send(keeper) == [], "nothing changed, and the header is there"
     kept(keeper, b"4")
@@ -346,8 +346,8 @@ def test_keeper_notes_changelog_end_in_offset_metadata(monkeypatch: pytest.Monke
         if change is not None:
             kept(keeper, change)
         send(keeper)
-        said.append(keeper.beside(("in", 0)))
-        keeper.committed() if committed else keeper.undone()
+        said.append(keeper.offset_metadata(("in", 0)))
+        keeper.committed() if committed else keeper.aborted()
     # What was read, and for each transaction with changes their records and its marker; the header is one.
     assert said == [{"state": ["count", end, 1, ("seen",)]} for end in (5, 5, 5, 7)]
     asked: list[int] = []
@@ -386,10 +386,10 @@ def test_keeper_refuses_records_handled_with_other_state(
 def test_start_committed_before_the_restore_is_still_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under auto.offset.reset=latest a start is committed at once, maybe before its changelog was looked at."""
     keeper = keeper_on(monkeypatch, [])
-    unseen = keeper.beside(("in", 0))
+    unseen = keeper.offset_metadata(("in", 0))
     assert unseen == {"state": ["count", -1, 1, ("seen",)]}
     restore(keeper, unseen)
-    assert keeper.beside(("in", 0)) == {"state": ["count", 0, 1, ("seen",)]}
+    assert keeper.offset_metadata(("in", 0)) == {"state": ["count", 0, 1, ("seen",)]}
     there = [note(b"1"), Record("", 0, 0, key=HEADER, value=HEADER_VALUE)]
     with pytest.raises(InputGone, match="has no committed offset"):
         restore(keeper_on(monkeypatch, there), unseen)
@@ -530,7 +530,7 @@ def test_restore_does_not_read_to_a_negative_end() -> None:
 
 def commit(keeper: Keeper) -> None:
     send(keeper)
-    keeper.beside(("in", 0))
+    keeper.offset_metadata(("in", 0))
     keeper.committed()
 
 
@@ -551,11 +551,11 @@ def test_restart_after_aborts_reads_no_known_records(monkeypatch: pytest.MonkeyP
     assert (task.values.position, asked) == (2 + 2 + 1, []), "a record, the header and the marker"
     kept(keeper, b"4")
     send(keeper)
-    keeper.undone()
+    keeper.aborted()
     assert task.values.position == 5
     kept(keeper, b"5")
     send(keeper)
-    keeper.undone()
+    keeper.aborted()
     assert task.values.position == 5, "the answer counts only after a commit, which shows that no other member wrote"
     kept(keeper, b"6")
     commit(keeper)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from eos.cli.chosen import Choice, read_changes, row_of
+from eos.cli.dead_letter_selection import Selection, export_row, read_changes
 from eos.encoding.dead_letters import make_dead_letter
 from eos.errors import UsageError
 from eos.records import Record
@@ -32,20 +32,20 @@ def changes(folder: Path, *lines: object) -> dict[str, Any]:
 def test_a_letter_is_chosen_by_where_it_is_or_was_and_by_why() -> None:
     first, second = letter(), letter(KeyError("x"), msgspec.structs.replace(RECORD, offset=18), 6)
     for choice, chosen in (
-        (Choice(), [first, second]),
-        (Choice(["orders[3]@18"]), [second]),
-        (Choice(["orders.dlq[1]@5", "orders[0]@1"]), [first]),
-        (Choice((), ["KeyError"]), [second]),
-        (Choice(["orders[3]@18"], ["ValueError"]), []),
+        (Selection(), [first, second]),
+        (Selection(["orders[3]@18"]), [second]),
+        (Selection(["orders.dlq[1]@5", "orders[0]@1"]), [first]),
+        (Selection((), ["KeyError"]), [second]),
+        (Selection(["orders[3]@18"], ["ValueError"]), []),
     ):
         assert [each for each in (first, second) if choice(each)] == chosen
-        assert choice.met == len(chosen)
-    assert choice.unmet == set(), "it is there, though for another reason"
-    assert Choice(["orders[3]@19"]).unmet == {"orders[3]@19"}
+        assert choice.selected == len(chosen)
+    assert choice.missing == set(), "it is there, though for another reason"
+    assert Selection(["orders[3]@19"]).missing == {"orders[3]@19"}
 
 
 def test_an_exported_letter_comes_back_as_it_was_or_as_it_was_mended(tmp_path: Path) -> None:
-    row = row_of(letter())
+    row = export_row(letter())
     assert row == {
         "letter": "orders.dlq[1]@5",
         "source": "orders[3]@17",
@@ -59,32 +59,34 @@ def test_an_exported_letter_comes_back_as_it_was_or_as_it_was_mended(tmp_path: P
         "value": "v",
         "headers": [["trace", "t"], ["trace", None]],
     }
-    assert Choice(changes=changes(tmp_path, row, ""))(letter()) == letter()
+    assert Selection(changes=changes(tmp_path, row, ""))(letter()) == letter()
     breaking = letter(record=msgspec.structs.replace(RECORD, value="a\u2028b\u0085c\nd".encode()))
-    as_printed = msgspec.json.encode(row_of(breaking)).decode()
-    assert Choice(changes=changes(tmp_path, as_printed))(breaking) == breaking
-    mended = Choice(changes=changes(tmp_path, {"letter": row["letter"], "value": "w"}, {"letter": "orders.dlq[1]@9"}))
+    as_printed = msgspec.json.encode(export_row(breaking)).decode()
+    assert Selection(changes=changes(tmp_path, as_printed))(breaking) == breaking
+    mended = Selection(
+        changes=changes(tmp_path, {"letter": row["letter"], "value": "w"}, {"letter": "orders.dlq[1]@9"})
+    )
     found = mended(letter())
     assert found is not None
     assert found.record == msgspec.structs.replace(RECORD, value=b"w")
     assert mended(letter(offset=6)) is None
-    assert mended.unmet == {"orders.dlq[1]@9"}
+    assert mended.missing == {"orders.dlq[1]@9"}
 
 
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
         (["{"], "line 1: Expecting property name"),
-        ([{"letter": "a"}, {"value": "b"}], 'line 2: an object with "letter" is expected'),
-        ([[]], 'line 1: an object with "letter" is expected'),
-        ([{"letter": "a"}, {"letter": "a"}], "line 2: a stands on a line before already"),
-        ([{"letter": "a", "valeu": "b"}], "line 1: unknown name 'valeu': there are app, exception, "),
-        ([{"letter": "a", "value": 5}], "line 1: value: a text, null or"),
-        ([{"letter": "a", "key": {"base64": "?"}}], "line 1: key: no base64"),
-        ([{"letter": "a", "timestamp": "x"}], "line 1: timestamp: milliseconds"),
-        ([{"letter": "a", "headers": [["n"]]}], "line 1: headers: a list"),
-        ([{"letter": "a", "headers": [["n", 5]]}], "line 1: header n: a text"),
-        ([{"letter": "a", "headers": [["\ud800", "x"]]}], "line 1: headers: a list"),
+        ([{"letter": "a"}, {"value": "b"}], 'line 2: expected an object with "letter"'),
+        ([[]], 'line 1: expected an object with "letter"'),
+        ([{"letter": "a"}, {"letter": "a"}], "line 2: an earlier line has a too"),
+        ([{"letter": "a", "valeu": "b"}], "line 1: unknown field 'valeu': expected app, exception, "),
+        ([{"letter": "a", "value": 5}], "line 1: value: expected a text, null or"),
+        ([{"letter": "a", "key": {"base64": "?"}}], "line 1: key: invalid base64"),
+        ([{"letter": "a", "timestamp": "x"}], "line 1: timestamp: expected milliseconds"),
+        ([{"letter": "a", "headers": [["n"]]}], "line 1: headers: expected a list"),
+        ([{"letter": "a", "headers": [["n", 5]]}], "line 1: header n: expected a text"),
+        ([{"letter": "a", "headers": [["\ud800", "x"]]}], "line 1: headers: expected a list"),
         (['"' + "[" * 100_000, "["], "line 1: "),
         (["[" * 100_000], "line 1: "),
     ],

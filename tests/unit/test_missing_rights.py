@@ -19,8 +19,8 @@ from eos.kafka.admin.reset import GroupOffsets, parse_target
 from eos.kafka.client.cluster import ClusterAdmin, OpenProducer
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
-from eos.session.producer import TransactionalProducer
-from eos.session.states import Event
+from eos.session.producer.producer import TransactionalProducer
+from eos.session.producer.states import Event
 
 
 def said(resource: str, operation: str) -> str:
@@ -117,7 +117,7 @@ def test_missing_right_names_topic_of_offset_commit(monkeypatch: pytest.MonkeyPa
     def refused(*_: object, **__: object) -> None:
         raise transactional._failed("send_offsets", KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
 
-    monkeypatch.setattr(transactional, "_timed", refused)
+    monkeypatch.setattr(transactional, "_call_timed", refused)
     with pytest.raises(CallFailed) as raised:
         transactional.send_offsets([TopicPartition("in", 0, 5)], None)
     stopped = stop_error(raised.value)
@@ -165,7 +165,7 @@ def test_changelog_error_is_not_blamed_on_an_input_record(call: str, code: int, 
 
     client: Any = SimpleNamespace(
         producer=SimpleNamespace(produce=produce, flush=lambda _: 0),
-        callback_error=None,
+        raise_callback_error=lambda: None,
         delivery_error=None if raised else (KafkaError(code), "log[1]", 5),
     )
     transactional._client = client

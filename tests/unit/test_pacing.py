@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eos.session.pacing import Pacing
+from eos.session.consumer.pacing import Pacing
 
 
 def until(interval_s: float, gathered_s: float) -> float:
     """How long a transaction hands records out that were gathered for so long."""
     pacing = Pacing(interval_s, 5)
-    pacing.gathers(1_000.0)
-    return pacing.began(1_000.0 + gathered_s) - (1_000.0 + gathered_s)
+    pacing.begin_gathering(1_000.0)
+    return pacing.begin(1_000.0 + gathered_s) - (1_000.0 + gathered_s)
 
 
 @given(interval_ms=st.integers(1, 10_000), gathered_ms=st.integers(0, 20_000))
@@ -32,14 +32,14 @@ def test_what_was_just_gathered_leaves_the_whole_interval() -> None:
 
 def test_what_waits_for_a_new_producer_is_not_gathering() -> None:
     pacing = Pacing(0.1, 5)
-    pacing.gathers(1_000.0)
-    pacing.delayed(3.0)
-    assert round(pacing.began(1_003.0), 6) == 1_003.1
+    pacing.begin_gathering(1_000.0)
+    pacing.exclude(3.0)
+    assert round(pacing.begin(1_003.0), 6) == 1_003.1
 
 
 @given(waiting=st.integers(0, 100_000), size=st.integers(0, 100 << 20))
 def test_what_is_fetched_ahead_has_an_end_in_records_and_in_bytes(waiting: int, size: int) -> None:
-    most = after(100).ahead(2_000, waiting, size)
+    most = after(100).most_to_prefetch(2_000, waiting, size)
     assert 0 <= most <= 1_000
     if most:
         assert waiting + most <= 20_000
@@ -49,31 +49,31 @@ def test_what_is_fetched_ahead_has_an_end_in_records_and_in_bytes(waiting: int, 
 def after(size: int, together: int = 1) -> Pacing:
     """Behind a poll that brought a value of so many bytes."""
     pacing = Pacing(0.1, 100_000, together)
-    pacing.saw(size)
+    pacing.observe_size(size)
     return pacing
 
 
 def test_small_records_are_fetched_ahead_in_whole_chunks_behind_a_transaction_that_is_worth_it() -> None:
-    assert after(100).ahead(2_000, 0, 100) == 1_000
-    assert after(100).ahead(2_000, 19_500, 100) == 500
-    assert after(100).ahead(1_999, 0, 100) == 0
+    assert after(100).most_to_prefetch(2_000, 0, 100) == 1_000
+    assert after(100).most_to_prefetch(2_000, 19_500, 100) == 500
+    assert after(100).most_to_prefetch(1_999, 0, 100) == 0
 
 
 def test_a_poll_of_a_backlog_takes_what_a_cache_holds() -> None:
-    assert [after(size).more(0) for size in (0, 100, 256, 1_000, 100_000)] == [1_000, 1_000, 1_000, 256, 100]
+    assert [after(size).most_to_add(0) for size in (0, 100, 256, 1_000, 100_000)] == [1_000, 1_000, 1_000, 256, 100]
     # In whole batches, where a function gets batches: one at least.
-    assert [after(size, 250).more(0) for size in (100, 1_000, 100_000)] == [1_000, 250, 250]
-    assert after(1_000, 5_000).more(0) == 5_000
-    assert after(100).more(99_990) == 10, "and no more than a transaction may take"
+    assert [after(size, 250).most_to_add(0) for size in (100, 1_000, 100_000)] == [1_000, 250, 250]
+    assert after(1_000, 5_000).most_to_add(0) == 5_000
+    assert after(100).most_to_add(99_990) == 10, "and no more than a transaction may take"
 
 
 def test_the_groups_callbacks_are_served_though_there_is_no_room() -> None:
-    assert [Pacing(0.1, 5).first(waiting) for waiting in (0, 4, 5, 9)] == [5, 1, 1, 1]
+    assert [Pacing(0.1, 5).most_to_gather(waiting) for waiting in (0, 4, 5, 9)] == [5, 1, 1, 1]
 
 
 def test_the_pause_behind_aborts_grows_until_a_commit_and_records_that_come_again_are_not_waited_for() -> None:
     pacing, pauses = Pacing(0.1, 5), []
-    pacing.began(0.0)
+    pacing.begin(0.0)
     for _ in range(9):
         pacing.aborted(0.0)
         pauses.append(pacing.pause_left_s(0.0))
@@ -135,7 +135,7 @@ def test_transactions_find_the_size_that_a_slow_cluster_takes(latency_s: float, 
     """Records of 1 KB, 10 s for each transaction, and a start at which every answer is late. At the end at least this
     many records per second are committed."""
     pacing, records, seconds, size = Pacing(0.1, 10_000, timeout_s=10.0), 0, 0.0, 1_000
-    pacing.saw(size)
+    pacing.observe_size(size)
     for turn in range(200):
         taken = pacing.limit
         sending_s = taken * size / bytes_per_s

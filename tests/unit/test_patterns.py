@@ -19,7 +19,8 @@ from eos.errors import CallFailed, ConfigurationError, InputGone, NotAuthorised,
 from eos.kafka.admin.topic_ids import TopicIdWatcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.session.participants import Listener
+from eos.session.consumer.assignment import Assignment
+from eos.session.outcomes import Listener
 from eos.testing import online
 from eos.worker import new_topics
 from eos.worker.new_topics import NewTopics, lacking, require_topics
@@ -346,13 +347,14 @@ def test_a_session_s_own_topics_are_names(make: Callable[[], TransactSession]) -
 class Taking:
     """Stands for a session's membership and notes what it was asked, in order."""
 
-    changed = False
+    assignment = Assignment()
+    start_offsets: Any = SimpleNamespace(locate=lambda assignment: None)
 
     def __init__(self, error: CallFailed | None = None) -> None:
         self.calls: list[object] = []
         self._error = error
 
-    def read_too(self, topics: list[str]) -> None:
+    def subscribe(self, topics: list[str]) -> None:
         self.calls.append(list(topics))
         if self._error is not None:
             raise self._error
@@ -360,15 +362,15 @@ class Taking:
 
 def taking(monkeypatch: pytest.MonkeyPatch, error: CallFailed | None = None) -> tuple[TransactSession, Taking]:
     class Finds(Listener):
-        def new_topics(self) -> list[str]:
+        def find_new_topics(self) -> list[str]:
             return ["new"]
 
     session, membership = TransactSession(SETTINGS, ["in"], listener=Finds()), Taking(error)
     producer: Any = SimpleNamespace(poll=lambda timeout_s: None)
-    session._parts.intake._membership = membership  # type: ignore[assignment]
+    session._parts.fetcher._group_consumer = membership  # type: ignore[assignment]
     give_producer(session, producer)
     monkeypatch.setattr(session._loop, "_recover", membership.calls.append)
-    monkeypatch.setattr(session._parts.intake, "gather", lambda: None)
+    monkeypatch.setattr(session._parts.fetcher, "gather", lambda: None)
     return session, membership
 
 
@@ -378,7 +380,7 @@ def test_new_topic_is_subscribed_between_transactions(monkeypatch: pytest.Monkey
         session._loop._gather()
     assert membership.calls == [["in", "new"]]
     assert session.topics == ["in", "new"], "a consumer that takes this one's place reads it too"
-    assert session._parts.intake._from_beginning == {"new"}
+    assert session._parts.fetcher._handover.from_beginning == {"new"}
 
 
 def test_a_consumer_that_takes_no_subscription_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -615,11 +615,11 @@ def test_a_transaction_is_open_from_its_first_output_on(several: bool) -> None:
 
 
 def test_a_delivery_that_failed_is_not_taken_for_the_record_that_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(error: Exception, send: Send) -> None:
+    def on_produce_error(error: Exception, send: Send) -> None:
         raise CallFailed("delivery", Action.POISON, error)
 
     txn = Txn(refuses=[b"B"])
-    monkeypatch.setattr(txn, "on_produce_error", refused)
+    monkeypatch.setattr(txn, "on_produce_error", on_produce_error)
     Handler(app_of()).handle(txn, records(b"a", b"b"))
     assert txn.failure is not None
     assert txn.failure.record is None

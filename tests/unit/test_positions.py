@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from eos.session.positions import Positions, TopicPartition
+from eos.session.consumer.positions import Positions, TopicPartition
 
 
 class R(NamedTuple):
@@ -28,8 +28,8 @@ def records(partition: TopicPartition, *offsets: int) -> list[R]:
 
 def positions(*fetched: R, **starts: int) -> Positions[R]:
     made: Positions[R] = Positions()
-    made.assigned({A: starts.get("a", 0), B: starts.get("b", 0)})
-    made.fetched(list(fetched))
+    made.assign({A: starts.get("a", 0), B: starts.get("b", 0)})
+    made.add_fetched(list(fetched))
     return made
 
 
@@ -65,10 +65,10 @@ def test_the_next_offset_is_one_after_the_last_record_not_their_number() -> None
 def test_what_the_client_delivers_again_is_dropped_and_counted() -> None:
     known = positions(*records(A, 5, 6, 6, 7, 5), *records(B, 2, 3), *records(A, 7, 8), a=5, b=3)
     assert known.take(9) == [*records(A, 5, 6, 7), *records(B, 3), *records(A, 8)]
-    known.fetched(records(A, 4, 8))
+    known.add_fetched(records(A, 4, 8))
     assert (len(known), known.offsets(), known.repeated) == (0, {A: 9, B: 4}, 6)
     assert known.rewind() == {A: 5, B: 3}
-    known.fetched(records(A, 4, 5, 6))
+    known.add_fetched(records(A, 4, 5, 6))
     assert known.take(9) == records(A, 5, 6), "a rewind's records are no repeated ones"
 
 
@@ -82,7 +82,7 @@ def test_a_rewind_goes_back_to_where_the_transaction_began_in_each_partition() -
 
 def test_a_rewind_leaves_partitions_alone_that_the_transaction_did_not_touch() -> None:
     known = positions(*records(A, 4), *records(B, 7), *records(A, 5), *records(B, 8))
-    known.reached_end(B, 9)
+    known.reach_end(B, 9)
     known.take(1)
     assert known.rewind() == {A: 4}
     assert known.take(9) == records(B, 7, 8)
@@ -106,7 +106,7 @@ def test_after_a_commit_a_rewind_goes_back_to_the_next_transactions_beginning() 
 
 def test_an_end_that_was_seen_is_not_committed_before_the_records_of_a_rewind_came_again() -> None:
     known = positions(*records(A, 0, 1))
-    known.reached_end(A, 5)
+    known.reach_end(A, 5)
     known.take(2)
     known.rewind()
     assert known.offsets() == {}
@@ -114,7 +114,7 @@ def test_an_end_that_was_seen_is_not_committed_before_the_records_of_a_rewind_ca
 
 def test_an_end_is_kept_when_all_that_was_taken_is_given_back() -> None:
     known = positions(*records(A, 0))
-    known.reached_end(A, 5)
+    known.reach_end(A, 5)
     known.take(1)
     known.give_back(1)
     assert known.rewind() == {}
@@ -184,7 +184,7 @@ def test_more_than_was_taken_cannot_be_given_back(count: int) -> None:
 
 def test_an_end_behind_all_records_is_committed_once_the_last_one_is_taken() -> None:
     known = positions(*records(A, 0, 1))
-    known.reached_end(A, 5)  # an aborted tail and a marker lie between
+    known.reach_end(A, 5)  # an aborted tail and a marker lie between
     known.take(1)
     assert known.offsets() == {A: 1}
     known.take(1)
@@ -193,7 +193,7 @@ def test_an_end_behind_all_records_is_committed_once_the_last_one_is_taken() -> 
 
 def test_an_end_without_any_record_is_committed_too_and_only_once() -> None:
     known = positions(a=3)
-    known.reached_end(A, 5)
+    known.reach_end(A, 5)
     assert known.offsets() == {A: 5}
     commit(known)
     assert known.offsets() == {}
@@ -201,14 +201,14 @@ def test_an_end_without_any_record_is_committed_too_and_only_once() -> None:
 
 def test_an_end_that_is_already_committed_asks_for_nothing() -> None:
     known = positions(a=5)
-    known.reached_end(A, 5)
+    known.reach_end(A, 5)
     assert known.offsets() == {}
 
 
 def test_an_old_end_does_not_pull_back_the_offset_of_later_records() -> None:
     known = positions(*records(A, 0))
-    known.reached_end(A, 2)
-    known.fetched(records(A, 2, 3))
+    known.reach_end(A, 2)
+    known.add_fetched(records(A, 2, 3))
     known.take(2)
     assert known.offsets() == {A: 3}
     known.take(1)
@@ -217,7 +217,7 @@ def test_an_old_end_does_not_pull_back_the_offset_of_later_records() -> None:
 
 def test_a_lost_partition_is_forgotten_and_the_others_stay() -> None:
     known = positions(*records(A, 0), *records(B, 0), *records(A, 1))
-    known.reached_end(A, 9)
+    known.reach_end(A, 9)
     assert not known.forget([A]), "the open transaction has nothing of it"
     assert known.take(9) == records(B, 0)
     assert known.offsets() == {B: 1}
@@ -246,8 +246,8 @@ def test_a_partition_that_was_lost_and_came_back_has_each_record_once_after_the_
     known = positions(*records(A, 0, 1))
     known.take(2)
     known.forget([A])
-    known.assigned({A: 0})
-    known.fetched(records(A, 0, 1, 2))
+    known.assign({A: 0})
+    known.add_fetched(records(A, 0, 1, 2))
     assert known.rewind() == {}
     assert known.take(9) == records(A, 0, 1, 2)
 
@@ -262,8 +262,8 @@ def test_an_unknown_outcome_leaves_a_lost_partition_alone() -> None:
 
 def test_a_partition_that_comes_back_begins_at_its_new_start_without_old_records() -> None:
     known = positions(*records(A, 0, 1))
-    known.reached_end(A, 2)
-    known.assigned({A: 2})
+    known.reach_end(A, 2)
+    known.assign({A: 2})
     assert (len(known), known.committed[A], known.offsets()) == (0, 2, {})
 
 
@@ -347,7 +347,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
             self._assign(partition, start)
 
     def _assign(self, partition: TopicPartition, start: int) -> None:
-        self.code.assigned({partition: start})
+        self.code.assign({partition: start})
         self.owned.add(partition)
         self.waiting[partition] = []
         self.ends.pop(partition, None)
@@ -387,7 +387,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
                 self.fetch_at[partition] = offset + 1
                 self.waiting[partition].append(offset)
                 batch.append(R(*partition, offset))
-        self.code.fetched(batch)
+        self.code.add_fetched(batch)
         assert self.code.repeated == self.repeated
 
     @rule(partition=partitions, gap=st.integers(0, 3))
@@ -395,7 +395,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         if partition in self.owned and not any(o >= self.fetch_at[partition] for o in self.log[partition]):
             self.fetch_at[partition] += gap
             self.ends[partition] = self.fetch_at[partition]
-            self.code.reached_end(partition, self.fetch_at[partition])
+            self.code.reach_end(partition, self.fetch_at[partition])
 
     @precondition(lambda self: not self.lost)  # the session hands nothing out after that
     @rule(most=st.integers(1, 9))

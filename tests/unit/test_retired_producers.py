@@ -16,11 +16,11 @@ from eos.kafka.client import watchdog
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.watchdog import CallHung
 from eos.kafka.client.world import REAL
-from eos.session import client as client_module
-from eos.session.client import Client, retire
-from eos.session.producer import TransactionalProducer
-from eos.session.states import Event
-from eos.session.transact import TransactSession
+from eos.session.producer import client as client_module
+from eos.session.producer.client import Client
+from eos.session.producer.producer import TransactionalProducer
+from eos.session.producer.states import Event
+from eos.session.session import TransactSession
 from tests.support import reading
 
 NOBODY: dict[str, Any] = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
@@ -41,7 +41,7 @@ def with_a_client(transactional: TransactionalProducer) -> Client:
 def test_a_replaced_client_is_destroyed_without_the_garbage_collector() -> None:
     client = Client(Settings(NOBODY), "t", reports=False)
     gone = weakref.ref(client)
-    retire(client)
+    client.retire()
     del client
     wait_until("the client is still there, and with it librdkafka's threads", lambda: gone() is None)
     wait_until("who retires it ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
@@ -56,7 +56,7 @@ def test_a_client_in_which_a_call_hangs_is_read_until_it_returns_and_then_destro
     hang = threading.Event()
     with pytest.raises(CallHung):
         client.watchdog.call(hang.wait, timeout_s=0.01)
-    retire(client)
+    client.retire()
     gone = weakref.ref(client)
     del client
     wait_until("its statistics are read, so it is not destroyed", lambda: getattr(gone(), "statistics_seen", 0) > 3)
@@ -86,7 +86,7 @@ def test_a_client_that_something_holds_is_read_and_a_circle_is_collected_in_the_
     client = Client(Settings(OFTEN), "t", reports=False)
     held: list[Any] = [client.producer]
     held.append(held)
-    retire(client)
+    client.retire()
     gone = weakref.ref(client)
     del client, held
     wait_until("its statistics are read while it is held", lambda: getattr(gone(), "statistics_seen", 0) > 3)
@@ -100,10 +100,10 @@ def test_a_client_is_read_while_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(watchdog, "IDLE_INTERVAL_S", 0.01)
     client = Client(Settings(OFTEN), "t", reports=False)
     threads: set[str] = set()
-    client.user_stats = lambda text: threads.add(threading.current_thread().name)
+    client._user_stats = lambda text: threads.add(threading.current_thread().name)
     wait_until("its statistics are read", lambda: client.statistics_seen > 3)
     assert threads == {"eos-t"}
-    retire(client)
+    client.retire()
     wait_until("its thread ends", lambda: all(t.name != "eos-t" for t in threading.enumerate()))
 
 
@@ -115,10 +115,10 @@ def test_what_a_callback_raises_meanwhile_is_kept_for_the_loop(monkeypatch: pyte
     def interrupted(text: str) -> None:
         raise KeyboardInterrupt
 
-    client.user_stats = interrupted
-    wait_until("it is kept", lambda: isinstance(client.callback_error, KeyboardInterrupt))
+    client._user_stats = interrupted
+    wait_until("it is kept", lambda: isinstance(client._callback_error, KeyboardInterrupt))
     assert client.watchdog.call(int, "7", timeout_s=10) == 7, "the thread goes on"
-    retire(client)
+    client.retire()
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="the host's clocks: Linux")
@@ -131,9 +131,9 @@ def test_a_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatc
         time, "clock_gettime", lambda which: now(which) + (slept if which == time.CLOCK_BOOTTIME else 0)
     )
     transactional._open_since, slept = REAL.boot_clock(), 60.0
-    monkeypatch.setattr(transactional, "identity", lambda fresh: Identity(1, 1))
+    monkeypatch.setattr(transactional, "poll_identity", lambda fresh: Identity(1, 1))
     try:
-        situation = transactional.situation()
+        situation = transactional.poll_situation()
         assert situation is not None
         assert 60_000 <= situation.age_ms < 90_000
     finally:

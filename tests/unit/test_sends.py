@@ -12,7 +12,7 @@ import pytest
 from eos import KEEP, App, Out, Record
 from eos.errors import ConfigurationError
 from eos.plain import PlainTransaction
-from eos.session.states import State
+from eos.session.producer.states import State
 from eos.session.transaction import Transaction
 from eos.worker.handling import Kept
 
@@ -37,7 +37,7 @@ def by_app(value: object, arguments: Arguments) -> Any:
 
 def by_session(value: object, arguments: Arguments) -> Any:
     sends: list[Any] = []
-    session = SimpleNamespace(has=lambda txn: True, send=lambda *send: sends.append(send))
+    session = SimpleNamespace(is_open=lambda txn: True, send=lambda *send: sends.append(send))
     Transaction(cast("Any", session), 0.0, 0.0, -1).send("out", value, **arguments)
     return sends[0]
 

@@ -13,10 +13,9 @@ from eos.errors import Action, CallFailed, ConfigurationError, Temporary
 from eos.kafka.client.settings import FUNCTION_OPTIONS, OPTIONS
 from eos.records import FeedResult
 from eos.session.committer import Commit
-from eos.session.participants import Listener
-from eos.session.recovery import Trouble
-from eos.session.steps import MOST_REBUILDS
-from eos.session.transact import TransactSession
+from eos.session.outcomes import Listener
+from eos.session.recovery import MOST_REBUILDS, Trouble
+from eos.session.session import TransactSession
 from eos.session.transaction import Transaction
 from eos.worker.worker import Worker
 from tests.support.sessions import give_producer
@@ -41,7 +40,7 @@ def rebuild(session: TransactSession, times: int) -> None:
 
 def commit_one(session: TransactSession, taken: int = 0) -> None:
     sent = Transaction(session, 0.0, 1.0, -1)
-    sent.starts_commit()
+    sent.start_commit()
     session._parts.outcomes.begun(sent)
     job: Any = SimpleNamespace(result=2.0, error=None)
     offsets = session._parts.positions.offsets()
@@ -50,7 +49,7 @@ def commit_one(session: TransactSession, taken: int = 0) -> None:
 
 def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begins_the_count_anew() -> None:
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
-    session._parts.intake._membership = SimpleNamespace(starts=SimpleNamespace(committed=lambda: None))  # type: ignore[assignment]
+    session._parts.fetcher._group_consumer = SimpleNamespace(start_offsets=SimpleNamespace(committed=lambda: None))  # type: ignore[assignment]
     rebuild(session, MOST_REBUILDS)
     commit_one(session)
     rebuild(session, MOST_REBUILDS)
@@ -64,8 +63,8 @@ def test_what_a_feed_sent_before_its_send_failed_is_told_and_its_records_lead_no
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     failed = CallFailed("produce", Action.REBUILD, RuntimeError("timed out"))
     producer: Any = SimpleNamespace(feed=lambda feed, records: FeedResult(2, 2, failed))
-    membership: Any = SimpleNamespace(lost_sentence=None)
-    session._parts.intake._membership = membership
+    group_consumer: Any = SimpleNamespace(lost_reason=None)
+    session._parts.fetcher._group_consumer = group_consumer
     give_producer(session, producer)
     given, feed = [Record("in", 0, offset) for offset in range(3)], lambda records, sink: FeedResult(0, 0, None)
     assert session._loop.feed(feed, given) == FeedResult(2, 3, None)
@@ -78,27 +77,29 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
     found: list[int] = []
 
     class Finds(Listener):
-        def refused(self, record: Record, failure: CallFailed) -> None:
+        def on_refused(self, record: Record, failure: CallFailed) -> None:
             found.append(record.offset)
 
     settings = {"group.id": "g", "transactional.id": "t", "eos.places.topic": ""}
     session = TransactSession(settings, ["in"], listener=Finds())
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict, replacements={})
     give_producer(session, producer)
-    membership: Any = SimpleNamespace(go_back=lambda rewind: rewind(), starts=SimpleNamespace(committed=lambda: None))
-    session._parts.intake._membership = membership
+    group_consumer: Any = SimpleNamespace(
+        seek=lambda targets: None, start_offsets=SimpleNamespace(committed=lambda: None)
+    )
+    session._parts.fetcher._group_consumer = group_consumer
     refusal = CallFailed("delivery", Action.POISON, RuntimeError("too large"))
-    session._parts.positions.assigned({("in", 0): 0})
+    session._parts.positions.assign({("in", 0): 0})
     at, aborts = 0, 0
     while not found:
-        session._parts.positions.fetched([Record("in", 0, offset) for offset in range(at, 200)])
+        session._parts.positions.add_fetched([Record("in", 0, offset) for offset in range(at, 200)])
         taken = len(session._parts.positions.take(session._parts.pacing.limit))
         if at <= refused_at < at + taken:
             session._loop._carry_out(refusal, {}, None)
             aborts += 1
         else:
             commit_one(session, taken)
-            session._parts.positions.assigned({("in", 0): at + taken})
+            session._parts.positions.assign({("in", 0): at + taken})
             at += taken
     assert found == [refused_at]
     assert aborts <= 9
@@ -109,8 +110,8 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
 def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict)
-    membership: Any = SimpleNamespace(go_back=lambda _: None)
-    session._parts.intake._membership = membership
+    group_consumer: Any = SimpleNamespace(seek=lambda targets: None)
+    session._parts.fetcher._group_consumer = group_consumer
     give_producer(session, producer)
     raw = KafkaError(KafkaError.ILLEGAL_GENERATION, "in((null))[3](Broker: Specified group generation id is not valid)")
     asked = CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))

@@ -15,7 +15,7 @@ from confluent_kafka import Consumer, Producer
 from eos.errors import ConfigurationError
 from eos.kafka.client.settings import OPTIONS, REFUSALS, RESERVED, Settings, instance_id_for, load, parse_flag
 from eos.plain import Transactions
-from eos.session.transact import TransactSession
+from eos.session.session import TransactSession
 
 
 def refused(values: dict[str, Any]) -> str:

@@ -10,15 +10,17 @@ import pytest
 # Each sets handlers around the block in which `body` runs, as a worker's function does.
 AROUND = {
     "worker": """
-from eos.session.stopping import StopSignals
+from eos.session.signals import StopSignals
 session = SimpleNamespace(settings={"eos.shutdown.timeout.ms": 30_000}, stop_requested=False)
+session.stop = lambda: vars(session).update(stop_requested=True)
 with StopSignals(session):
     body()
 assert not session.stop_requested
 """,
     "worker that stops": """
-from eos.session.stopping import StopSignals
+from eos.session.signals import StopSignals
 session = SimpleNamespace(settings={"eos.shutdown.timeout.ms": 30_000}, stop_requested=False)
+session.stop = lambda: vars(session).update(stop_requested=True)
 with StopSignals(session):
     os.kill(os.getpid(), signal.SIGTERM)
     body()
@@ -26,8 +28,8 @@ with StopSignals(session):
 assert session.stop_requested
 """,
     "start": """
-from eos.cli.run import _stop_before_the_start
-with _stop_before_the_start() as begun:
+from eos.cli.run import _stop_before_start
+with _stop_before_start() as begun:
     begun()
     body()
 """,
@@ -39,10 +41,11 @@ with supervisor.hearing_signals():
 assert not supervisor._signals
 """,
     "one in the other": """
-from eos.cli.run import _stop_before_the_start
-from eos.session.stopping import StopSignals
+from eos.cli.run import _stop_before_start
+from eos.session.signals import StopSignals
 session = SimpleNamespace(settings={"eos.shutdown.timeout.ms": 30_000}, stop_requested=False)
-with _stop_before_the_start() as begun, StopSignals(session):
+session.stop = lambda: vars(session).update(stop_requested=True)
+with _stop_before_start() as begun, StopSignals(session):
     body()
 assert not session.stop_requested
 """,

@@ -12,7 +12,7 @@ import pytest
 from eos import App, Record, Settings
 from eos.app.routes import Route
 from eos.errors import ConfigurationError
-from eos.session.participants import Outcome
+from eos.session.outcomes import Outcome
 from eos.worker.slowness import Slowness
 
 SETTINGS = {"transaction.timeout.ms": 2_000, "max.poll.interval.ms": 12_000}

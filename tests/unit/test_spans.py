@@ -9,7 +9,7 @@ import pytest
 
 from eos import App, Record, Settings
 from eos.errors import ConfigurationError
-from eos.session.participants import Outcome
+from eos.session.outcomes import Outcome
 from eos.worker.handling import Handler, Kept
 from eos.worker.hooks import Hooks
 from eos.worker.spans import Spans

@@ -313,13 +313,13 @@ def test_task_sees_own_changes_and_drops_aborted_ones() -> None:
     task, cell = Task(), cell_of("s", b"k")
     task.put(cell, b"1")
     assert task.get(cell) == b"1"
-    task.discard_changes()
+    task.roll_back()
     assert task.get(cell) is None
     task.put(cell, b"2")
     task.committed(0.0)
     task.put(cell, None)
     assert task.get(cell) is None
-    task.discard_changes()
+    task.roll_back()
     assert (task.get(cell), len(task.values)) == (b"2", 1)
     cells = [("s", b"", b""), ("store", b"\0k", b"\0f"), ("store", b"k", b"f")]
     assert [parse_cell(cell_of(*cell)) for cell in cells] == cells

@@ -69,7 +69,7 @@ def test_map_is_a_dict_read_in_order(
     open_: dict[Any, list[int]] = {}
     for step in data.draw(st.lists(STEPS, max_size=25)):
         if step in ("commit", "abort"):
-            (lambda: task.committed(0.0) if step == "commit" else task.discard_changes())()
+            (lambda: task.committed(0.0) if step == "commit" else task.roll_back())()
             committed, open_ = (open_, open_) if step == "commit" else (committed, committed)
             continue
         seen: MapState[Any, list[int]] = MapState(compiled, task, encode_key(row_key))

@@ -161,7 +161,7 @@ def test_ordered_state_matches_dict_and_list_through_aborts(
             task.committed(0.0)
             committed = walk.map.copy(), walk.list.copy()
         if then == "abort":
-            task.discard_changes()
+            task.roll_back()
             walk.map, walk.list = committed[0].copy(), committed[1].copy()
         if then == "restart":
             task = Task(values)
@@ -309,12 +309,12 @@ def test_abort_restores_bounds() -> None:
     record(task, lambda each: each.update({n: n for n in range(5)}))
     record(task, lambda each: next(iter(each)))
     task.committed(0.0)
-    for end in (task.discard_changes, lambda: task.committed(0.0)):
+    for end in (task.roll_back, lambda: task.committed(0.0)):
         record(task, lambda each: [each.pop(next(iter(each))) for _ in range(3)])
         low = MAP.field(2) + b"\0"
         assert task.bounds(ROW) == Bounds(low, MAP.field(4) + b"\0") or task.bounds(ROW).low == low
         end()
-        assert (task.bounds(ROW).low == low) is (end != task.discard_changes)
+        assert (task.bounds(ROW).low == low) is (end != task.roll_back)
     record(task, lambda each: each.update({0: 0}))
     assert task.bounds(ROW).low == MAP.field(0), "a change of a row that is not read in order counts too"
 

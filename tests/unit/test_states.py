@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from eos.errors import IllegalState
-from eos.session.states import OPEN, TABLE, Event, Machine, State
+from eos.session.producer.states import OPEN, TABLE, Event, Machine, State
 
 STATES = dict(zip(["Unin", "Redy", "InTx", "Comm", "Abrt", "AErr", "Fncd", "Fatl"], State, strict=True))
 # A dot is an illegal call; the columns are in the order of Event.

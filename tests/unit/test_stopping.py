@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from eos.errors import IllegalState, Temporary
-from eos.session.participants import Listener
-from eos.session.transact import TransactSession
+from eos.session.outcomes import Listener
+from eos.session.session import TransactSession
 from tests.unit.test_world import ALL, SETTINGS, Script
 
 
@@ -26,7 +26,7 @@ def test_a_stop_in_the_body_lets_the_open_transaction_end_and_no_other_begin() -
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_loop_that_waits_for_records(number: signal.Signals) -> None:
     class Ears(Listener):
-        def idle(self) -> None:
+        def on_idle(self) -> None:
             if session.counters.records_in == len(ALL):
                 signal.raise_signal(number)
 
@@ -43,7 +43,7 @@ def test_a_signal_ends_a_loop_that_waits_for_records(number: signal.Signals) -> 
 def test_a_second_signal_gives_the_open_transaction_up() -> None:
     script = Script()
     with (
-        pytest.raises(Temporary, match=r"asked a second time.*: what was not committed yet was given up"),
+        pytest.raises(Temporary, match=r"requested a second time.*: the open transaction was given up"),
         TransactSession(SETTINGS, ["in"], world=script.world) as session,
         session.stopping_on_signals(),
     ):
@@ -89,14 +89,14 @@ def test_what_a_poll_brings_behind_a_stop_begins_no_transaction() -> None:
     script = Script()
     session = TransactSession(SETTINGS, ["in"], world=script.world)
     with session:
-        poll = session._parts.intake.gather
+        poll = session._parts.fetcher.gather
 
         def stopped_meanwhile() -> None:
             poll()
             if len(session._parts.positions):
                 session.stop()
 
-        session._parts.intake.gather = stopped_meanwhile  # type: ignore[method-assign]
+        session._parts.fetcher.gather = stopped_meanwhile  # type: ignore[method-assign]
         assert list(session) == []
     assert "begin" not in script.calls
 

@@ -115,7 +115,7 @@ def test_suites_that_share_brokers_and_are_equally_deep_are_run_as_one(deep: tup
     [
         (["docs/howto/shim.md", "README.md", "tests/unit/test_cli.py"], set()),
         (["eos/shim/lane.py"], {"shim"}),
-        (["eos/session/transact.py"], {"broker", "containers", "spark", "state"}),
+        (["eos/session/session.py"], {"broker", "containers", "spark", "state"}),
         (["spark_connector/sink.py", "docs/howto/spark.md"], {"spark"}),
         (["tests/broker/test_topic.py", "tests/shim/test_trace.py"], {"broker", "shim"}),
         (["tests/support/reading.py"], EVERY),

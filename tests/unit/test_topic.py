@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eos import cli
-from eos.cli.written import bytes_of, header_json, headers_text, json_of, text_of
+from eos.cli.rendering import bytes_as_json, bytes_as_text, bytes_from_json, header_as_json, headers_as_text
 from eos.encoding import lineage
 from eos.encoding.dead_letters import make_dead_letter
 from eos.errors import Unavailable
@@ -117,34 +117,34 @@ def test_new_topic_is_queried_again(error: int, patient: bool) -> None:
 
 
 def test_bytes_are_shown_as_text_and_cannot_move_the_cursor() -> None:
-    assert text_of('žluť {"a": 1}'.encode()) == 'žluť {"a": 1}'
-    assert text_of(b"a\x1b[2Jb\nc\x00") == r"a\x1b[2Jb\nc\x00"
-    assert text_of(b"\xff\xfe") == r"b'\xff\xfe'"
+    assert bytes_as_text('žluť {"a": 1}'.encode()) == 'žluť {"a": 1}'
+    assert bytes_as_text(b"a\x1b[2Jb\nc\x00") == r"a\x1b[2Jb\nc\x00"
+    assert bytes_as_text(b"\xff\xfe") == r"b'\xff\xfe'"
 
 
 @given(st.none() | st.binary() | st.text().map(str.encode))
 def test_bytes_written_as_json_round_trip(data: bytes | None) -> None:
-    assert bytes_of(json.loads(json.dumps(json_of(data)))) == data
+    assert bytes_from_json(json.loads(json.dumps(bytes_as_json(data)))) == data
 
 
 @pytest.mark.parametrize("given", [5, ["a"], {"base64": 5}, {"base64": "a"}, {"base64": "YQ==", "more": "1"}, {}])
 def test_json_without_bytes_is_refused(given: object) -> None:
     with pytest.raises(ValueError, match="base64"):
-        bytes_of(given)
+        bytes_from_json(given)
 
 
 def test_own_headers_are_shown_as_text() -> None:
     mark = ("eos-lineage", lineage.encode(lineage.Source("in", 2, 9, 0, 2, 17)))
-    assert headers_text([("a", b"1"), mark]) == ["a=1", "(output 1 of 2 of in[2]@9, number 17)"]
-    assert header_json(*mark) == {"topic": "in", "partition": 2, "offset": 9, "i": 0, "n": 2, "number": 17}
+    assert headers_as_text([("a", b"1"), mark]) == ["a=1", "(output 1 of 2 of in[2]@9, number 17)"]
+    assert header_as_json(*mark) == {"topic": "in", "partition": 2, "offset": 9, "i": 0, "n": 2, "number": 17}
     strangers = ("eos-lineage", b"\xff")
-    assert headers_text([strangers, ("b", None)]) == [r"eos-lineage=b'\xff'", "b=(null)"]
-    assert header_json(*strangers) == {"base64": "/w=="}
+    assert headers_as_text([strangers, ("b", None)]) == [r"eos-lineage=b'\xff'", "b=(null)"]
+    assert header_as_json(*strangers) == {"base64": "/w=="}
     failed = Record("in", 2, 9, 5, None, b"v", [("a", b"1")])
     letter = make_dead_letter(failed, ValueError("no\x1b[2J price"), app="shop", function="total")[-1] or []
     said = r"(dead letter of shop/total, from in[2]@9: ValueError: no\x1b[2J price)"
-    assert headers_text(letter) == ["a=1", said]
-    assert headers_text([*letter, mark, ("eos-dlq-replays", b"2")]) == [
+    assert headers_as_text(letter) == ["a=1", said]
+    assert headers_as_text([*letter, mark, ("eos-dlq-replays", b"2")]) == [
         "a=1",
         "(output 1 of 2 of in[2]@9, number 17)",
         said.replace("@9:", "@9, replays: 2:"),
@@ -154,9 +154,9 @@ def test_own_headers_are_shown_as_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("tail", "a b"), "'a b' is not the name of a topic"),
-        (("send", "..", "x"), "'..' is not the name of a topic"),
-        (("create", "ok", "a/b"), "'a/b' is not the name of a topic"),
+        (("tail", "a b"), "'a b' is not a topic name"),
+        (("send", "..", "x"), "'..' is not a topic name"),
+        (("create", "ok", "a/b"), "'a/b' is not a topic name"),
         (("send", "t", "x", "--header", "nothing"), "--header nothing: expected NAME=VALUE"),
         (("send", "t", "k:x", "--key", "k", "-K", ":"), "--key and --key-separator exclude each other"),
         (("tail", "t", "--follow", "--until-end"), "--follow and --until-end exclude each other"),

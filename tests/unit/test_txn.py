@@ -68,11 +68,11 @@ def test_states_are_those_of_kafka_in_any_case_and_another_is_refused_with_their
     txn.list_(state=["ongoing", "EMPTY"], json=True)
     assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["Ongoing", "Empty"]
     txn.list_(state=["dead"], prefix="app")
-    assert capsys.readouterr().out == "no transactional.id that begins with app is in state Dead\n"
+    assert capsys.readouterr().out == "no transactional.id with prefix app in state Dead\n"
     with pytest.raises(UsageError) as raised:
         txn.list_(state=["Ongoing", "Foo"])
     assert raised.value.exit_code == 64
-    assert str(raised.value).startswith("--state Foo: there is no such state; there are CompleteAbort, CompleteCommit,")
+    assert str(raised.value).startswith("--state Foo: must be one of CompleteAbort, CompleteCommit,")
 
 
 def test_the_end_of_a_transactional_id_is_told_with_before_and_after(
@@ -116,6 +116,6 @@ def test_where_nothing_hangs_nothing_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(txn, "find_open", lambda *_: [])
-    with pytest.raises(Unavailable, match=r"no transaction hangs on t\[3\]"):
+    with pytest.raises(Unavailable, match=r"no hanging transaction on t\[3\]"):
         txn.abort(topic="t", partition=3, yes=True, json=True)
     assert capsys.readouterr().out == ""

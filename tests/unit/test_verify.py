@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from eos.app.definition import App
 from eos.app.lineage import Ledger, check_route, with_lineage
 from eos.app.routes import feed_from
-from eos.cli.verify import NothingToExamine, _tell
+from eos.cli.verify import NothingToExamine, _print_result
 from eos.encoding.lineage import HEADER, Source, Tally, decode, encode, tally_of
 from eos.errors import ConfigurationError
 from eos.records import FeedResult, Out, Record
@@ -74,7 +74,7 @@ A = ("a", 0)
 
 
 def written(ledger: Ledger) -> str:
-    return json.dumps({"instance": "x", **ledger.beside(A)})
+    return json.dumps({"instance": "x", **ledger.offset_metadata(A)})
 
 
 def test_counts_continue_after_the_last_commit() -> None:
@@ -110,7 +110,7 @@ def test_aborted_counts_are_counted_again() -> None:
     ledger.count(A, 1)
     ledger.committed()
     ledger.count(A, 5)
-    ledger.undone()
+    ledger.aborted()
     assert (ledger.count(A, 1), ledger.tally(A)) == (1, Tally(0, 2, 2))
 
 
@@ -449,7 +449,7 @@ def test_nothing_decidable_gives_no_verdict(history: History) -> None:
     found = history.judged()
     assert (found.report.verdicts, len(found.notes)) == ((), 4)
     with pytest.raises(NothingToExamine):
-        _tell(found, "group", ["out"], None)
+        _print_result(found, "group", ["out"], None)
 
 
 def test_inputs_missing_without_retention_are_a_violation(history: History) -> None:
@@ -622,8 +622,8 @@ def test_output_without_lineage_leaves_unexpected_undecided(
     (note,) = found.notes
     assert note.startswith("1 output carries no lineage (out[0]@9): another program wrote them")
     assert note.endswith("whether they have an input is not decided")
-    assert _tell(found, "group", ["out"], None) == 0
-    assert "holds, as far as it could be decided" in " ".join(capsys.readouterr().out.split())
+    assert _print_result(found, "group", ["out"], None) == 0
+    assert "holds; some checks are undecided" in " ".join(capsys.readouterr().out.split())
     cluster.strangers = 7
     assert "(out[0]@9, out[0]@10, out[0]@11, ...)" in verify("servers", ["in"], ["out"], "group").notes[0]
 

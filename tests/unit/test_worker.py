@@ -14,7 +14,7 @@ import eos.worker.worker
 from eos import App, Out, Record
 from eos.errors import ConfigurationError
 from eos.kafka.client.world import World
-from eos.session.participants import Outcome
+from eos.session.outcomes import Outcome
 from eos.worker.handling import Kept
 from eos.worker.worker import Worker
 
@@ -69,7 +69,9 @@ def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
 
     worker = Worker(app, eos.Settings(SETTINGS), world=World(now=lambda: clock.now))
     session: Any = worker.session
-    session._parts.intake._membership = SimpleNamespace(owned={("a", 0), ("b", 0)})
+    session._parts.fetcher._group_consumer = SimpleNamespace(
+        assignment=SimpleNamespace(reading=frozenset({("a", 0), ("b", 0)}))
+    )
     session._parts.producer = SimpleNamespace(who=dict)
     session._parts.positions.committed = {("a", 0): 0, ("b", 0): 0}
     worker._slice = 100
@@ -88,7 +90,7 @@ def attempt(worker: Worker, clock: Clock, given: list[Record], outcome: Outcome 
         at: Any = worker.session._parts.positions.committed
         handled = given[: len(given) - len(txn.waiting)]
         at |= {(record.topic, record.partition): record.offset + 1 for record in handled}
-    worker.ended(txn, outcome)
+    worker.on_end(txn, outcome)
     return list(txn.waiting)
 
 

@@ -21,7 +21,7 @@ from eos.kafka.client.cluster import TransactionalIdState
 from eos.kafka.client.watchdog import Job
 from eos.kafka.client.world import World
 from eos.records import Committed
-from eos.session.participants import Listener, Outcome
+from eos.session.outcomes import Listener, Outcome
 
 PACKAGE = Path(eos.__file__).parent
 # How a client is made and logs in, a clock and a call that can hang are the outside itself; the supervisor is a process
@@ -300,34 +300,34 @@ class Follows:
         self.told += [f"restore {max(at.offset, 0)}" for at in starts.values()]
         return starts.keys()
 
-    def writes(self) -> Collection[tuple[str, int]]:
+    def changed_partitions(self) -> Collection[tuple[str, int]]:
         return self.writing
 
-    def last_sends(self, send: Callable[..., None], partitions: Collection[tuple[str, int]]) -> None:
+    def before_flush(self, send: Callable[..., None], partitions: Collection[tuple[str, int]]) -> None:
         self.fenced.append(set(partitions))
         if self.sends:
             send("changelog", b"state", b"key", 0, 0)
 
-    def beside(self, partition: tuple[str, int]) -> Mapping[str, object]:
-        self.told.append("beside")
+    def offset_metadata(self, partition: tuple[str, int]) -> Mapping[str, object]:
+        self.told.append("offset metadata")
         return {}
 
     def committed(self) -> None:
         self.told.append("committed")
         self.writing = []
 
-    def undone(self) -> None:
-        self.told.append("undone")
+    def aborted(self) -> None:
+        self.told.append("aborted")
 
 
 def copied(script: Script, **settings: object) -> TransactSession:
     """A session in that world has copied all records of `in`, five in a transaction."""
 
     class Ears(Listener):
-        def idle(self) -> None:
+        def on_idle(self) -> None:
             session.stop_requested = script.committed == 10 or script.time > 60
 
-        def ended(self, transaction: Transaction, outcome: Outcome) -> None:
+        def on_end(self, transaction: Transaction, outcome: Outcome) -> None:
             script.outcomes.append(outcome.value)
             script.owned.append(len(session.assignment))
 
@@ -351,7 +351,7 @@ def test_a_session_commits_in_a_world_without_a_broker() -> None:
     assert script.calls == ["init", "init", *one, *one]  # both transactional.ids are fenced at the start
     assert (session.counters.transactions, session.counters.records_in, session.counters.aborts) == (2, 10, 0)
     assert script.outcomes == ["committed"] * 2
-    assert script.follows.told == ["restore 0", *["beside", "committed"] * 2]
+    assert script.follows.told == ["restore 0", *["offset metadata", "committed"] * 2]
 
 
 def test_participant_that_writes_alone_commits_the_unmoved_offset() -> None:
@@ -392,7 +392,7 @@ def test_an_abort_in_it_hands_the_records_out_again() -> None:
     assert session.counters.replacements == {"abort": 1}
     assert script.calls[2:9] == ["begin", "flush", "offsets", "abort", "init", "begin", "flush"]
     assert script.outcomes == ["aborted", "committed", "committed"]
-    assert script.follows.told == ["restore 0", "beside", "undone", *["beside", "committed"] * 2]
+    assert script.follows.told == ["restore 0", "offset metadata", "aborted", *["offset metadata", "committed"] * 2]
 
 
 def test_transaction_that_times_out_is_followed_by_smaller_ones(caplog: pytest.LogCaptureFixture) -> None:
@@ -426,7 +426,7 @@ def test_what_another_member_committed_is_not_taken_for_ours() -> None:
     script.when["commit"] = lambda: vars(script).update(committed=5, beside='{"v": 1, "instance": "other", "n": 1}')
     copied(script)
     assert script.outcomes == ["unknown", "committed"]
-    assert script.follows.told == ["restore 0", "beside", "undone", "beside", "committed"]
+    assert script.follows.told == ["restore 0", "offset metadata", "aborted", "offset metadata", "committed"]
 
 
 @pytest.mark.parametrize("recreated", [False, True])
@@ -460,8 +460,8 @@ def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
     assert script.outcomes == ["unknown", "committed", "committed"]
     assert script.owned == [1, 1, 1], "whoever hears of an end can tell whose partitions are whose"
     assert script.follows.told == [
-        *("restore 0", "beside", "undone"),
-        *("forget", "restore 0", "beside", "committed", "beside", "committed"),
+        *("restore 0", "offset metadata", "aborted"),
+        *("forget", "restore 0", "offset metadata", "committed", "offset metadata", "committed"),
     ]
 
 

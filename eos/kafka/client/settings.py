@@ -529,7 +529,7 @@ def _check_timeouts(settings: Settings) -> None:
             f"message.timeout.ms={number('message.timeout.ms')} must be between 1 and transaction.timeout.ms="
             f"{timeout_ms}: a record must not be sent after the broker ended its transaction"
         )
-    # eos/session/evidence.py detects retries by these.
+    # eos/session/producer/retry_evidence.py detects retries by these.
     for name in RETRY_BACKOFF_DEFAULTS:
         if name in settings.values and number(name) < MINIMUM_RETRY_BACKOFF_MS:
             raise ConfigurationError(

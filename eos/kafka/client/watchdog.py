@@ -107,6 +107,10 @@ class Watchdog:
         finally:
             del job  # as in `_work`
 
+    def abandon(self) -> None:
+        """Refuse further calls, because one is running that may never return."""
+        self.hung = True
+
     def join(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for the thread to end after `close`. Return True if it has ended."""
         self._thread.join(timeout_s)

@@ -1,1 +1,1 @@
-"""Upstream addresses: where they hide in responses, which local port stands for which broker, and that none leaks."""
+"""Replace the brokers' addresses in responses by local ports, and stop responses that would leak one."""

@@ -1,8 +1,8 @@
-"""Which local port stands for which upstream broker.
+"""Map upstream brokers to local ports.
 
-Owns that map. A broker is known by its node id; an upstream named on the command line is known by its address until a
-response says which node has that address. A broker that comes back at another address keeps its local port. It must
-never forget an address: all of them are watched for by the leak detector.
+A broker is identified by its node id. An upstream from the command line is identified by its address until a response
+shows its node id. A broker that returns at another address keeps its local port. The book must never forget an address,
+because the leak detector searches for all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Address = tuple[str, int]
 
 @dataclass(eq=False)
 class Endpoint:
-    """One local port and the upstream broker behind it."""
+    """Pair a local port with its upstream broker."""
 
     upstream: Address
     node_id: int | None = None
@@ -31,7 +31,7 @@ class Endpoint:
 
 
 class AddressBook:
-    """`opened` is called with each new endpoint and must give it its local port and advertised address."""
+    """Keep the endpoints. `opened` is called with each new one and must set its local port and advertised address."""
 
     def __init__(self, bootstrap: Iterable[Address], opened: Callable[[Endpoint], None]) -> None:
         self._opened = opened
@@ -39,18 +39,18 @@ class AddressBook:
         self._by_node: dict[int, Endpoint] = {}
         self._ours: set[Address] = set()
         self._upstream: set[Address] = set()
-        self.needles: dict[bytes, str] = {}  # bytes that must not reach a client -> the address they are
+        self.needles: dict[bytes, str] = {}  # bytes that must not reach a client -> their address
         for address in bootstrap:
             self._open(Endpoint(address))
 
     def translate(self, node_id: int, host: str, port: int) -> Address:
-        """What to tell a client instead of `host:port` of `node_id`; opens a port for a broker not seen before."""
+        """Return the address for clients of the broker `node_id` at `host:port`. Opens a port for a new broker."""
         address = (host, port)
         endpoint = self._by_node.get(node_id)
         if endpoint is not None and endpoint.upstream == address:
             return endpoint.advertised
         if address in self._ours:
-            return address  # the broker already advertises us
+            return address  # the broker already advertises the shim
         if endpoint is None:
             endpoint = self._adopt(node_id, address)
         else:
@@ -78,15 +78,15 @@ class AddressBook:
     def _watch(self, address: Address) -> None:
         if address not in self._upstream and address not in self._ours:
             self._upstream.add(address)
-            # A new dict each time: a scan under way keeps the one it began with.
+            # A new dict each time: a scan in progress keeps the one it began with.
             self.needles = self.needles | dict.fromkeys(_needles(address), f"{address[0]}:{address[1]}")
 
 
 def _needles(address: Address) -> Iterator[bytes]:
-    """How an address looks inside a message: a host with its length, and right behind it the port.
+    """Return the encodings of an address in a message: the host's length, the host, and the port.
 
-    The length keeps `kafka:9092` from being seen in `my-kafka:9092`. It is compact or not, and the port has 16 bits
-    in the raft APIs.
+    With the length, `kafka:9092` is not found in `my-kafka:9092`. It is compact or not, and the port has 16 bits in the
+    raft APIs.
     """
     host, port = address
     for flexible in (True, False):

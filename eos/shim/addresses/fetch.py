@@ -1,9 +1,8 @@
-"""NodeEndpoints of Fetch responses (v16 and later, KIP-951), found behind up to 50 MB of records.
+"""Replace or hide the NodeEndpoints of Fetch responses (v16 and later, KIP-951), which follow up to 50 MB of records.
 
-Owns the layout of Fetch responses. A frame that is at hand whole is rewritten like the others; of one that streams by,
-the number of bytes cannot change any more, so its NodeEndpoints are hidden instead: tag 0 becomes a tag no client knows
-and its value zeros. The client then learns the new leader from Metadata, as before KIP-951. It must never look at
-records.
+The module owns the layout of Fetch responses. A whole frame is rewritten like other responses. The size of a streamed
+frame cannot change, so its NodeEndpoints are hidden instead: tag 0 becomes an unknown tag, and its value zeros. The
+client then learns the new leader from Metadata, as before KIP-951. It must never look at records.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from eos.shim.wire.frames import Piece
 from eos.shim.wire.headers import RESPONSE_HEAD
 from eos.shim.wire.walk import Layout, Walk
 
-# One byte long as varint, like tag 0, and far from what KIPs will use up.
+# One byte long as a varint, like tag 0, and far above the tags that KIPs use.
 _UNKNOWN_TAG = 0x7F
 
 
 def find(frame: bytes) -> Found:
-    """The addresses in a whole Fetch response of a version in `layouts.KNOWN`."""
+    """Return the addresses in a whole Fetch response of a version in `layouts.KNOWN`. Raises Malformed."""
     tags_at: list[int] = []
 
     def layout(at: Walk) -> Layout:
@@ -35,7 +34,10 @@ def find(frame: bytes) -> Found:
 
 
 class HideEndpoints:
-    """A `Stream` over one Fetch response of `size` bytes; Malformed when its layout does not end where it does."""
+    """Hide the endpoints in a stream of one Fetch response of `size` bytes.
+
+    Raises Malformed if the layout does not end with the frame.
+    """
 
     def __init__(self, size: int) -> None:
         self._left = size
@@ -47,8 +49,8 @@ class HideEndpoints:
         self._walk.feed(piece)
         self._left -= len(piece)
         if self._walk.position != start + len(piece) or self._walk.done != (self._left == 0):
-            # Fails closed before the last piece: addresses may be where they were not looked for.
-            raise Malformed("a Fetch response that cannot be followed")
+            # Fail before the last piece is forwarded: it may contain addresses in unexpected places.
+            raise Malformed("a Fetch response does not match its layout")
         if not self._hidden:
             return piece
         changed = bytearray(piece)
@@ -64,8 +66,7 @@ class HideEndpoints:
             tag_at = at.position
             tag = yield from walk.uvarint()
             if tag == 0:
-                # NodeEndpoints' tag is one byte and was read just now. Its size may only come with the next piece: at
-                # once, then, or it would have passed.
+                # Hide the tag now: it is one byte in this piece, and the field's size may only come with the next one.
                 self._hidden.append((tag_at, tag_at + 1, _UNKNOWN_TAG))
             size = yield from walk.uvarint()
             if tag == 0:

@@ -1,8 +1,8 @@
-"""The job that keeps clients on the shim: rewrites addresses, and fails closed where one would leak.
+"""Keep clients on the shim by rewriting addresses, and close a connection before an address would leak.
 
-Always in the pipeline, on the broker's side of the other jobs. It must never let a response go on that it could not
-follow to its end. The last look at what goes to a client knows no layout, so it also works where that is not known: an
-API or a version newer than this program.
+The job is always in the pipeline, on the broker's side of the other jobs. It must never forward a response that it
+could not read to its end. The final search for addresses needs no layout, so it also covers APIs and versions that are
+newer than this program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from eos.shim.pipeline import Exchange, Job
 from eos.shim.wire import api
 from eos.shim.wire.frames import Piece, Stream
 
-# Addresses of controllers, in APIs that clients hardly use: not rewritten, only watched.
+# APIs with addresses of controllers, which clients rarely use. Responses are searched and not rewritten.
 # Vote, BeginQuorumEpoch, EndQuorumEpoch, DescribeQuorum, FetchSnapshot, UpdateRaftVoter
 _WATCHED = frozenset({52, 53, 54, 55, 59, 82})
 
@@ -44,7 +44,7 @@ class AddressJob(Job):
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         key, version = exchange.api_key, exchange.version
         if key == api.FETCH:
-            # Its records are the user's and may say anything: the last look is for what is not records.
+            # Records may contain any bytes, so a Fetch response is not searched.
             return layouts.rewrite(frame, fetch.find(frame), True, self._book.translate)
         found = layouts.find(key, version, frame)
         made = layouts.rewrite(frame, found, api.is_flexible(key, version), self._book.translate)
@@ -62,14 +62,14 @@ def _what(exchange: Exchange) -> str:
 
 
 def check(frame: bytes, needles: Mapping[bytes, str], what: str) -> None:
-    """Raises Leak when one of the needles is in the frame."""
+    """Raise Leak if one of the needles is in the frame."""
     for needle, address in needles.items():
         if needle in frame:
             raise Leak(f"the upstream address {address} is in {what}")
 
 
 class LeakScan:
-    """A `Stream` that checks one frame; an address across two pieces is found before its last byte passes."""
+    """Search a stream of one frame. An address that spans two pieces is found before its last byte is forwarded."""
 
     def __init__(self, needles: Mapping[bytes, str], what: str) -> None:
         self._needles, self._what = needles, what

@@ -1,9 +1,9 @@
-"""Finds every broker address in a whole response frame, field by field, and puts others in their places.
+"""Find every broker address in a whole response frame, field by field, and replace it.
 
-Owns the layouts of the responses that carry addresses: Metadata, FindCoordinator (batched since v4, KIP-699),
-DescribeCluster, NodeEndpoints of Produce since v10 (KIP-951), ShareFetch and ShareAcknowledge (KIP-932); Fetch is in
-fetch.py, because its frames are large. Changed are the addresses, the size of the tagged field around them and that of
-the frame; the rest is copied byte for byte.
+The module owns the layouts of the responses that contain addresses: Metadata, FindCoordinator (batched since v4,
+KIP-699), DescribeCluster, NodeEndpoints of Produce since v10 (KIP-951), ShareFetch and ShareAcknowledge (KIP-932).
+Fetch is in fetch.py because its frames are large. A rewrite changes the addresses, the size of the tagged field around
+them and the frame's size; it copies the rest byte for byte.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eos.shim.wire.headers import response_body
 
 
 class Spot(NamedTuple):
-    """One address: bytes [start, end) of the frame are its host (with length) and its port."""
+    """Locate one address: bytes [start, end) of the frame are its host (with length) and its port."""
 
     node_id: int
     host: str
@@ -27,7 +27,7 @@ class Spot(NamedTuple):
 
 
 class Tagged(NamedTuple):
-    """The tagged field the addresses are inside of: its size is a varint at [size_at, value_at)."""
+    """Locate the tagged field that contains the addresses. Its size is a varint at [size_at, value_at)."""
 
     size_at: int
     value_at: int
@@ -39,7 +39,7 @@ class Found(NamedTuple):
     inside: Tagged | None = None
 
 
-# The versions whose layout is known here, first and last; below the first there is no address in the response.
+# The first and last version whose layout is known here. Responses of earlier versions contain no address.
 KNOWN = {
     api.PRODUCE: (10, 13),
     api.FETCH: (16, 18),
@@ -52,7 +52,7 @@ KNOWN = {
 
 
 def find(api_key: int, version: int, frame: bytes) -> Found:
-    """Raises Malformed; only for APIs and versions of `KNOWN` other than Fetch's."""
+    """Return the addresses in a response of an API and version in `KNOWN` other than Fetch. Raises Malformed."""
     return _FINDERS[api_key](response_body(frame, api_key, version), version)
 
 
@@ -130,7 +130,7 @@ def _produce(cursor: Cursor, version: int) -> Found:
 
 
 def tagged_endpoints(cursor: Cursor) -> Found:
-    """NodeEndpoints among the tagged fields that end a response: tag 0."""
+    """Return the NodeEndpoints (tag 0) among the tagged fields at the end of a response."""
     for _ in range(checked_tags(cursor.uvarint())):
         tag, size_at = cursor.uvarint(), cursor.pos
         size, value_at = cursor.uvarint(), cursor.pos
@@ -205,12 +205,12 @@ _FINDERS: dict[int, Callable[[Cursor, int], Found]] = {
 }
 
 
-# (node id, host, port) upstream -> (host, port) to tell the client
+# (node id, host, port) upstream -> (host, port) for clients
 Translate = Callable[[int, str, int], tuple[str, int]]
 
 
 def rewrite(frame: bytes, found: Found, flexible: bool, translate: Translate) -> bytes:
-    """The frame with every address translated; the same object when there is none."""
+    """Return the frame with every address translated, or the same object if it has none."""
     if not found.spots:
         return frame
     parts: list[bytes] = []

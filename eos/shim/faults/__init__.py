@@ -1,9 +1,9 @@
-"""Faults: what a bad network or a failing broker does to named requests, as a plan that must come true.
+"""Inject the faults of a plan into requests, as a bad network or a failing broker would.
 
-plan.py       rules: which request, when, what happens to it; from Python or TOML: pure
-said.py       what a request says of itself, for rules to match: pure
-job.py        counts requests, decides, holds frames until an event
-strike.py     one fault that happens to one request; its bytes on a connection of their own: late ones, duplicates
+plan.py       the rules: which request, when, which fault; from Python or TOML: pure
+facts.py      the facts of a request that rules match: pure
+job.py        counts requests, decides, and holds frames until an event
+injection.py  one fault of one request, and copies of its bytes on a separate connection
 reset.py, blackhole.py, delay.py, error.py, duplicate.py, throttle.py    one fault each
 """
 

@@ -1,13 +1,13 @@
-"""blackhole: no answer ever comes and the connection stays; what is behind the request waits with it."""
+"""Hold a request or its response forever, and with it all later frames, while the connection stays open."""
 
 from __future__ import annotations
 
-from eos.shim.faults.strike import Strike
+from eos.shim.faults.injection import Injection
 
 
-def request(strike: Strike, frame: bytes) -> bytes:
-    return strike.hold(frame)
+def request(injection: Injection, frame: bytes) -> bytes:
+    return injection.hold(frame)
 
 
-def response(strike: Strike, frame: bytes) -> bytes:
-    return strike.hold(frame)
+def response(injection: Injection, frame: bytes) -> bytes:
+    return injection.hold(frame)

@@ -1,24 +1,24 @@
-"""delay: the request, or its answer, waits for a time or an event, and what is behind it too.
+"""Delay a request or its response for a time or until an event, and with it all later frames.
 
-A request whose client gave up meanwhile arrives all the same, as on a slow network.
+A request still arrives if its client has disconnected meanwhile, as on a slow network.
 """
 
 from __future__ import annotations
 
-from eos.shim.faults.strike import Strike
-from eos.shim.lane import Held
+from eos.shim.faults.injection import Injection
+from eos.shim.send_queue import HeldFrame
 
 
-def request(strike: Strike, frame: bytes) -> bytes:
-    held = strike.hold(frame)
-    strike.start(_request_goes_on(strike, held))
+def request(injection: Injection, frame: bytes) -> bytes:
+    held = injection.hold(frame)
+    injection.start(_release_request(injection, held))
     return held
 
 
-def response(strike: Strike, frame: bytes) -> bytes:
-    return strike.hold_answer(frame)
+def response(injection: Injection, frame: bytes) -> bytes:
+    return injection.hold_response(frame)
 
 
-async def _request_goes_on(strike: Strike, held: Held) -> None:
-    await strike.opened.wait()
-    await strike.let_go(held, "delayed request of a client that is gone")
+async def _release_request(injection: Injection, held: HeldFrame) -> None:
+    await injection.opened.wait()
+    await injection.send_held(held, "delayed request of a closed connection")

@@ -1,41 +1,41 @@
-"""duplicate: the broker gets the request twice, the copy on a connection of its own.
+"""Send a request to the broker twice, the copy on a separate connection.
 
-before_apply: the copy is first and the client's own request the duplicate; after_apply: the other way round; late: the
-client's request passes and the copy arrives at its time.
+before_apply: the copy arrives first, and the client's request is the duplicate. after_apply: the copy arrives second.
+late: the client's request is forwarded, and the copy arrives at the time or event of the rule.
 """
 
 from __future__ import annotations
 
+from eos.shim.faults.injection import Injection
 from eos.shim.faults.plan import Phase
-from eos.shim.faults.strike import Strike
-from eos.shim.lane import Held
+from eos.shim.send_queue import HeldFrame
 
 
-def request(strike: Strike, frame: bytes) -> bytes:
-    if strike.rule.phase is Phase.LATE:
-        strike.start(_late(strike))
+def request(injection: Injection, frame: bytes) -> bytes:
+    if injection.rule.phase is Phase.LATE:
+        injection.start(_late(injection))
         return frame
-    held = strike.hold(frame)
-    strike.start(_copy_first(strike, held))
+    held = injection.hold(frame)
+    injection.start(_copy_first(injection, held))
     return held
 
 
-def response(strike: Strike, frame: bytes) -> bytes:
-    held = strike.hold(frame)
-    strike.start(_copy_before_the_answer(strike, held))
+def response(injection: Injection, frame: bytes) -> bytes:
+    held = injection.hold(frame)
+    injection.start(_copy_before_response(injection, held))
     return held
 
 
-async def _copy_first(strike: Strike, held: Held) -> None:
-    await strike.deliver_copy("duplicate")
-    await strike.let_go(held, "request whose duplicate was first, of a client that is gone")
+async def _copy_first(injection: Injection, held: HeldFrame) -> None:
+    await injection.deliver_copy("duplicate")
+    await injection.send_held(held, "request of a closed connection after its duplicate")
 
 
-async def _copy_before_the_answer(strike: Strike, held: Held) -> None:
-    await strike.deliver_copy("duplicate")
+async def _copy_before_response(injection: Injection, held: HeldFrame) -> None:
+    await injection.deliver_copy("duplicate")
     held.release()
 
 
-async def _late(strike: Strike) -> None:
-    await strike.opened.wait()
-    await strike.deliver_copy("late duplicate")
+async def _late(injection: Injection) -> None:
+    await injection.opened.wait()
+    await injection.deliver_copy("late duplicate")

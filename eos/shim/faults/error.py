@@ -1,27 +1,27 @@
-"""error: the client is answered with an error code, whether the broker acted (after_apply) or not (before_apply).
+"""Answer the client with an error code, before the broker acts (before_apply) or after it (after_apply).
 
-After_apply it may have to wait for a time or an event: what is behind it waits too.
+With after_apply the response may wait for a time or an event, and all later frames wait with it.
 """
 
 from __future__ import annotations
 
-from eos.shim.faults.strike import Strike
-from eos.shim.wire import answers
+from eos.shim.faults.injection import Injection
+from eos.shim.wire import messages
 
 
-def request(strike: Strike, frame: bytes) -> bytes:
-    strike.exchange.answer = _answer(strike)
+def request(injection: Injection, frame: bytes) -> bytes:
+    injection.exchange.answer = _answer(injection)
     return b""
 
 
-def response(strike: Strike, frame: bytes) -> bytes:
-    if strike.rule.until is None and strike.rule.seconds is None:
-        return _answer(strike)
-    return strike.hold_answer(_answer(strike))
+def response(injection: Injection, frame: bytes) -> bytes:
+    if injection.rule.until is None and injection.rule.seconds is None:
+        return _answer(injection)
+    return injection.hold_response(_answer(injection))
 
 
-def _answer(strike: Strike) -> bytes:
-    exchange = strike.exchange
-    return answers.error_answer(
-        strike.frame, exchange.api_key, exchange.version, exchange.correlation_id, strike.rule.code
+def _answer(injection: Injection) -> bytes:
+    exchange = injection.exchange
+    return messages.error_response(
+        injection.frame, exchange.api_key, exchange.version, exchange.correlation_id, injection.rule.code
     )

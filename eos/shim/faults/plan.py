@@ -1,19 +1,19 @@
-"""A plan of faults: rules that say which request is struck, when, and by what.
+"""Define plans of faults: rules that name a request, a time and a fault.
 
-Owns the rules' meaning and their TOML form; does no I/O but reading the file. A rule that never came true makes the
-run worthless, so a plan can always say which did not. Deterministic: counters decide, and where a rule has a chance,
-the plan's seed does.
+The module owns the rules' meaning and their TOML form, and does no I/O except reading the file. A run in which a rule
+never fired proves nothing, so a plan reports those rules. Plans are deterministic: counters decide, or the plan's seed
+for a rule with a chance.
 
     seed = 7
     [[rule]]
     api = "EndTxn"                  # Kafka's name of the API
-    nth = 3                         # the third one that fits; times = 2: the third and the fourth
+    nth = 3                         # the third matching request; with times = 2 the third and the fourth
     transactional_id = "orders-*"   # also: partition = "out-0", group, broker (node id), outcome = "abort"
     phase = "late"                  # before_apply (default), after_apply, late
     action = "reset"                # blackhole, delay, error, duplicate, throttle
     until = { api = "Produce", nth = 1, when = "answered" }     # for late and delay: this event, or seconds = 1.5
-    until = { rule = 1 }            # or: until the first rule of this plan has struck
-    beside = 1                      # only after the first rule struck, and on other partitions than it did
+    until = { rule = 1 }            # or: until the first rule of this plan has fired
+    beside = 1                      # only after the first rule has fired, and on other partitions than its request
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from kafka.protocol.api_key import ApiKey
 
 from eos.codes import CODES, error_name
 from eos.errors import ConfigurationError
-from eos.shim.faults.said import Said
+from eos.shim.faults.facts import RequestFacts
 from eos.shim.pipeline import Connection
-from eos.shim.wire import answers
+from eos.shim.wire import messages
 
 
 class Phase(Enum):
-    BEFORE_APPLY = "before_apply"  # the broker does not see the request, or not yet
-    AFTER_APPLY = "after_apply"  # the broker acted, the client does not learn of it, or not that
-    LATE = "late"  # the client's connection is gone, its request arrives when nobody waits for it any more
+    BEFORE_APPLY = "before_apply"  # the broker has not received the request
+    AFTER_APPLY = "after_apply"  # the broker has acted, and the client gets no response or another one
+    LATE = "late"  # the request arrives after its client's connection has closed
 
 
-# Which phases an action has a meaning in.
+# The phases that each action supports.
 ACTIONS: Mapping[str, frozenset[Phase]] = {
     "reset": frozenset(Phase),
     "blackhole": frozenset({Phase.BEFORE_APPLY, Phase.AFTER_APPLY}),
@@ -57,13 +57,13 @@ _CODES = {error_name(code): code for code in CODES if code}
 
 @dataclass(frozen=True)
 class Event:
-    """The `nth` request of `api` after the strike, of transactional.ids that fit (default: the struck request's).
+    """Define an event: the `nth` request of `api` after the fault, with a matching transactional.id.
 
-    `when`: it `arrives` or was `answered`. It waits there until what was late has been dealt with, so that the order is
-    the same in every run.
+    The transactional.id is that of the faulted request by default. The event occurs when the request `arrives` or was
+    `answered`. The request then waits until the late frame has been handled, so the order is the same in every run.
 
-    Or, with `rule` in place of `api`: the plan's rule of this number (from 1, of the same side) struck its `nth`
-    request, be it before or after. After_apply has struck when the broker's answer is there.
+    With `rule` instead of `api`, the event is the `nth` time that this rule fired (numbered from 1, of the same side).
+    A rule with after_apply fires when the broker's response arrives.
     """
 
     api: str = ""
@@ -77,35 +77,35 @@ class Event:
         if self.rule is None:
             _api_key(self.api)
         elif self.api or self.when != "answered" or self.outcome or self.transactional_id:
-            raise ConfigurationError(f"rule = {self.rule}: goes with nth alone")
+            raise ConfigurationError(f"rule = {self.rule}: can be combined only with nth")
         if self.when not in ("arrives", "answered"):
             raise ConfigurationError(f"when = {self.when}: must be arrives or answered")
         if self.nth < 1:
-            raise ConfigurationError(f"nth = {self.nth}: it counts from 1")
+            raise ConfigurationError(f"nth = {self.nth}: must be at least 1")
 
     @property
     def api_key(self) -> int:
         return _api_key(self.api)
 
-    def fits(self, said: Said, struck: Said) -> bool:
-        if self.transactional_id is None and struck.transactional_id is not None:
-            same = said.transactional_id == struck.transactional_id
+    def matches(self, facts: RequestFacts, of_fault: RequestFacts) -> bool:
+        if self.transactional_id is None and of_fault.transactional_id is not None:
+            same = facts.transactional_id == of_fault.transactional_id
         else:
-            same = _like(self.transactional_id, said.transactional_id)
-        return same and said.api_key == self.api_key and self.outcome in (None, said.outcome)
+            same = _fits(self.transactional_id, facts.transactional_id)
+        return same and facts.api_key == self.api_key and self.outcome in (None, facts.outcome)
 
     def __str__(self) -> str:
         if self.rule is not None:
-            return f"rule {self.rule} struck"
+            return f"rule {self.rule} fired"
         return f"{self.api} no. {self.nth} {'is' if self.when == 'answered' else ''} {self.when}".replace("  ", " ")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One fault. `side`, with protection on: between clients and shim, or (default) between shim and brokers.
+    """Define one fault. `side` places it between clients and protection, or (default) between protection and brokers.
 
-    `beside`: the number of another rule; only requests count that come after the first one this rule struck, and that
-    name other partitions. Which of two partitions a client writes first is its own affair.
+    `beside` is the number of another rule: only requests after that rule's first fault count, and only if they name
+    other partitions. Clients write their partitions in no fixed order.
     """
 
     api: str
@@ -133,25 +133,27 @@ class Rule:
             raise ConfigurationError(f"action = {self.action}: must be one of {', '.join(ACTIONS)}")
         if self.phase not in ACTIONS[self.action]:
             allowed = ", ".join(sorted(phase.value for phase in ACTIONS[self.action]))
-            raise ConfigurationError(f"{self.action} has no phase {self.phase.value}: {allowed}")
+            raise ConfigurationError(f"{self.action} has no phase {self.phase.value}: use {allowed}")
         if self.nth < 1 or self.times < 1:
-            raise ConfigurationError(f"nth = {self.nth}, times = {self.times}: they count from 1")
+            raise ConfigurationError(f"nth = {self.nth}, times = {self.times}: must be at least 1")
         if self.side not in SIDES:
             raise ConfigurationError(f"side = {self.side}: must be broker or client")
         if self.chance is not None and not 0 < self.chance <= 1:
             raise ConfigurationError(f"chance = {self.chance}: must be above 0 and at most 1")
         waits = self.action == "delay" or self.phase is Phase.LATE
-        # The answer of a broker that acted may come later, as an error too.
+        # An error after the broker has acted may be delayed too.
         may_wait = waits or (self.action == "error" and self.phase is Phase.AFTER_APPLY)
         times_given = (self.seconds is not None) + (self.until is not None)
         if times_given > 1 or (waits and not times_given) or (times_given and not may_wait):
             what = f"{self.action} {self.phase.value}"
-            raise ConfigurationError(f"{what}: needs seconds or until" if waits else f"{what}: has no seconds or until")
+            raise ConfigurationError(f"{what} needs seconds or until" if waits else f"{what} takes no seconds or until")
         if (self.action == "error") != (self.error is not None):
-            raise ConfigurationError(f"{self.action}: " + ("needs error" if self.action == "error" else "has no error"))
+            raise ConfigurationError(
+                f"{self.action} " + ("needs error" if self.action == "error" else "takes no error")
+            )
         if self.error is not None:
             _ = self.code
-            if key not in answers.RESPONSES:
+            if key not in messages.RESPONSES:
                 raise ConfigurationError(f"{self.api} cannot be answered with an error")
 
     @property
@@ -166,13 +168,13 @@ class Rule:
             raise ConfigurationError(f"error = {self.error}: Kafka has no error of this name")
         return _CODES[self.error]
 
-    def fits(self, said: Said, connection: Connection) -> bool:
+    def matches(self, facts: RequestFacts, connection: Connection) -> bool:
         return (
-            said.api_key == self.api_key
-            and _like(self.transactional_id, said.transactional_id)
-            and _like(self.group, said.group)
-            and (self.outcome is None or self.outcome == said.outcome)
-            and (self.partition is None or any(_like(self.partition, place) for place in said.partitions))
+            facts.api_key == self.api_key
+            and _fits(self.transactional_id, facts.transactional_id)
+            and _fits(self.group, facts.group)
+            and (self.outcome is None or self.outcome == facts.outcome)
+            and (self.partition is None or any(_fits(self.partition, name) for name in facts.partitions))
             and (self.broker is None or self.broker == connection.node_id)
         )
 
@@ -185,7 +187,7 @@ class Rule:
         return f"{what} {self.phase.value} at {self.api} no. {self.nth}{who}{when}"
 
 
-def _like(pattern: str | None, name: str | None) -> bool:
+def _fits(pattern: str | None, name: str | None) -> bool:
     return pattern is None or (name is not None and fnmatchcase(name, pattern))
 
 
@@ -198,44 +200,44 @@ def _api_key(name: str) -> int:
 
 @dataclass
 class Progress:
-    """How far a rule has come: `fitted` requests fitted, `struck` were struck, `open` of these are not dealt with.
+    """Count the matching requests of a rule (`matched`), those with a fault (`injected`), and unfinished ones (`open`).
 
-    `number` is the rule's in the plan, from 1. `made` counts the strikes whose fault was made: with after_apply these
-    are fewer than `struck` until the broker has answered.
+    `number` is the rule's number in the plan, from 1. `made` counts the injected faults: with after_apply there are
+    fewer than `injected` until the broker has answered.
     """
 
     rule: Rule
     chances: random.Random
     number: int = 1
     made: int = 0
-    first: Said | None = None  # what the first request said that was struck
-    fitted: int = 0
-    struck: int = 0
+    first: RequestFacts | None = None  # the facts of the first request with a fault
+    matched: int = 0
+    injected: int = 0
     open: int = 0
     failed: list[str] = field(default_factory=list)
 
-    def is_beside(self, said: Said) -> bool:
-        """For rules that have to strike beside this one."""
-        return self.first is not None and bool(said.partitions) and not said.partitions & self.first.partitions
+    def is_on_other_partitions(self, facts: RequestFacts) -> bool:
+        """Return whether the request comes after this rule's first fault and names only other partitions."""
+        return self.first is not None and bool(facts.partitions) and not facts.partitions & self.first.partitions
 
-    def due(self) -> bool:
-        """Counts a request that fits; True: this one is struck."""
-        self.fitted += 1
-        if self.fitted < self.rule.nth:
+    def count_match(self) -> bool:
+        """Count a matching request, and return whether it gets the fault."""
+        self.matched += 1
+        if self.matched < self.rule.nth:
             return False
         if self.rule.chance is not None:
             return self.chances.random() < self.rule.chance
-        return self.struck < self.rule.times
+        return self.injected < self.rule.times
 
 
 class Plan:
-    """Rules and how far they have come; one plan is for one run of a shim."""
+    """Hold rules and their progress in one run of a shim."""
 
     def __init__(self, rules: Sequence[Rule], seed: int = 0) -> None:
         if not rules:
             raise ConfigurationError("a plan of faults needs at least one rule")
         self.seed = seed
-        # A generator per rule: whether it strikes its k-th request does not depend on other requests.
+        # A generator per rule: the decision about its k-th request must not depend on other requests.
         self.progress = [Progress(rule, random.Random(f"{seed}:{at}"), at + 1) for at, rule in enumerate(rules)]
         for each in self.progress:
             known = [one.number for one in self.on(each.rule.side) if one is not each]
@@ -252,35 +254,34 @@ class Plan:
 
     @property
     def fired(self) -> int:
-        return sum(each.struck for each in self.progress)
+        return sum(each.injected for each in self.progress)
 
     def fired_by_action(self) -> dict[str, int]:
         counts = dict.fromkeys(sorted({rule.action for rule in self.rules}), 0)
         for each in self.progress:
-            counts[each.rule.action] += each.struck
+            counts[each.rule.action] += each.injected
         return counts
 
     def complaints(self) -> list[str]:
-        """One sentence per rule that did not come true; empty: the run tested what it was meant to."""
+        """Return a sentence for each rule that did not fire as planned."""
         found = []
         for number, each in enumerate(self.progress, 1):
             name = f"rule {number} ({each.rule})"
-            missing = each.rule.times - each.struck if each.rule.chance is None else int(each.struck == 0)
+            missing = each.rule.times - each.injected if each.rule.chance is None else int(each.injected == 0)
             if missing > 0 and not each.rule.optional:
-                done = f" and fired {each.struck} of {each.rule.times} times" if each.struck else ""
                 found.append(
-                    f"{name} never fired: {each.fitted} requests fitted{done}"
-                    if not each.struck
-                    else f"{name} did not fire as often as it says: {each.fitted} requests fitted{done}"
+                    f"{name} never fired: {each.matched} requests matched"
+                    if not each.injected
+                    else f"{name} fired {each.injected} of {each.rule.times} times: {each.matched} requests matched"
                 )
             if each.open:
-                found.append(f"{name} fired, and what it waited for never came")
+                found.append(f"{name} fired, and its event never came")
             found += [f"{name} failed: {reason}" for reason in each.failed]
         return found
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises ConfigurationError, with the rule's number, for anything a plan cannot say."""
+    """Read a plan from a TOML file. Raises ConfigurationError, with the rule's number, for an invalid plan."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -288,7 +289,7 @@ def read_plan(path: Path) -> Plan:
     unknown = set(table) - {"seed", "rule"}
     rules, seed = table.get("rule", []), table.get("seed", 0)
     if unknown or not isinstance(rules, list) or not isinstance(seed, int):
-        what = f"{sorted(unknown)[0]} is not known" if unknown else "seed is a number, rules are [[rule]]"
+        what = f"{sorted(unknown)[0]} is unknown" if unknown else "expected a number as seed and rules as [[rule]]"
         raise ConfigurationError(f"the plan {path}: {what}")
     made = []
     for number, values in enumerate(rules, 1):
@@ -322,7 +323,7 @@ def _refuse_unknown(given: Mapping[str, Any], kind: type) -> None:
     known = {each.name: str(each.type) for each in fields(kind)}
     for name, value in given.items():
         if name not in known:
-            raise ConfigurationError(f"{name} is not known: {', '.join(known)}")
+            raise ConfigurationError(f"{name} is unknown: expected one of {', '.join(known)}")
         if name not in ("until", "phase") and not _has_type(value, known[name]):
             raise ConfigurationError(f"{name} = {value!r}: expected {known[name].removesuffix(' | None')}")
 

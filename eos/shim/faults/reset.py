@@ -1,22 +1,22 @@
-"""reset: the client's connection breaks before the broker acted, after it, or with the request still on its way."""
+"""Reset the client's connection before the broker acts, after it, or with the request still in transit."""
 
 from __future__ import annotations
 
+from eos.shim.faults.injection import Injection
 from eos.shim.faults.plan import Phase
-from eos.shim.faults.strike import Strike
 
 
-def request(strike: Strike, frame: bytes) -> bytes:
-    if strike.rule.phase is Phase.LATE:
-        strike.start(_arrive_late(strike))
-    # Requests before it leave and are answered first; this one and what is behind it never leave.
-    return strike.hold(frame, lambda: strike.link.reset_before(strike.exchange))
+def request(injection: Injection, frame: bytes) -> bytes:
+    if injection.rule.phase is Phase.LATE:
+        injection.start(_arrive_late(injection))
+    # Earlier requests are sent and answered first. This request and later ones are never sent.
+    return injection.hold(frame, lambda: injection.link.reset_before(injection.exchange))
 
 
-def response(strike: Strike, frame: bytes) -> bytes:
-    return strike.hold(frame, strike.link.reset)
+def response(injection: Injection, frame: bytes) -> bytes:
+    return injection.hold(frame, injection.link.reset)
 
 
-async def _arrive_late(strike: Strike) -> None:
-    await strike.opened.wait()
-    await strike.deliver_copy("late copy")
+async def _arrive_late(injection: Injection) -> None:
+    await injection.opened.wait()
+    await injection.deliver_copy("late copy")

@@ -1,15 +1,15 @@
-"""throttle: the answer asks the client to wait, as a broker's quota does (throttle_time_ms)."""
+"""Ask the client to wait with the throttle_time_ms of a response, as a broker's quota does."""
 
 from __future__ import annotations
 
-from eos.shim.faults.strike import Strike
-from eos.shim.wire import answers
+from eos.shim.faults.injection import Injection
+from eos.shim.wire import messages
 
 
-def request(strike: Strike, frame: bytes) -> bytes:
-    raise AssertionError("a request cannot be throttled")  # plan.ACTIONS does not let it come here
+def request(injection: Injection, frame: bytes) -> bytes:
+    raise AssertionError("a request cannot be throttled")  # plan.ACTIONS rules this out
 
 
-def response(strike: Strike, frame: bytes) -> bytes:
-    exchange = strike.exchange
-    return answers.throttled(frame, exchange.api_key, exchange.version, strike.rule.throttle_ms)
+def response(injection: Injection, frame: bytes) -> bytes:
+    exchange = injection.exchange
+    return messages.with_throttle_time(frame, exchange.api_key, exchange.version, injection.rule.throttle_ms)

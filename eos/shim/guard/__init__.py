@@ -1,7 +1,7 @@
-"""Guard: what clients may not do behind this shim, as a policy of a file. Denies nothing that the policy does not name.
+"""Reject the requests that a policy file forbids, and allow all others.
 
 policy.py   the rules and their TOML form: pure
-job.py      who a connection logged in as (SASL PLAIN, SCRAM); refuses with Kafka's own errors, and says so in the log
+job.py      learns each connection's login (SASL PLAIN, SCRAM), and rejects and logs requests with Kafka's errors
 """
 
 from eos.shim.guard.job import GuardJob

@@ -1,7 +1,8 @@
-"""The guard's place in the pipeline: on the clients' side of protection, so that what is refused is not counted there.
+"""Reject requests on the clients' side of protection, so that protection does not count them.
 
-Owns which error refuses what. Authorisation errors, because every client takes them as final. It fails closed: a topic
-it has only the id of is answered UNKNOWN_TOPIC_ID, and the client asks for Metadata, from which the name is learned.
+The module owns the error for each rule. It uses authorisation errors because every client treats them as final. It
+fails closed: for a topic known only by id it answers UNKNOWN_TOPIC_ID, and the name comes with the Metadata that the
+client then requests.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from kafka.protocol.metadata import MetadataResponse
 from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateResponse, SaslHandshakeRequest
 
 from eos.codes import error_name
-from eos.shim.complaints import Complaints
 from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.guard.policy import ANONYMOUS, Policy
+from eos.shim.limited_warnings import LimitedWarnings
 from eos.shim.pipeline import Connection, Exchange, Job
 from eos.shim.trace.decode import topic_names
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from eos.shim.wire.batches import all_transactional
 
 TOPIC_AUTHORIZATION_FAILED = 29
@@ -27,8 +28,8 @@ GROUP_AUTHORIZATION_FAILED = 30
 INVALID_TRANSACTION_TIMEOUT = 50
 TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
 UNKNOWN_TOPIC_ID = 100
-_NOT_LEADER = 6  # what a Produce's other partitions get: asked again without the refused ones
-_WITH_TOPIC_IDS = range(10, MetadataResponse.max_version + 1)  # Metadata; from newer ones no name is learned
+_NOT_LEADER = 6  # for the other partitions of a rejected Produce, so that the client sends them again without it
+_WITH_TOPIC_IDS = range(10, MetadataResponse.max_version + 1)  # versions of Metadata; newer ones cannot be read
 _BATCHED = 4  # AddPartitionsToTxn
 _READ_UNCOMMITTED = 0
 _NAMED = frozenset(
@@ -44,7 +45,7 @@ _NAMED = frozenset(
 
 
 class _Refused(Exception):
-    """`code` per partition of the request, or for all of it."""
+    """Reject a request with one `code`, or with one per partition."""
 
     def __init__(self, code: int | Callable[[str | bytes, int], int], error: int, reason: str) -> None:
         super().__init__(reason)
@@ -52,12 +53,12 @@ class _Refused(Exception):
 
 
 class GuardJob(Job):
-    """`refused` counts by error name."""
+    """Apply a policy to requests, and count rejected ones by error name in `refused`."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.refused: Counter[str] = Counter()
-        self._complaints = Complaints("refused by the policy", "more refused by the policy")
+        self._warnings = LimitedWarnings("request refused by policy", "more requests refused by policy")
         self._mechanisms: dict[Connection, str] = {}
         self._principals: dict[Connection, str] = {}
         self._topics: dict[bytes, str] = {}
@@ -85,30 +86,30 @@ class GuardJob(Job):
             return self._request(exchange, frame)
         except ProtocolError:
             raise
-        except Exception as error:  # a null, for one, where the protocol has none: read, and of no use
-            reason = f"{api.api_name(exchange.api_key)} v{exchange.version} cannot be judged ({type(error).__name__})"
+        except Exception as error:  # for example a null that the protocol does not allow
+            reason = f"{api.api_name(exchange.api_key)} v{exchange.version} cannot be checked ({type(error).__name__})"
             raise Malformed(reason) from error
 
     def _request(self, exchange: Exchange, frame: bytes) -> bytes:
         key, version = exchange.api_key, exchange.version
         if key == api.SASL_HANDSHAKE:
-            self._mechanisms[exchange.connection] = answers.decoded(SaslHandshakeRequest, frame, version).mechanism
+            self._mechanisms[exchange.connection] = messages.decode(SaslHandshakeRequest, frame, version).mechanism
             return frame
         if key == api.SASL_AUTHENTICATE:
-            asked = answers.decoded(SaslAuthenticateRequest, frame, version)
+            asked = messages.decode(SaslAuthenticateRequest, frame, version)
             mechanism = self._mechanisms.get(exchange.connection)
             exchange.notes[self] = name_of(mechanism, bytes(asked.auth_bytes))
             return frame
-        if not answers.known(key, version):
-            raise ProtocolError(f"{api.api_name(key)} v{version} is newer than this policy can judge")
-        request = answers.read(frame, key, version)
+        if not messages.can_read(key, version):
+            raise ProtocolError(f"{api.api_name(key)} v{version} is too new for the policy to check")
+        request = messages.read_request(frame, key, version)
         try:
             self._judge(exchange, request)
         except _Refused as refused:
             self._note(exchange, refused)
             if key == api.PRODUCE and request.acks == 0:
-                raise ProtocolError(f"refused without an answer (acks=0): {refused.reason}") from refused
-            exchange.answer = answers.error_answer(frame, key, version, exchange.correlation_id, refused.code)
+                raise ProtocolError(f"refused without a response (acks=0): {refused.reason}") from refused
+            exchange.answer = messages.error_response(frame, key, version, exchange.correlation_id, refused.code)
             return b""
         return frame
 
@@ -118,10 +119,10 @@ class GuardJob(Job):
             return frame
         name = exchange.notes.pop(self, None)
         if name is not None:
-            answer = answers.decoded(SaslAuthenticateResponse, frame, exchange.version)
+            answer = messages.decode(SaslAuthenticateResponse, frame, exchange.version)
             if not answer.error_code:
-                # The first name stays: brokers let no connection change its principal. In SCRAM the proof comes after
-                # this answer; until it has come and is right the broker answers nothing else here.
+                # Keep the first name: brokers do not let a connection change its principal. In SCRAM the client proves
+                # its password after this response, and until then the broker answers no other request.
                 self._principals.setdefault(exchange.connection, name)
         return frame
 
@@ -130,10 +131,10 @@ class GuardJob(Job):
         self._mechanisms.pop(connection, None)
 
     def stopped(self) -> None:
-        self._complaints.tell()
+        self._warnings.flush()
 
     def _judge(self, exchange: Exchange, request: Any) -> None:
-        """Raises _Refused."""
+        """Raise _Refused for a request that the policy forbids."""
         policy, key = self.policy, exchange.api_key
         name = getattr(request, "transactional_id", None)
         if key == api.ADD_PARTITIONS_TO_TXN:
@@ -148,8 +149,8 @@ class GuardJob(Job):
             plain = _plain_topics(request)
             self._judge_topics(plain, policy.transactional_only, "records only in transactions", _NOT_LEADER)
         elif key == api.FETCH and getattr(request, "isolation_level", 0) == _READ_UNCOMMITTED:
-            # Brokers read a group's and a topic's log without an isolation level too, but not through a shim.
-            topics = (topic for topic, _ in answers.partitions(request, key))
+            # Brokers too read internal topics without an isolation level, but not through a shim.
+            topics = (topic for topic, _ in messages.request_partitions(request, key))
             self._judge_topics(topics, policy.committed_only, "reading only with read_committed", 0)
         elif key == api.OFFSET_COMMIT and policy.transactional_offsets_only(request.group_id):
             reason = f"group {request.group_id} commits offsets only in transactions"
@@ -178,9 +179,9 @@ class GuardJob(Job):
     def _note(self, exchange: Exchange, refused: _Refused) -> None:
         error = error_name(refused.error)
         if refused.error == UNKNOWN_TOPIC_ID:
-            return  # not a refusal: a question
+            return  # not a rejection: the client looks up the topic and tries again
         self.refused[error] += 1
-        self._complaints.say(
+        self._warnings.warn(
             exchange.connection.client,
             refused.reason,
             api=api.api_name(exchange.api_key),
@@ -190,18 +191,21 @@ class GuardJob(Job):
 
 
 def _plain_topics(request: Any) -> Iterator[str | bytes]:
-    """Topics a Produce writes outside a transaction. Its transactional.id alone says nothing: brokers judge batches,
-    and append plain ones as such.
+    """Yield the topics that a Produce writes outside a transaction.
+
+    A transactional.id is not enough: brokers look at each batch, and append non-transactional ones as such.
     """
     for topic in request.topic_data:
         batches = (partition.records or b"" for partition in topic.partition_data)
         if not request.transactional_id or not all(map(all_transactional, batches)):
-            yield answers.topic_of(topic)
+            yield messages.topic_name_or_id(topic)
 
 
 def name_of(mechanism: str | None, auth_bytes: bytes) -> str | None:
-    """None: not a first message of these mechanisms. `mechanism` as SaslHandshake named it: in messages of others, as
-    OAUTHBEARER's, a client can write what reads as a name of these.
+    """Return the user name in the first message of PLAIN or SCRAM, or None for any other message.
+
+    `mechanism` is the one in SaslHandshake. It is checked because a client could put a false name into the messages of
+    another mechanism, such as OAUTHBEARER.
     """
     if mechanism == "PLAIN":
         parts = auth_bytes.split(b"\0")

@@ -1,6 +1,7 @@
-"""What a policy says, and its TOML form.
+"""Define policies and their TOML form.
 
-Owns the rules' meaning; does no I/O but reading the file. What no rule names is allowed; names are patterns (`o-*`).
+The module owns the rules' meaning, and does no I/O except reading the file. A request that no rule names is allowed.
+Names are patterns (`o-*`).
 
     [[topic]]
     name = "orders-*"
@@ -12,7 +13,7 @@ Owns the rules' meaning; does no I/O but reading the file. What no rule names is
     transactional_offsets_only = true  # no OffsetCommit outside a transaction
 
     [transactions]
-    max_timeout_ms = 60000             # the most a producer may ask for in transaction.timeout.ms
+    max_timeout_ms = 60000             # the longest transaction.timeout.ms that a producer may request
 
     [[principal]]
     name = "billing"                   # the SASL user; ANONYMOUS where there is no login
@@ -30,12 +31,12 @@ from typing import Any
 
 from eos.errors import ConfigurationError
 
-ANONYMOUS = "ANONYMOUS"  # Kafka's name of who did not log in
+ANONYMOUS = "ANONYMOUS"  # Kafka's principal for a connection without a login
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Patterns of names each; the longest transaction timeout in ms; per principal the prefixes it is kept to."""
+    """Hold the rules: patterns of names, the longest transaction timeout in ms, and the prefixes of each principal."""
 
     transactional_topics: tuple[str, ...] = ()
     committed_topics: tuple[str, ...] = ()
@@ -53,7 +54,7 @@ class Policy:
         return _any_like(self.transactional_groups, group)
 
     def may_use(self, principal: str, transactional_id: str) -> bool:
-        """The first rule whose name fits the principal decides; without one everything is allowed."""
+        """Return whether the first rule that matches the principal allows the id. Without a rule it is allowed."""
         for name, prefixes in self.prefixes:
             if fnmatchcase(principal, name):
                 return transactional_id.startswith(prefixes)
@@ -72,14 +73,16 @@ _TABLES: Mapping[str, Mapping[str, type]] = {"topic": _TOPIC, "group": _GROUP, "
 
 
 def read_policy(path: Path) -> Policy:
-    """Raises ConfigurationError, with the table and the key, for anything a policy cannot say."""
+    """Read a policy from a TOML file. Raises ConfigurationError, with the table and the key, for an invalid policy."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigurationError(f"the policy {path} cannot be read: {error}") from error
     for name in table:
         if name not in (*_TABLES, "transactions"):
-            raise ConfigurationError(f"the policy {path}: {name} is not known: {', '.join(_TABLES)}, transactions")
+            raise ConfigurationError(
+                f"the policy {path}: {name} is unknown: expected {', '.join(_TABLES)} or transactions"
+            )
     try:
         rows = {name: _rows(table.get(name, []), name) for name in _TABLES}
         transactions = table.get("transactions", {})
@@ -107,7 +110,7 @@ def _rows(rows: Any, name: str) -> list[Mapping[str, Any]]:
         if "name" not in row:
             raise ConfigurationError(f"{where}: name is missing")
         if len(row) < 2:
-            raise ConfigurationError(f"{where}: it says nothing of {row['name']}")
+            raise ConfigurationError(f"{where}: it has no rule for {row['name']}")
     return rows
 
 
@@ -116,7 +119,7 @@ def _check(row: Any, known: Mapping[str, type], where: str) -> None:
         raise ConfigurationError(f"{where}: expected a table")
     for key, value in row.items():
         if key not in known:
-            raise ConfigurationError(f"{where}: {key} is not known: {', '.join(known)}")
+            raise ConfigurationError(f"{where}: {key} is unknown: expected one of {', '.join(known)}")
         wrong = type(value) is not known[key] or (isinstance(value, list) and not all(type(v) is str for v in value))
         if wrong or value in ("", []):
             raise ConfigurationError(f"{where}: {key} = {value!r}: expected {known[key].__name__}")

@@ -1,7 +1,7 @@
-"""What a supervisor and a monitoring system ask the shim: /livez, /readyz, /metrics.
+"""Serve /livez, /readyz and /metrics for supervisors and monitoring systems.
 
-job.py       counts errors and transactions in the answers that pass
-metrics.py   all counts as Prometheus metrics (extra `metrics`)
+job.py       counts errors and transactions in responses
+metrics.py   returns all counts as Prometheus metrics (extra `metrics`)
 http.py      the three paths
 """
 

@@ -1,7 +1,7 @@
-"""/livez, /readyz and /metrics of a shim, served by eos/probes.py on threads of their own.
+"""Answer /livez, /readyz and /metrics of a shim, on the threads of eos/probes.py.
 
-Owns the answers. They come from threads, so that an event loop that hangs is seen: /livez asks the loop and answers 503
-when it does not. It must never be reachable through the ports of clients.
+The module owns the responses. Threads can report a hanging event loop: /livez runs a function on the loop, and returns
+503 if the loop does not. It must never be reachable through the ports of clients.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ def serve(
     not_ready: Callable[[], str | None],
     sources: metrics.Sources,
 ) -> Iterator[HealthServer]:
-    """Serve the three paths. `not_ready` gives the reason why clients would not be served now, or None; it and the
-    sources are called on `loop`.
+    """Serve the three paths. `not_ready` returns why clients would not be served now, or None.
 
-    Raises Unavailable: the port is taken.
+    `not_ready` and the sources are called on `loop`. Raises Unavailable if the port is in use.
     """
 
     def readyz(_: Request) -> Answer:
@@ -52,7 +51,7 @@ def serve(
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, answer: Callable[[Request], Answer]) -> Callable[[Request], Answer]:
-    """Return an answer that is made on the event loop, and is 503 where the loop does not make it in time."""
+    """Return a function that runs `answer` on the event loop, and returns 503 if the loop does not run it in time."""
 
     async def called(request: Request) -> Answer:
         return answer(request)

@@ -1,6 +1,6 @@
-"""Counts errors by API and transactions by their end, as clients are told them.
+"""Count errors by API and transactions by outcome in the responses to clients.
 
-Owns the counts. It must never change a frame, nor be the reason that one does not pass.
+The job owns the counts. It must never change a frame or prevent it from being forwarded.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from eos.codes import error_name
 from eos.shim import events
 from eos.shim.errors import Malformed
 from eos.shim.pipeline import Exchange, Job
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 
-# Small answers that carry errors; a Fetch is not worth the reading.
+# Small responses with errors. Reading Fetch responses would cost too much.
 _READ = frozenset(
     {
         api.PRODUCE,
@@ -29,7 +29,7 @@ _READ = frozenset(
 
 
 class CountingJob(Job):
-    """`errors` by (API, error); `ends` by commit or abort, as the coordinator accepted them."""
+    """Count `errors` by (API, error), and `ends` accepted by the coordinator by commit or abort."""
 
     def __init__(self) -> None:
         self.errors: Counter[tuple[str, str]] = Counter()
@@ -37,15 +37,15 @@ class CountingJob(Job):
         self._complained: set[tuple[int, int]] = set()
 
     def wants_request(self, api_key: int, version: int) -> bool:
-        return api_key == api.END_TXN and answers.known(api_key, version)
+        return api_key == api.END_TXN and messages.can_read(api_key, version)
 
     def wants_response(self, api_key: int, version: int) -> bool:
-        return api_key in _READ and answers.known(api_key, version)
+        return api_key in _READ and messages.can_read(api_key, version)
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         try:
-            committed = answers.read(frame, api.END_TXN, exchange.version).committed
-        except Malformed as error:  # a transactional.id that is no text, for one: brokers take any bytes
+            committed = messages.read_request(frame, api.END_TXN, exchange.version).committed
+        except Malformed as error:  # for example a transactional.id that is not text, which brokers accept
             self._complain(exchange, error)
         else:
             exchange.notes[self] = "commit" if committed else "abort"
@@ -54,13 +54,13 @@ class CountingJob(Job):
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         key, version = exchange.api_key, exchange.version
         try:
-            codes = [code for code in answers.errors_of(frame, key, version) if code]
-        except Exception as error:  # noqa: BLE001 - not ours to refuse
+            codes = [code for code in messages.error_codes(frame, key, version) if code]
+        except Exception as error:  # noqa: BLE001 - counting must not reject a response
             self._complain(exchange, error)
             return frame
         if key == api.END_TXN and codes == [api.ABORTED_TAKE_THE_NEXT_IDENTITY]:
             codes = []
-        # Once per answer and error, however many partitions it names.
+        # Count an error once per response, however many partitions it names.
         for code in set(codes):
             self.errors[api.api_name(key), error_name(code)] += 1
         if not codes and self in exchange.notes:
@@ -71,4 +71,4 @@ class CountingJob(Job):
         key = (exchange.api_key, exchange.version)
         if key not in self._complained:
             self._complained.add(key)
-            events.warning("not counted", api=f"{api.api_name(key[0])} v{key[1]}", reason=error)
+            events.warning("response not counted", api=f"{api.api_name(key[0])} v{key[1]}", reason=error)

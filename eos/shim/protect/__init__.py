@@ -1,10 +1,10 @@
-"""Protect: gives KIP-890 part 2 (a new epoch per transaction) to clients that do not speak it.
+"""Give KIP-890 part 2 (a new epoch per transaction) to clients that do not support it.
 
-machine.py    what is known of each transactional.id and what may pass: pure, knows no bytes
-translate.py  the frames: other identities in requests, EndTxn as v5, refusals: pure
-crc.py        the checksum of a record batch whose header changed
-journal.py    identity pairs in a file, for a restart between transactions: I/O
-job.py        binds them into the pipeline
+machine.py    keeps the state of each transactional.id and decides which requests are forwarded: pure, knows no bytes
+translate.py  reads and changes frames: identities in requests, EndTxn as v5, error responses: pure
+crc.py        updates the checksum of a record batch whose header changed
+journal.py    stores identity pairs in a file, for a restart between transactions: I/O
+job.py        connects them to the pipeline
 """
 
 from eos.shim.protect.job import ProtectJob

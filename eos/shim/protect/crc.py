@@ -1,8 +1,8 @@
-"""The CRC-32C of bytes of which a few changed, without reading the others.
+"""Update a CRC-32C after a few bytes have changed, without reading the other bytes.
 
-A CRC is linear: the checksums of two messages of one length differ by the checksum, without its first and last
-inversion, of their difference. So a damaged batch stays damaged, compressed ones need no codec, and the cost grows with
-the logarithm of the batch's size: one table lookup per bit of it and byte of the checksum.
+A CRC is linear: the checksums of two messages of equal length differ by the checksum of their difference, computed
+without the first and last inversion. So a damaged batch stays damaged, and a compressed batch needs no codec. The cost
+grows with the logarithm of the batch's size: one table lookup per bit of the size and byte of the checksum.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import cache
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
 _Table = tuple[int, ...]
-_Operator = tuple[_Table, _Table, _Table, _Table]  # by each byte of the checksum it is applied to, lowest first
+_Operator = tuple[_Table, _Table, _Table, _Table]  # a table per byte of the checksum, lowest byte first
 
 
 def changed(crc: int, before: bytes, after: bytes, bytes_behind: int) -> int:
-    """The CRC-32C once `before` is `after`, with `bytes_behind` unchanged bytes behind it and any number in front."""
+    """Return the CRC-32C after `before` was replaced by `after`, with `bytes_behind` unchanged bytes after it."""
     assert len(before) == len(after)
     one_byte = _byte_table()
     difference = 0
@@ -36,7 +36,7 @@ def _applied(operator: _Operator, crc: int) -> int:
 
 @cache
 def _byte_table() -> _Table:
-    """What one more byte does to a checksum."""
+    """Return the table that updates a checksum for one more byte."""
 
     def after(byte: int) -> int:
         for _ in range(8):
@@ -48,7 +48,7 @@ def _byte_table() -> _Table:
 
 @cache
 def _zero_bytes(power: int) -> _Operator:
-    """What 2**power zero bytes do to a checksum."""
+    """Return the operator that updates a checksum for 2**power zero bytes."""
     if power == 0:
         one_byte = _byte_table()
         bits = [(bit >> 8) ^ one_byte[bit & 0xFF] for bit in (1 << at for at in range(32))]
@@ -60,7 +60,7 @@ def _zero_bytes(power: int) -> _Operator:
 
 
 def _spanned(bits: list[int]) -> _Table:
-    """The value for each of 256 bytes, from those for its eight bits: the operation is linear."""
+    """Return the value for each of 256 bytes from the values for the eight bits, because the operation is linear."""
     values = [0]
     for bit in bits:
         values += [value ^ bit for value in values]

@@ -1,7 +1,7 @@
-"""Protect's place in the pipeline: binds frames to the machine, and says loudly where it cannot protect.
+"""Run requests and responses through the protection machine, and warn if protection is unavailable.
 
-Owns what is remembered between a request and its answer. A request it cannot read ends the connection: passing it would
-be a request without protection that looks like one with it.
+The job owns the data kept between a request and its response. A request that it cannot read ends the connection,
+because a forwarded one would be unprotected without anyone knowing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from eos.shim.protect.machine import (
     Refused,
     State,
 )
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from eos.shim.wire.frames import Piece, Stream
 from eos.shim.wire.headers import LONGEST_HEAD_BYTES
 
@@ -45,14 +45,14 @@ class _Ending(NamedTuple):
     name: str
     end: End
     number: int | None
-    opened: bool  # before it was sent
-    act: Callable[[], object] | None  # what the answer lets happen, where the request was to change nothing
+    opened: bool  # whether the transaction was open before EndTxn was sent
+    act: Callable[[], object] | None  # applies the request after the response, if it could not act before
 
 
 class _Waiting(NamedTuple):
-    """A request on a connection that the broker has not accepted yet: what it does once it is answered without error.
+    """Hold a request on a connection that the broker has not accepted yet, to apply it after a successful response.
 
-    With partitions it may be answered well for some of them: they are what `act` is told.
+    The response may be successful for some partitions only: `act` gets these.
     """
 
     name: str
@@ -62,71 +62,71 @@ class _Waiting(NamedTuple):
 
 
 class _Proving(NamedTuple):
-    """A question for the next identity that waits for what the broker says of its connection."""
+    """Hold a request for the next identity until the broker has accepted its connection."""
 
     name: str
     virtual: Identity
 
 
 class ProtectJob(Job):
-    """Off until `upstream` was told that every broker that answers takes EndTxn v5, and that one does.
+    """Protect transactions as soon as at least one broker answers and all that answer support EndTxn v5.
 
-    While it is off all bytes pass as they are; if it is `required`, a transactional request is told to come again
-    instead. Once it is on it stays on.
+    Until then all bytes are forwarded unchanged. If protection is `required`, transactional requests get a retriable
+    error instead. Once protection has started it stays on.
     """
 
     def __init__(self, machine: Machine | None = None, journal: Journal | None = None, required: bool = False) -> None:
         self.machine = machine or Machine()
         self._journal, self._required = journal, required
-        self._lacking: str | None = None  # why it is off, as was said
-        self._old: set[str] = set()  # brokers without EndTxn v5, when they answered last
-        # Clients may have identities that nobody here saw: what is not known has begun before, and passes as it did.
+        self._lacking: str | None = None  # the logged reason why it is off
+        self._old: set[str] = set()  # brokers that lacked EndTxn v5 in their last response
+        # Protection started after clients did. Unknown transactional.ids are older and are forwarded unchanged.
         self._began_late = False
         for pair in journal.restored if journal else ():
             self.machine.restore(pair)
         self.active = False
         self.counts = {"transactions": 0, "challenged": 0, "fenced": 0, "renewed": 0}
         self._renewing = set[int]()  # connections whose client renews its identity after an abort
-        # By connection, the transactional.ids of which the broker accepted a request there.
+        # By connection: the transactional.ids for which the broker has accepted a request on it.
         self._accepted: dict[int, OrderedDict[str, None]] = {}
-        self._waiting: dict[int, int] = {}  # by connection, how much is remembered for answers
+        self._waiting: dict[int, int] = {}  # by connection: the number of batches and requests kept for responses
 
     def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
         if self.active:
             return
-        told = {broker: offered.get(api.END_TXN, 0) for broker, offered in newest.items() if offered is not None}
-        # One that was old and is silent now may be old again when it is back.
-        self._old = {name for name in self._old if name in newest and name not in told}
-        self._old |= {broker for broker, version in told.items() if version < translate.END_TXN_VERSION}
-        silent = sorted(newest.keys() - told.keys())
-        if not told or self._old:
-            self._tell_off(", ".join(sorted(self._old) or silent), bool(self._old))
+        versions = {broker: offered.get(api.END_TXN, 0) for broker, offered in newest.items() if offered is not None}
+        # An old broker that does not answer now may still be old when it returns.
+        self._old = {name for name in self._old if name in newest and name not in versions}
+        self._old |= {broker for broker, version in versions.items() if version < translate.END_TXN_VERSION}
+        silent = sorted(newest.keys() - versions.keys())
+        if not versions or self._old:
+            self._log_unavailable(", ".join(sorted(self._old) or silent), bool(self._old))
             return
         if self._lacking is not None and not self._required:
             self._began_late, self.machine = True, Machine()
         self.active = True
         events.info(
-            "transactions are protected",
-            brokers=len(told),
-            **({"since": "now, for clients that initialise from now on"} if self._began_late else {}),
+            "protection started",
+            brokers=len(versions),
+            **({"clients": "those that initialise from now on"} if self._began_late else {}),
         )
         if silent:
             events.warning(
-                "taken for brokers that offer EndTxn v5 as the others do",
+                "protection assumes EndTxn v5",
                 brokers=", ".join(silent),
-                reason="they did not answer",
+                reason="they did not answer, and the others support it",
             )
 
-    def _tell_off(self, brokers: str, old: bool) -> None:
-        reason = "they do not offer EndTxn v5 (Kafka 4.0 and later do)" if old else "none says what it offers"
+    def _log_unavailable(self, brokers: str, old: bool) -> None:
+        reason = "they do not support EndTxn v5 (Kafka 4.0 and later do)" if old else "no broker answered"
         if self._lacking != (lacking := f"{brokers}: {reason}"):
             self._lacking = lacking
-            does = (
-                "transactional requests wait until there is (--require-protection)"
+            effect = (
+                "transactional requests wait for it (--require-protection)"
                 if self._required
                 else "late requests can still change the next transaction"
             )
-            events.warning(f"NO PROTECTION: {does}", brokers=brokers, reason=reason)
+            events.warning("protection unavailable", effect=effect, brokers=brokers, reason=reason)
 
     @property
     def asks_again(self) -> bool:
@@ -136,11 +136,11 @@ class ProtectJob(Job):
     def not_ready(self) -> str | None:
         if self.active or not self._required:
             return None
-        return f"no protection of transactions (--require-protection): {self._lacking or 'no broker was asked yet'}"
+        return f"protection is unavailable (--require-protection): {self._lacking or 'no broker was queried yet'}"
 
     def wants_request(self, api_key: int, version: int) -> bool:
         if api_key == api.API_VERSIONS:
-            return version >= translate.NAMED_SINCE  # who a client is has to be known when protection begins later
+            return version >= translate.NAMED_SINCE  # the client's name is needed if protection starts later
         return (self.active or self._required) and version in translate.VERSIONS.get(api_key, ())
 
     def wants_response(self, api_key: int, version: int) -> bool:
@@ -196,7 +196,8 @@ class ProtectJob(Job):
             if error == _NOT_AUTHORIZED:
                 self._accepted.get(exchange.connection.number, OrderedDict()).pop(noted.name, None)
             if error == _INVALID_TXN_STATE and noted.opened:
-                # The broker has ended it at its timeout, and says so to part 2 only (KAFKA-20785): there it is fatal.
+                # The broker has ended the transaction at its timeout. It answers only EndTxn v5 with this error, which
+                # is fatal to clients (KAFKA-20785).
                 error = INVALID_PRODUCER_EPOCH
             if not error:
                 self.counts["transactions"] += 1
@@ -228,7 +229,7 @@ class ProtectJob(Job):
     def produce(
         self, exchange: Exchange, request: translate.Produce
     ) -> tuple[Identity, dict[Partition, int]] | bytes | None:
-        """How a Produce goes upstream, or what it is answered here; None: as it is."""
+        """Return the identity and base sequences of a Produce, an error response, or None to forward it unchanged."""
         if request.name is None:
             return None
         if not self.active:
@@ -248,28 +249,30 @@ class ProtectJob(Job):
             if self._is_accepted(exchange, name):
                 return self.machine.produces(name, virtual, connection, broker, written)
             if not request.transactional:
-                # Brokers ask for no right to the transactional.id then, and their answer would prove none.
+                # For such batches brokers do not check the right to the transactional.id, so success proves nothing.
                 raise Refused(_INVALID_TXN_STATE, "records outside of the transaction")
             if (waiting := self._waiting.get(connection, 0)) and waiting + len(written) > _MOST_WAITING:
                 raise Refused(NOT_ENOUGH_REPLICAS, "too many batches before the broker accepted this connection")
-            way = self.machine.produces(name, virtual, connection, broker, written, Authority.UNKNOWN)
+            change = self.machine.produces(name, virtual, connection, broker, written, Authority.UNKNOWN)
 
             def act(done: set[Partition]) -> object:
-                taken = [batch for batch in written if batch.partition in done]
-                return self.machine.produces(name, virtual, connection, broker, taken, Authority.ANSWERED)
+                appended = [batch for batch in written if batch.partition in done]
+                return self.machine.produces(name, virtual, connection, broker, appended, Authority.ANSWERED)
 
             self._wait(exchange, name, act, len(written))
             exchange.remember(sum(_WRITTEN_BYTES + len(batch.partition[0]) for batch in written))
-            return way
+            return change
         except Refused as refused:
             self._note(exchange, request.name, refused)
             return self._refuse(exchange, request, refused.code)
 
     def _refuse(self, exchange: Exchange, request: translate.Produce, code: int) -> bytes:
-        return answers.refusal(api.PRODUCE, exchange.version, exchange.correlation_id, code, request.partitions)
+        return messages.refusal_response(
+            api.PRODUCE, exchange.version, exchange.correlation_id, code, request.partitions
+        )
 
     def _identified(self, exchange: Exchange, frame: bytes, name: str, request: translate.Identified) -> bytes:
-        """Raises Refused."""
+        """Return the request with its real identity. Raises Refused."""
         key, connection, virtual = exchange.api_key, exchange.connection.number, request.identity
         if key == api.INIT_PRODUCER_ID:
             return self._init(exchange, frame, name, request)
@@ -294,7 +297,7 @@ class ProtectJob(Job):
             self._wait(exchange, name, lambda _: act(Authority.ANSWERED))
         return translate.with_identity(frame, request.at, real)
 
-    # What the broker has to say first.
+    # Connections and transactional.ids that the broker has accepted.
 
     def _is_accepted(self, exchange: Exchange, name: str) -> bool:
         return name in self._accepted.get(exchange.connection.number, ())
@@ -320,7 +323,7 @@ class ProtectJob(Job):
         else:
             results = translate.results(frame, key, exchange.version)
             done = {partition for partition, code in results if code in (0, _DUPLICATE_SEQUENCE_NUMBER)}
-            # A transaction is opened for all partitions or for none; of records and offsets some may be taken.
+            # A broker opens a transaction for all partitions or for none. It may accept some of the records or offsets.
             accepted = len(done) == len(results) > 0 if key == api.ADD_PARTITIONS_TO_TXN else bool(done)
         if accepted:
             self._accept(exchange, noted.name)
@@ -329,13 +332,13 @@ class ProtectJob(Job):
             self._write_down(noted.name, before)
 
     def _act(self, name: str, number: int | None, act: Callable[[], object]) -> None:
-        """What a request was let pass for, unless another one has ended its transaction meanwhile."""
+        """Apply an accepted request, unless another one has ended its transaction meanwhile."""
         if self.machine.number(name) != number:
             return
         try:
             act()
         except Refused as refused:
-            events.debug("overtaken", transactional_id=name, reason=refused.reason)
+            events.debug("request outdated", transactional_id=name, reason=refused.reason)
 
     def _proven(self, exchange: Exchange, frame: bytes, noted: _Proving) -> bytes:
         _, error, _ = translate.ended(frame)
@@ -344,7 +347,7 @@ class ProtectJob(Job):
         self._accept(exchange, noted.name)
         before = self.machine.state(noted.name)
         following = self.machine.renewed(noted.name, noted.virtual, exchange.connection.number)
-        if following is None:  # another request was faster: this one is judged anew when it comes again
+        if following is None:  # another request was faster, so the client must retry this one
             return translate.init_answer(
                 exchange.correlation_id, exchange.version, translate.NONE, CONCURRENT_TRANSACTIONS
             )
@@ -358,8 +361,9 @@ class ProtectJob(Job):
             exchange.notes[self] = _Init(name, None)
             return frame
         if self.machine.can_renew(name, virtual) and not self._is_accepted(exchange, name):
-            # Nobody but the broker knows whether this connection may have it. An InitProducerId would make it give out
-            # one more, and abort what is open. This EndTxn ends nothing: the right is judged first, then the identity.
+            # Only the broker knows whether this connection may have the next identity. An InitProducerId would bump the
+            # epoch once more and abort an open transaction. This EndTxn ends nothing, because the broker checks the
+            # right to the transactional.id before the identity.
             exchange.notes[self] = _Proving(name, virtual)
             return translate.end_txn(frame, exchange.version, name, translate.NONE, False, api.INIT_PRODUCER_ID)
         following = self.machine.renewed(name, virtual, exchange.connection.number)
@@ -372,7 +376,7 @@ class ProtectJob(Job):
         except Refused:
             if exchange.version < _SPOKEN_BY_V2_CLIENTS:
                 raise
-            # A client that speaks part 2 itself has identities of its transactions that nobody here saw.
+            # A client that supports part 2 itself has identities that the shim has not seen.
             exchange.notes[self] = _Init(name, None)
             return frame
         exchange.notes[self] = _Init(name, virtual)
@@ -385,7 +389,7 @@ class ProtectJob(Job):
         return seen if self._is_from_before(name) else self.machine.shown(name, seen, state)
 
     def _write_down(self, name: str, before: State | None) -> None:
-        """Before anybody learns of it."""
+        """Write the change to the journal before the client or the broker sees it."""
         if self._journal is None:
             return
         under_way = (State.OPEN, State.ENDING)
@@ -398,7 +402,7 @@ class ProtectJob(Job):
     def _note(self, exchange: Exchange, name: str, refused: Refused) -> None:
         self.counts["fenced" if refused.code == INVALID_PRODUCER_EPOCH else "challenged"] += 1
         events.debug(
-            "refused",
+            "request refused",
             transactional_id=name,
             api=api.api_name(exchange.api_key),
             error=error_name(refused.code),
@@ -408,7 +412,7 @@ class ProtectJob(Job):
 
 
 class _AsItIs:
-    """A `Stream` of an answer that nothing waits for."""
+    """Forward the pieces of a response unchanged."""
 
     def feed(self, piece: Piece) -> Piece:
         return piece
@@ -418,17 +422,17 @@ _AS_IT_IS = _AsItIs()
 
 
 class _PassingProduce:
-    """A `Stream` over one Produce of `size` bytes: changed and passed on as soon as its head tells how.
+    """Forward a stream of one Produce of `size` bytes, changed as soon as enough of its head has arrived.
 
-    What is refused is swallowed, and answered when its client has sent all of it: before that no client waits for an
-    answer.
+    A refused request is discarded and answered after the client has sent all of it, because clients read no response
+    before that.
     """
 
     def __init__(self, job: ProtectJob, exchange: Exchange, size: int) -> None:
         self._job, self._exchange, self._size = job, exchange, size
         self._seen = 0
-        self._held = bytearray()  # until it is decided
-        self._look_at = 0  # bytes; before so many have come there is nothing new to be read
+        self._held = bytearray()  # bytes kept until the decision
+        self._look_at = 0  # the number of bytes at which the head is read again
         self._decided = False
         self._refusal: bytes | None = None
 
@@ -443,7 +447,7 @@ class _PassingProduce:
         return piece
 
     def _decide(self, piece: Piece) -> Piece:
-        """What goes on now."""
+        """Return the bytes to forward now."""
         connection = self._exchange.connection
         if self._held:
             self._held += piece
@@ -455,19 +459,19 @@ class _PassingProduce:
         if request is None:
             if self._held:
                 assert isinstance(piece, memoryview)
-                piece.release()  # what has a view cannot grow
+                piece.release()  # a bytearray with a view cannot grow
             else:
                 self._held += piece
                 connection.kept += len(piece)
             return b""
         self._decided = True
         connection.kept -= len(self._held)
-        self._held = bytearray()  # this stream is there until the next request begins
-        way = self._job.produce(self._exchange, request)
-        if isinstance(way, bytes):
-            self._refusal = way
+        self._held = bytearray()  # free the memory now: the stream exists until the next request begins
+        result = self._job.produce(self._exchange, request)
+        if isinstance(result, bytes):
+            self._refusal = result
             return b""
-        return piece if way is None else translate.produce_as(piece, request, *way)
+        return piece if result is None else translate.produce_as(piece, request, *result)
 
     def _read(self, piece: Piece) -> translate.Produce | None:
         try:
@@ -475,8 +479,8 @@ class _PassingProduce:
         except Malformed:
             if self._seen == self._size:
                 raise
-            # More of it is needed. It is looked at again when twice as much is there: a client that sends it byte by
-            # byte must not have it read so often. Or it is wrong, and judged when all of it is there.
+            # Either more bytes are needed or the request is invalid, which shows when it is complete. Read it again
+            # when twice as many bytes have arrived, so that a client that sends single bytes causes few reads.
             self._look_at = self._size if self._seen > LONGEST_HEAD_BYTES else min(2 * self._seen, self._size)
             return None
 
@@ -484,15 +488,15 @@ class _PassingProduce:
 _SPOKEN_BY_V2_CLIENTS = 5  # InitProducerId
 _NOT_AUTHORIZED = 53  # TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 _INVALID_TXN_STATE = 48
-_DUPLICATE_SEQUENCE_NUMBER = 46  # the records are there: clients take it for an acknowledgement
-# How an EndTxn with an identity that is none is answered to those who have the right to the transactional.id:
+_DUPLICATE_SEQUENCE_NUMBER = 46  # the records are appended: clients treat it as an acknowledgement
+# The errors for an EndTxn without a valid identity from a client with the right to the transactional.id:
 # INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED.
 _OF_AN_OWNER = (INVALID_PRODUCER_EPOCH, 49, 90)
-_MOST_ACCEPTED = 100  # transactional.ids of a connection; one that is forgotten waits for an answer once more
-_WRITTEN_BYTES = 300  # a batch, its partition and its place in lists
-_MOST_WAITING = 1_000  # batches and requests of a connection; a single request may have more
+_MOST_ACCEPTED = 100  # transactional.ids per connection; a forgotten one must be accepted again
+_WRITTEN_BYTES = 300  # the size of a batch with its partition and list entries
+_MOST_WAITING = 1_000  # batches and requests per connection; a single request may have more
 
-# What is told while there is no protection and it is required: a live client asks again.
+# The retriable errors while required protection is unavailable. A live client sends the request again.
 _COME_AGAIN = {
     api.PRODUCE: NOT_ENOUGH_REPLICAS,
     api.INIT_PRODUCER_ID: CONCURRENT_TRANSACTIONS,

@@ -1,10 +1,10 @@
-"""The journal of identity pairs: what lets clients outlive a restart of the shim between two transactions.
+"""Store identity pairs in a journal, so that clients between two transactions survive a restart of the shim.
 
-Owns one file of lines: a pair whenever one changed (an init, an end), and the name of each transaction that opened. A
-name that was open last is forgotten at the next start, and so its client is fenced, as without a journal. Lines are
-written before the client or the broker learns what they say, so they survive the process; there is no fsync: what a
-machine loses is older than what its broker knows, and a broker refuses an older identity. It must never hold back
-traffic: a file that cannot be written is given up, loudly, and emptied.
+The journal is a file of lines: a pair after each change (an init, an end), and the transactional.id of each transaction
+that opened. An id whose last line is an opened transaction is forgotten at the next start, which fences its client, as
+without a journal. Lines are written before the client or the broker sees the change, so they survive a crash of the
+process. There is no fsync: if the machine crashes, the journal is older than the broker's state, and the broker rejects
+an older identity. The journal must never delay traffic: after a failed write it is disabled with a warning and emptied.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _FEW_LINES = 100_000
 
 
 class Journal:
-    """Raises ConfigurationError: the file cannot be used, is another shim's, or is none of ours."""
+    """Open a journal. Raises ConfigurationError if the file is unusable, used by another shim, or not a journal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pairs: dict[str, bytes] = {}
         self._lines = 0
         try:
-            # A file of its own is locked: the journal is replaced when it is made shorter.
+            # The lock is a separate file, because the journal file is replaced when it is shortened.
             self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigurationError(f"the journal {path} cannot be used: {error.strerror}") from error
@@ -53,7 +53,7 @@ class Journal:
             raise
 
     def opened(self, name: str) -> None:
-        """The transaction of `name` is about to open upstream."""
+        """Note that the transaction of `name` is about to open upstream."""
         self._pairs.pop(name, None)
         line = _line(name)
         if line is not None:
@@ -66,7 +66,7 @@ class Journal:
             self._write(line)
 
     def close(self) -> None:
-        """What is written stays."""
+        """Close the files and keep their contents."""
         for number in (self._file, self._lock):
             if number >= 0:
                 os.close(number)
@@ -77,7 +77,7 @@ class Journal:
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
         for number, line in enumerate(lines, 1):
             try:
-                said = _LINE.decode(line)
+                entry = _LINE.decode(line)
             except msgspec.MsgspecError as error:
                 if number == len(lines) and not line.endswith(b"\n"):
                     break  # the machine stopped in the middle of a line
@@ -85,15 +85,15 @@ class Journal:
                     f"the journal {self._path} cannot be read at line {number} ({error}): remove it, "
                     "and clients will be fenced once"
                 ) from error
-            if isinstance(said, str):
-                found.pop(said, None)
+            if isinstance(entry, str):
+                found.pop(entry, None)
             else:
-                found[said.name] = said
+                found[entry.name] = entry
         self._pairs = {name: msgspec.json.encode(pair) + b"\n" for name, pair in found.items()}
         return list(found.values())
 
     def _rewritten(self) -> int:
-        """A file with only the pairs that are known now, in place of the other."""
+        """Replace the file by one with only the current pairs, and return its descriptor."""
         part = Path(f"{self._path}.part")
         number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -118,14 +118,19 @@ class Journal:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """A journal that misses lines must not be read again."""
+        """Disable and empty the journal: one with missing lines must not be read again."""
         events.warning(
-            "journal given up: a restart will fence every client", file=self._path, reason=error.strerror or error
+            "journal disabled",
+            effect="a restart will fence every client",
+            file=self._path,
+            reason=error.strerror or error,
         )
         try:
             os.ftruncate(self._file, 0)
         except OSError as second:
-            events.warning("journal not emptied: remove it before a restart", file=self._path, reason=second)
+            events.warning(
+                "journal truncation failed", remedy="remove it before a restart", file=self._path, reason=second
+            )
         os.close(self._file)
         self._file = -1
 
@@ -136,9 +141,9 @@ def _write_all(number: int, lines: Iterable[bytes]) -> None:
         data = data[os.write(number, data) :]
 
 
-def _line(said: Pair | str) -> bytes | None:
-    """None where a name is no text, which brokers allow and JSON does not: its client is fenced by a restart."""
+def _line(entry: Pair | str) -> bytes | None:
+    """Return the line of an entry, or None for a name that is not text, which brokers allow and JSON does not."""
     try:
-        return msgspec.json.encode(said) + b"\n"
+        return msgspec.json.encode(entry) + b"\n"
     except UnicodeEncodeError:
         return None

@@ -1,20 +1,20 @@
-"""What the shim knows of each transactional.id, and what it lets pass: the rules of docs/explanation/protect.md.
+"""Keep the state of each transactional.id and decide which requests are forwarded (docs/explanation/protect.md).
 
-Owns identities, transaction numbers, base sequences and trust. It knows no bytes, no sockets and no clock, and must
-never let a request of one transaction act in another. A client keeps one (producer id, epoch), the virtual one, from
-its init to the next; upstream every transaction has its own, the real one, as KIP-890 part 2 has it.
+The module owns identities, transaction numbers, base sequences and trust. It knows no bytes, no sockets and no clock,
+and must never let a request of one transaction act in another. A client keeps one virtual identity (producer id, epoch)
+from its init to the next. Upstream every transaction has a real identity, as KIP-890 part 2 requires.
 
     EMPTY ──opens──► OPEN ──ends──► ENDING ──ended──► ENDED ──opens──► OPEN
       └──────────────ends─────────────►▲ │ ◄────────ends──┘       (initialised, renewed: EMPTY, from anywhere)
                                          └─aborted─► SPENT
 
-A client that `renews` (librdkafka) is told after an abort that its identity is not known any more. It asks for the next
-one by itself (KIP-360), inside the same call: what it gave up then carries an identity that is over. For other clients
-a challenge has to tell live requests from late ones.
+After an abort, a client that `renews` (librdkafka) gets UNKNOWN_PRODUCER_ID. It then requests the next identity itself
+(KIP-360), inside the same call, so its abandoned requests carry an expired identity. For other clients a challenge
+separates live requests from late ones: a request on a new connection must come twice.
 
-Whoever knows names and identities may send anything: a request moves nothing before the broker has accepted one for
-that transactional.id on that connection (`Authority`). Until then it goes upstream, and what it does waits for its
-answer.
+Any client may send any name and identity. So a request changes no state until the broker has accepted a request for
+that transactional.id on that connection (`Authority`). Until then requests are forwarded, and take effect after their
+responses.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-# What is answered here. The first three are retriable: a live client asks again, a late copy does not.
+# The errors of refused requests. The first three are retriable: a live client retries, a late copy does not.
 LOAD_IN_PROGRESS = 14
 NOT_ENOUGH_REPLICAS = 19
 CONCURRENT_TRANSACTIONS = 51
 INVALID_PRODUCER_EPOCH = 47
 
-# Client sequences count modulo 2**31; a difference beyond half of that is one to an earlier number.
+# Client sequences count modulo 2**31. A difference above half of that means an earlier number.
 _SEQUENCES = 1 << 31
 _EARLIER = 1 << 30
 
 
 _LAST_EPOCH = (1 << 15) - 1
-# How a coordinator calls a transaction that an EndTxn ends; by whether that one commits.
+# The coordinator's states of a transaction that EndTxn ends, for commit and abort.
 _END = {True: ("PrepareCommit", "CompleteCommit"), False: ("PrepareAbort", "CompleteAbort")}
 
 
@@ -47,22 +47,22 @@ class Identity(NamedTuple):
 
 
 class State(Enum):
-    EMPTY = "a fresh identity, nothing asked for yet"
-    OPEN = "a request that opens the transaction went upstream"
-    ENDING = "its EndTxn went upstream, the answer is not known"
-    ENDED = "its end is known, the next one is not open"
-    SPENT = "it was aborted, and its client has to ask for the next identity"
+    EMPTY = "the identity is new and has no requests"
+    OPEN = "a request that opens the transaction was forwarded"
+    ENDING = "its EndTxn was forwarded and has no response yet"
+    ENDED = "it has ended, and the next transaction is not open"
+    SPENT = "it was aborted, and its client must request the next identity"
 
 
 class Event(Enum):
     OPENS = "AddPartitionsToTxn, AddOffsetsToTxn"
     WRITES = "Produce, TxnOffsetCommit"
     ENDS = "EndTxn"
-    ENDED = "EndTxn's answer without an error"
-    ABORTED = "the same, of an abort of a client that renews its identity"
+    ENDED = "a response to EndTxn without an error"
+    ABORTED = "the same for an abort by a client that renews its identity"
 
 
-# Whatever is not here is not let pass, and changes nothing.
+# Requests without an entry are refused and change nothing.
 MOVES: Mapping[tuple[State, Event], State] = {
     (State.EMPTY, Event.OPENS): State.OPEN,
     (State.OPEN, Event.OPENS): State.OPEN,
@@ -80,7 +80,7 @@ Partition = tuple[str, int]
 
 
 class Written(NamedTuple):
-    """One batch of a Produce: the client's sequences [first, first + records)."""
+    """Describe one batch of a Produce with the client's sequences [first, first + records)."""
 
     partition: Partition
     first: int
@@ -88,7 +88,7 @@ class Written(NamedTuple):
 
 
 class End(NamedTuple):
-    """An EndTxn on its way: of which transaction, with which real identity."""
+    """Describe a forwarded EndTxn: its transaction, its real identity, and whether it commits."""
 
     number: int
     identity: Identity
@@ -96,7 +96,7 @@ class End(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What has to be known of a client between two transactions; `sequences` per partition, None where unknown."""
+    """Hold the state of a client between two transactions. `sequences` are per partition, or None if unknown."""
 
     name: str
     virtual: Identity
@@ -108,15 +108,18 @@ class Pair(NamedTuple):
 
 
 class Authority(Enum):
-    """What the broker said of a connection and a transactional.id; a request of UNKNOWN comes again as ANSWERED."""
+    """List whether the broker has accepted a connection for a transactional.id.
 
-    ACCEPTED = "it accepted an earlier request: this one acts at once"
-    UNKNOWN = "it said nothing yet: this one is judged, and changes nothing"
-    ANSWERED = "it accepted this request, which was let pass before: it acts"
+    A request with UNKNOWN is repeated with ANSWERED after its response.
+    """
+
+    ACCEPTED = "the broker accepted an earlier request, so this one takes effect at once"
+    UNKNOWN = "the broker has not answered yet, so this request is checked and changes nothing"
+    ANSWERED = "the broker accepted this forwarded request, so it takes effect"
 
 
 class Refused(Exception):
-    """Is not sent on; `code` is what the client is told."""
+    """Refuse a request. `code` is the error for the client."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -128,7 +131,7 @@ COORDINATOR = "coordinator"
 
 @dataclass
 class _Base:
-    """A partition in the transaction: the client's sequence that is 0 upstream, and how many were sent from there."""
+    """Hold the client's sequence that is 0 upstream for a partition, and the number of records sent since."""
 
     sequence: int
     sent: int = 0
@@ -142,30 +145,30 @@ class _Transactional:
     state: State = State.EMPTY
     end: End | None = None  # of the transaction that is ENDING or ENDED
     bases: dict[Partition, _Base] = field(default_factory=dict)
-    # A fresh epoch begins at 0; after an abort nobody knows what the client counted.
+    # Sequences of a new epoch begin at 0. After an abort the client's next sequence is unknown.
     bases_known: bool = True
     trusted: dict[Hashable, int] = field(default_factory=dict)  # class of requests -> connection
-    revoked: bool = False  # a class without a trusted connection has to be challenged
-    renews: bool = False  # asks for its next identity after every abort
+    revoked: bool = False  # requests of a class without a trusted connection must be challenged
+    renews: bool = False  # the client requests its next identity after every abort
     before: Identity | None = None  # the virtual identity that a KIP-360 bump replaced
 
     def move(self, event: Event) -> None:
         self.state = MOVES[self.state, event]
 
 
-# What was challenged on one connection, by transactional.id, transaction and class of requests. All of it is forgotten
-# with the connection: whose requests the broker never accepts must not fill the memory.
+# The challenged requests of one connection, by transactional.id, transaction and class of requests. They are forgotten
+# with the connection, because clients that the broker never accepts must not fill the memory.
 _Challenged = OrderedDict[tuple[str, int, Hashable], set[Hashable]]
-_MOST_CHALLENGES = 64  # of a connection; the oldest is forgotten, and is challenged once more
-_MOST_MARKS = 300  # of a connection, over all its challenges
+_MOST_CHALLENGES = 64  # per connection; a forgotten one is challenged again
+_MOST_MARKS = 300  # per connection, over all challenges
 _MOST_MARKS_ACCEPTED = 10_000
 
 
 class Machine:
-    """Remembers up to `keep` transactional.ids; the longest unused one is forgotten, which fences its client.
+    """Keep the state of up to `keep` transactional.ids. Forgetting the least recently used one fences its client.
 
-    Every method either says how the request goes upstream, or raises Refused and has changed nothing but what is
-    remembered for the challenge. `connection` is a number that is never used twice.
+    The method for a request returns how to forward it, or raises Refused and changes only the data of challenges.
+    `connection` is a number that is never reused.
     """
 
     def __init__(self, keep: int = 100_000) -> None:
@@ -177,7 +180,7 @@ class Machine:
         self._challenged.pop(connection, None)
 
     def number(self, name: str) -> int | None:
-        """Of the transaction that is open, or comes next; no two of a name have the same."""
+        """Return the number of the open or next transaction, which is unique per transactional.id."""
         known = self._known.get(name)
         return None if known is None else known.number
 
@@ -190,11 +193,11 @@ class Machine:
         return None if known is None else known.real
 
     def shown(self, name: str, seen: Identity, state: str) -> Identity:
-        """What a coordinator says of the id (DescribeTransactions), as its client behind us has to read it.
+        """Return the identity to show a client for the coordinator's identity `seen` (DescribeTransactions).
 
-        A client asks whether the identity it has, the virtual one, is still the newest: the real one is shown as that,
-        and as many epochs beyond it as the coordinator is beyond the real one. Of an id whose client nobody here knows
-        (a restart without a journal) no epoch can be told: -1, which is none that a newer instance could have.
+        A client checks whether its virtual identity is still the newest. The real identity is shown as the virtual one,
+        and a coordinator that is n epochs ahead of the real one is shown n epochs ahead of the virtual one. For an
+        unknown transactional.id (after a restart without a journal) the epoch is -1, which no newer instance can have.
         """
         known = self._known.get(name)
         if known is None:
@@ -203,7 +206,7 @@ class Machine:
             return seen
         ahead = seen.epoch - known.real.epoch
         if ahead == 1 and known.state is State.ENDING and known.end is not None and state in _END[known.end.committed]:
-            ahead = 0  # our own EndTxn, whose answer is not here yet
+            ahead = 0  # the forwarded EndTxn, whose response has not arrived yet
         return Identity(known.virtual.producer_id, max(-1, min(known.virtual.epoch + ahead, _LAST_EPOCH)))
 
     # Between two transactions.
@@ -217,7 +220,7 @@ class Machine:
         return Pair(name, known.virtual, known.real, known.renews, known.before, known.end, found)
 
     def restore(self, pair: Pair) -> None:
-        """As it was, but that no connection is trusted."""
+        """Restore the state of a client, without trusted connections."""
         known = _Transactional(pair.virtual, pair.real, end=pair.end, renews=pair.renews, before=pair.before)
         known.revoked = True
         known.bases_known = pair.sequences is not None
@@ -236,10 +239,10 @@ class Machine:
         return known.before == virtual or (known.virtual == virtual and known.state in (State.ENDED, State.SPENT))
 
     def renewed(self, name: str, virtual: Identity, connection: int) -> Identity | None:
-        """A client asks for the next epoch (KIP-360), and nobody else has to be asked: the identity it is told.
+        """Return the next identity of a client (KIP-360) if the shim knows it without the broker, else None.
 
-        The end of a transaction brought one that nobody used yet. Asked a second time it is the same again: the first
-        answer was lost, or the question is late.
+        The end of a transaction returned an identity that is still unused. A repeated request gets the same one,
+        because the first response was lost or the request is late.
         """
         known = self._known.get(name)
         if known is None or not self.can_renew(name, virtual):
@@ -250,10 +253,10 @@ class Machine:
         return known.real
 
     def bumps(self, name: str, virtual: Identity) -> Identity:
-        """The same where the broker has to be asked: the identity to ask with."""
+        """Return the real identity for a KIP-360 request to the broker. Raises Refused."""
         known = self._known.get(name)
         if known is None or known.virtual != virtual:
-            raise Refused(INVALID_PRODUCER_EPOCH, "an identity nobody here gave out")
+            raise Refused(INVALID_PRODUCER_EPOCH, "the shim did not issue this identity")
         return known.real
 
     def initialised(
@@ -264,13 +267,13 @@ class Machine:
         renews: bool = False,
         bumped: Identity | None = None,
     ) -> None:
-        """The broker gave out `identity`; `bumped`: the virtual one it replaces, if it is a KIP-360 bump."""
+        """Note that the broker issued `identity`. `bumped` is the virtual one that a KIP-360 bump replaces."""
         known = self._known.get(name)
         if known is not None and known.real.producer_id == identity.producer_id:
             if identity.epoch < known.real.epoch:
-                return  # an answer that was overtaken: its client is fenced
+                return  # an outdated response: its client is fenced
             if identity == known.virtual and known.real == identity:
-                return  # the same answer again
+                return  # the same response again
         self._begin(name, identity, connection, renews, bumped)
 
     def _begin(self, name: str, identity: Identity, connection: int, renews: bool, before: Identity | None) -> None:
@@ -283,7 +286,7 @@ class Machine:
         if len(self._known) > self._keep:
             self._known.popitem(last=False)
 
-    # What a transaction consists of.
+    # Requests of a transaction.
 
     def opens(
         self,
@@ -293,7 +296,7 @@ class Machine:
         mark: Hashable,
         authority: Authority = Authority.ACCEPTED,
     ) -> Identity:
-        """AddPartitionsToTxn or AddOffsetsToTxn; `mark` is the same for the same request again."""
+        """Check AddPartitionsToTxn or AddOffsetsToTxn and return the real identity. A retry has the same `mark`."""
         known = self._identified(name, virtual)
         self._in_use(known)
         self._challenge(name, known, COORDINATOR, connection, [mark], CONCURRENT_TRANSACTIONS, authority)
@@ -327,16 +330,16 @@ class Machine:
         batches: Sequence[Written],
         authority: Authority = Authority.ACCEPTED,
     ) -> tuple[Identity, dict[Partition, int]]:
-        """The real identity, and per partition what to subtract from the client's sequences (modulo 2**31)."""
+        """Return the real identity, and per partition the base to subtract from the client's sequences modulo 2**31."""
         known = self._identified(name, virtual)
         self._in_use(known)
-        # No Produce of a live client comes before the transaction was opened for its partition.
+        # A live client sends no Produce before the transaction is open for its partition.
         self._allow(known, Event.WRITES, NOT_ENOUGH_REPLICAS)
         kind = ("produce", broker)
         if not known.renews:
-            # Of a client that does, a late one has an identity that is over or a sequence that is: the error would only
-            # be in its way. librdkafka gives a record back to its queue for it, and one that comes back while
-            # abort_transaction waits for it is neither sent nor given up until message.timeout.ms.
+            # A late Produce of a client that renews has an expired identity or sequence, so it needs no challenge. The
+            # error would do harm: librdkafka requeues the record, and a record requeued while abort_transaction waits
+            # for it is neither sent nor dropped until message.timeout.ms.
             marks = [(batch.partition, batch.first) for batch in batches]
             self._challenge(name, known, kind, connection, marks, NOT_ENOUGH_REPLICAS, authority)
         bases = dict[Partition, int]()
@@ -349,7 +352,7 @@ class Machine:
                 )
         for batch in batches:
             if (batch.first - bases[batch.partition]) % _SEQUENCES >= _EARLIER:
-                raise Refused(NOT_ENOUGH_REPLICAS, "a sequence of an earlier transaction")
+                raise Refused(NOT_ENOUGH_REPLICAS, "the sequence belongs to an earlier transaction")
         if authority is Authority.UNKNOWN:
             return known.real, bases
         for batch in batches:
@@ -366,7 +369,7 @@ class Machine:
         partition: Partition,
         batches: Sequence[Written],
     ) -> int:
-        """The client's sequence that is 0 upstream, of a partition that has none in this transaction yet."""
+        """Return the client's sequence that is 0 upstream, for a partition that is new in this transaction."""
         if known.bases_known:
             return 0
         challenged = self._challenged.get(connection)
@@ -385,18 +388,18 @@ class Machine:
         mark: Hashable,
         authority: Authority = Authority.ACCEPTED,
     ) -> End:
-        """EndTxn, first or again: always with the identity of the transaction it belongs to."""
+        """Check EndTxn, also a repeated one, and return it with the identity of its transaction. Raises Refused."""
         known = self._identified(name, virtual)
         again = known.end is not None and known.end.committed == committed
         if known.state is State.SPENT and not again:
             self._in_use(known)
         self._challenge(name, known, COORDINATOR, connection, [mark], CONCURRENT_TRANSACTIONS, authority)
         if known.state in (State.ENDED, State.SPENT) and known.end is not None and again:
-            return known.end  # its answer was lost: the broker gives the same one again
+            return known.end  # the response was lost, and the broker repeats it
         if known.state is State.ENDING and known.end is not None:
-            end = known.end._replace(committed=committed)  # the broker knows what it did, and judges
+            end = known.end._replace(committed=committed)  # the broker knows its own decision
         else:
-            # Also for a transaction nobody saw open: the empty abort of a client whose first request was lost.
+            # Also for a transaction that is not open here: an empty abort by a client whose first request was lost.
             end = End(known.number, known.real, committed)
         if authority is not Authority.UNKNOWN:
             known.end = end
@@ -404,9 +407,9 @@ class Machine:
         return end
 
     def ended(self, name: str, end: End, following: Identity) -> bool:
-        """The broker ended it, and says which identity comes next; an answer that is known already changes nothing.
+        """Note that the broker ended the transaction and issued the `following` identity. A repetition changes nothing.
 
-        Whether the client has to be told to ask for its next identity.
+        Return whether the client must be told to request its next identity.
         """
         known = self._known.get(name)
         if known is None or known.end is None or (known.end.number, known.end.identity) != (end.number, end.identity):
@@ -419,29 +422,29 @@ class Machine:
         known.real = following
         known.number += 1
         if end.committed:
-            # A client commits when all it sent is acknowledged: it goes on counting from there.
+            # A client commits after all its records are acknowledged, and continues with the next sequence.
             for base in known.bases.values():
                 base.sequence, base.sent = (base.sequence + base.sent) % _SEQUENCES, 0
             return False
-        # What was under way is given up by the client, and its sequences are used again: none of it is trusted.
+        # The client abandons unanswered requests and reuses their sequences, so no connection stays trusted for them.
         known.bases.clear()
         known.bases_known = False
         known.revoked = True
         known.trusted = {kind: number for kind, number in known.trusted.items() if kind == COORDINATOR}
         return spent
 
-    # Rules that more than one request has.
+    # Rules shared by several requests.
 
     def _identified(self, name: str, virtual: Identity) -> _Transactional:
         known = self._known.get(name)
         if known is None or known.virtual != virtual:
-            raise Refused(INVALID_PRODUCER_EPOCH, "an identity nobody here gave out, or an earlier one")
+            raise Refused(INVALID_PRODUCER_EPOCH, "the identity is outdated or was not issued by the shim")
         self._known.move_to_end(name)
         return known
 
     def _in_use(self, known: _Transactional) -> None:
         if known.state is State.SPENT:
-            raise Refused(INVALID_PRODUCER_EPOCH, "an identity that ended with its aborted transaction")
+            raise Refused(INVALID_PRODUCER_EPOCH, "the identity ended with its aborted transaction")
 
     def _allow(self, known: _Transactional, event: Event, code: int) -> None:
         if (known.state, event) not in MOVES:
@@ -457,7 +460,7 @@ class Machine:
         code: int,
         authority: Authority,
     ) -> None:
-        """Moves the trust to a connection on which the same request comes a second time in this transaction."""
+        """Trust a connection once the same request came twice on it in this transaction. Raises Refused before that."""
         trusted = known.trusted.get(kind)
         if trusted == connection:
             return
@@ -465,7 +468,7 @@ class Machine:
         if challenges and authority is not Authority.ANSWERED:
             most = _MOST_MARKS if authority is Authority.UNKNOWN else _MOST_MARKS_ACCEPTED
             if not self._comes_again((name, known.number, kind), connection, marks, most):
-                raise Refused(code, "challenged: not the connection of this client, as far as known")
+                raise Refused(code, "challenged: the client used another connection before")
         if authority is not Authority.UNKNOWN:
             known.trusted[kind] = connection
 
@@ -479,7 +482,7 @@ class Machine:
         room = most - sum(map(len, challenged.values()))
         while len(challenged) > 1 and (room < len(marks) or len(challenged) > _MOST_CHALLENGES):
             room += len(challenged.popitem(last=False)[1])
-        # The first ones stay: a client that sends many at once sends these again first.
+        # Keep the first marks: a client that sent many requests at once repeats these first.
         seen.update(marks[: max(0, room)])
         return again
 
@@ -489,7 +492,7 @@ def _firsts(marks: Iterable[Hashable], partition: Partition) -> list[int]:
 
 
 def _earliest(sequences: Sequence[int]) -> int:
-    """The one from which all the others are ahead."""
+    """Return the sequence that precedes all others, modulo 2**31."""
     first = sequences[0]
     for sequence in sequences[1:]:
         if (sequence - first) % _SEQUENCES >= _EARLIER:

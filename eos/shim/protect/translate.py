@@ -1,7 +1,7 @@
-"""The frames of the transaction protocol: identities read and replaced, EndTxn as v5 and back, refusals.
+"""Change frames of the transaction protocol: replace identities, translate EndTxn to v5 and back, refuse requests.
 
-Owns these layouts, in the versions of `VERSIONS`. Replaced fields keep their size, so everything else stays byte for
-byte what it was, and records are never looked at. Raises Malformed for a frame that does not fit its layout.
+The module owns these layouts, in the versions of `VERSIONS`. Replaced fields keep their size, so all other bytes stay
+the same, and records are never read. Functions raise Malformed for a frame that does not match its layout.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 from eos.shim.errors import Malformed
 from eos.shim.protect import crc
 from eos.shim.protect.machine import Identity, Partition, Written
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from eos.shim.wire.batches import HEADER, LENGTH_COUNTS_FROM, MAGIC, TRANSACTIONAL
 from eos.shim.wire.cursor import string
 from eos.shim.wire.frames import Piece
 from eos.shim.wire.headers import REQUEST_HEAD, request_body, response_body
 
-# What clients that do not speak KIP-890 part 2 send; later versions are sent only by those that do, or by brokers.
+# The versions of clients without KIP-890 part 2. Only clients with it, or brokers, send later versions.
 VERSIONS: Mapping[int, range] = {
     api.PRODUCE: range(3, 12),
     api.INIT_PRODUCER_ID: range(7),
@@ -30,23 +30,23 @@ VERSIONS: Mapping[int, range] = {
     api.END_TXN: range(5),
     api.TXN_OFFSET_COMMIT: range(5),
 }
-NAMED_SINCE = 3  # ApiVersions says which software it is
+NAMED_SINCE = 3  # ApiVersions requests name the client's software since this version
 END_TXN_VERSION = 5
-DESCRIBED_VERSION = 0  # DescribeTransactions has no other
+DESCRIBED_VERSION = 0  # the only version of DescribeTransactions
 
 NONE = Identity(-1, -1)
 _IDENTITY = struct.Struct(">qh")
 _PRODUCER_FENCED, _INVALID_PRODUCER_EPOCH = 90, 47
 _FENCED_KNOWN_SINCE = 2  # EndTxn
 
-# Of a record batch.
+# Positions in a record batch.
 _CRC_AT, _IDENTITY_AT, _SEQUENCE_AT, _CHANGED_END = 17, 43, 53, 57
-# Of one partition in one Produce; brokers take a single one.
+# Per partition of a Produce. Brokers accept only one.
 _MOST_BATCHES = 1_000
 
 
 class Identified(NamedTuple):
-    """A request for a transactional.id; its identity stands at `at`, -1 when this version has none."""
+    """Hold the fields of a request for a transactional.id. `at` is the position of its identity, or -1 without one."""
 
     name: str | None
     identity: Identity
@@ -57,7 +57,7 @@ class Identified(NamedTuple):
 
 
 def identified(frame: bytes, api_key: int, version: int) -> Identified:
-    """What any of the requests but Produce says of itself."""
+    """Read the fields of any transactional request except Produce."""
     _, cursor = request_body(frame, api_key, version)
     body = frame[cursor.pos :]
     name = cursor.string()
@@ -79,7 +79,7 @@ def with_identity(frame: bytes, at: int, identity: Identity) -> bytes:
 def end_txn(
     frame: bytes, version: int, name: str, identity: Identity, committed: bool, api_key: int = api.END_TXN
 ) -> bytes:
-    """The same EndTxn as v5, for `identity`; or one in the place of the request that `frame` is."""
+    """Return an EndTxn v5 with `identity`, in place of the EndTxn or other request in `frame`."""
     client_id, _ = request_body(frame, api_key, version)
     correlation_id = REQUEST_HEAD.unpack_from(frame)[3]
     head = struct.pack(">hhi", api.END_TXN, END_TXN_VERSION, correlation_id)
@@ -89,7 +89,7 @@ def end_txn(
 
 
 def ended(frame: bytes) -> tuple[int, int, Identity]:
-    """Throttle time, error code and following identity of an EndTxn answer v5."""
+    """Return throttle time, error code and following identity of an EndTxn response v5."""
     cursor = response_body(frame, api.END_TXN, END_TXN_VERSION)
     return cursor.int32(), cursor.int16(), Identity(cursor.int64(), cursor.int16())
 
@@ -102,7 +102,7 @@ def end_txn_answer(correlation_id: int, version: int, throttle_ms: int, error: i
 
 
 def described(frame: bytes, shown: Callable[[str, Identity, str], Identity]) -> bytes:
-    """An answer to DescribeTransactions with each identity as `shown` (by transactional.id, identity, state) has it."""
+    """Replace each identity in a DescribeTransactions response by `shown(transactional_id, identity, state)`."""
     cursor = response_body(frame, api.DESCRIBE_TRANSACTIONS, DESCRIBED_VERSION)
     cursor.skip(4)  # throttle_time_ms
     for _ in range(cursor.count()):
@@ -122,21 +122,21 @@ def described(frame: bytes, shown: Callable[[str, Identity, str], Identity]) -> 
 
 
 def initialised(frame: bytes, version: int) -> tuple[int, Identity]:
-    """Error code and identity of an InitProducerId answer."""
+    """Return error code and identity of an InitProducerId response."""
     cursor = response_body(frame, api.INIT_PRODUCER_ID, version)
     cursor.skip(4)  # throttle_time_ms
     return cursor.int16(), Identity(cursor.int64(), cursor.int16())
 
 
 def added_offsets(frame: bytes, version: int) -> int:
-    """Error code of an AddOffsetsToTxn answer."""
+    """Return the error code of an AddOffsetsToTxn response."""
     cursor = response_body(frame, api.ADD_OFFSETS_TO_TXN, version)
     cursor.skip(4)  # throttle_time_ms
     return cursor.int16()
 
 
 def results(frame: bytes, api_key: int, version: int) -> list[tuple[Partition, int]]:
-    """Error code by partition of an answer to Produce, AddPartitionsToTxn or TxnOffsetCommit."""
+    """Return the error code of each partition in a response to Produce, AddPartitionsToTxn or TxnOffsetCommit."""
     cursor = response_body(frame, api_key, version)
     if api_key != api.PRODUCE:
         cursor.skip(4)  # throttle_time_ms
@@ -159,10 +159,10 @@ def results(frame: bytes, api_key: int, version: int) -> list[tuple[Partition, i
 
 
 def init_answer(correlation_id: int, version: int, identity: Identity, error: int = 0) -> bytes:
-    """The answer of a broker that gives out `identity`, or none."""
+    """Return an InitProducerId response with `identity`, or with an error."""
     producer_id, epoch = identity
     fields = {"error_code": error, "producer_id": producer_id, "producer_epoch": epoch}
-    return answers.encoded(api.INIT_PRODUCER_ID, version, correlation_id, **fields)
+    return messages.encode_response(api.INIT_PRODUCER_ID, version, correlation_id, **fields)
 
 
 # "librdkafka" "2.16.0"; "confluent-kafka-python" "2.16.1-rdkafka-2.16.0"; "confluent-kafka-go" "...-librdkafka-2..."
@@ -170,14 +170,15 @@ _LIBRDKAFKA = re.compile(r"rdkafka[-/ ]v?(\d+)\.")
 
 
 def renews(frame: bytes, version: int) -> bool:
-    """Whether the client that sends this ApiVersions (v3 and later) answers an UNKNOWN_PRODUCER_ID of its abort with a
-    question for its next identity, inside the same call: librdkafka since 2.0 does (`rd_kafka_txn_handle_EndTxn`).
+    """Return whether the client of this ApiVersions request (v3 and later) requests its next identity after an abort.
+
+    librdkafka since 2.0 does so after UNKNOWN_PRODUCER_ID, inside the same call (`rd_kafka_txn_handle_EndTxn`).
     """
     try:
         _, cursor = request_body(frame, api.API_VERSIONS, version)
         found = _LIBRDKAFKA.findall(f"{cursor.string()}-{cursor.string()}")
     except Malformed:
-        return False  # the broker judges it
+        return False  # the broker will reject it
     return bool(found) and int(found[-1]) >= 2
 
 
@@ -192,7 +193,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Produce:
-    """A Produce request; `partitions` in the request's order, `batches` only those with an identity."""
+    """Hold the fields of a Produce. `partitions` are in the request's order; `batches` are those with an identity."""
 
     name: str | None
     partitions: Sequence[Partition]
@@ -212,10 +213,10 @@ class Produce:
 
 
 def produce(frame: Piece, version: int, size: int) -> Produce:
-    """What a Produce of `size` bytes says; empty of partitions when it is not transactional.
+    """Read a Produce of `size` bytes. A request without a transactional.id has no partitions in the result.
 
-    `frame` may be its beginning. That is enough when it has no transactional.id, or one batch in all, as every Produce
-    of librdkafka has: the sizes around the batch's header leave no place for another one. Else Malformed.
+    `frame` may be the beginning of the request. That is enough if there is no transactional.id, or if the sizes before
+    the first batch's header show that it is the only batch, as in every Produce of librdkafka. Else raises Malformed.
     """
     _, cursor = request_body(frame, api.PRODUCE, version)
     name = cursor.string()
@@ -233,7 +234,7 @@ def produce(frame: Piece, version: int, size: int) -> Produce:
             start = cursor.pos
             if topics == indexes == 1 and records > 0:
                 batch = _batch(frame, start, start + records, partition)
-                tags = 3 if cursor.flexible else 0  # the shortest three sections of them: partition, topic, request
+                tags = 3 if cursor.flexible else 0  # at least one byte each for partition, topic and request
                 if batch.size == records and start + records + tags <= size:
                     return Produce(name, (partition,), (batch,))
             if records > 0:
@@ -264,15 +265,15 @@ def _batch(frame: Piece, at: int, end: int, partition: Partition) -> _Batch:
     fields = HEADER.unpack_from(frame, at)
     size, last_delta = fields[1] + LENGTH_COUNTS_FROM, fields[6]
     if fields[3] != MAGIC or size < HEADER.size or size > end - at or last_delta < 0:
-        raise Malformed("a record batch of a transaction that cannot be followed")
+        raise Malformed("a record batch has an invalid header")
     identity, sequence = Identity(fields[9], fields[10]), fields[11]
     return _Batch(at, size, identity, Written(partition, sequence, last_delta + 1), bool(fields[5] & TRANSACTIONAL))
 
 
 def produce_as(frame: Piece, request: Produce, identity: Identity, bases: Mapping[Partition, int]) -> Piece:
-    """The request with `identity`, sequences counted from their partition's base, and checksums to match.
+    """Return the request with `identity`, with sequences relative to their partition's base, and with new checksums.
 
-    `frame` may be its beginning, as far as the last batch's header. A writable view is changed in place.
+    `frame` may end after the last batch's header. A writable view is changed in place.
     """
     in_place = isinstance(frame, memoryview) and not frame.readonly
     made = frame if in_place else memoryview(bytearray(frame))
@@ -290,10 +291,10 @@ def produce_as(frame: Piece, request: Produce, identity: Identity, bases: Mappin
 
 
 def refusal(frame: bytes, api_key: int, version: int, correlation_id: int, code: int) -> bytes:
-    """The answer a broker would give with this error; for all but Produce."""
+    """Return the response of a broker with this error, for any request except Produce."""
     per_partition = api_key in (api.ADD_PARTITIONS_TO_TXN, api.TXN_OFFSET_COMMIT)
     named = _partitions(frame, api_key, version) if per_partition else ()
-    return answers.refusal(api_key, version, correlation_id, code, named)
+    return messages.refusal_response(api_key, version, correlation_id, code, named)
 
 
 def _partitions(frame: bytes, api_key: int, version: int) -> list[Partition]:
@@ -321,7 +322,7 @@ def _partitions(frame: bytes, api_key: int, version: int) -> list[Partition]:
 
 
 def _tags(api_key: int, version: int) -> bytes:
-    """An empty section of tagged fields, where this version has them; header and body alike."""
+    """Return an empty section of tagged fields if this version has them, for the header or the body."""
     return b"\0" if api.is_flexible(api_key, version) else b""
 
 

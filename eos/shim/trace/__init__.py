@@ -1,10 +1,10 @@
-"""Shows transactions as they pass: KIP-98's steps, live, per transactional.id. It never changes a byte.
+"""Show the steps of KIP-98 live, per transactional.id, as requests are forwarded. Tracing never changes a byte.
 
-decode.py   from request and response bytes to what a step says
-model.py    steps, and the transactions they make up
+decode.py   reads requests and responses into steps
+model.py    defines steps, and groups them into transactions
 job.py      the job in the pipeline
 text.py     one line per step
-    printer.py  prints them without holding up the traffic
+    printer.py  prints the lines without delaying traffic
 page.py     one HTML page with a sequence diagram per transaction
 """
 

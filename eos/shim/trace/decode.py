@@ -1,8 +1,8 @@
-"""From the bytes of the transaction protocol's requests and answers to what a step says.
+"""Read the requests and responses of the transaction protocol into steps.
 
-Owns the reading of FindCoordinator, InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit and EndTxn
-with kafka-python's classes; Produce and Fetch are walked over in wire/batches.py. Pure; raises Malformed for what they
-do not understand.
+The module reads FindCoordinator, InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit and EndTxn with
+kafka-python's classes. wire/batches.py reads Produce and Fetch. Pure; raises Malformed for a frame that these classes
+cannot read.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from kafka.protocol.metadata import MetadataResponse
 from eos.codes import error_name
 from eos.shim.errors import Malformed
 from eos.shim.trace.model import Step
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from eos.shim.wire.batches import Topic
 
 _TRANSACTION_KEY = 1
 
 
 def understood(api_key: int, version: int) -> bool:
-    return (api_key in _REQUEST or api_key == api.PRODUCE) and version <= answers.RESPONSES[api_key].max_version
+    return (api_key in _REQUEST or api_key == api.PRODUCE) and version <= messages.RESPONSES[api_key].max_version
 
 
 def request_steps(api_key: int, version: int, frame: bytes, time: float) -> list[Step]:
-    """The steps a request begins: one, or one per transactional.id of a batched FindCoordinator; none of others."""
-    request = answers.read(frame, api_key, version)
+    """Return the steps of a request: one, one per transactional.id of a batched FindCoordinator, or none."""
+    request = messages.read_request(frame, api_key, version)
     steps = list(_REQUEST[api_key](request, version, time))
     if any(step.transactional_id is None for step in steps):
-        raise Malformed("a transactional.id that is null")  # brokers refuse it
+        raise Malformed("the transactional.id is null")  # brokers reject it
     return steps
 
 
 def add_response(
     steps: Iterable[Step], api_key: int, version: int, frame: bytes, topic_name: Callable[[Topic], str]
 ) -> None:
-    """Completes steps with what the answer says; `topic_name` knows the names of topic ids."""
-    response = answers.decoded(answers.RESPONSES[api_key], frame, version)
+    """Complete steps with the fields of their response. `topic_name` returns the name of a topic id."""
+    response = messages.decode(messages.RESPONSES[api_key], frame, version)
     for step in steps:
         if api_key == api.PRODUCE:
             _produced(step, response, version, topic_name)
@@ -48,8 +48,8 @@ def add_response(
 
 
 def topic_names(version: int, frame: bytes) -> dict[bytes, str]:
-    """Topic ids and names of a Metadata response, v10 and later."""
-    response = answers.decoded(MetadataResponse, frame, version)
+    """Return the topic ids and names in a Metadata response, v10 and later."""
+    response = messages.decode(MetadataResponse, frame, version)
     return {topic.topic_id.bytes: topic.name for topic in response.topics if topic.name}
 
 

@@ -1,7 +1,7 @@
-"""The trace's place in the pipeline: sees the frames of the transaction protocol and files steps.
+"""Record a step for each request and response of the transaction protocol.
 
-Owns the pairing of request and answer. Whatever it cannot read it lets pass, with one log line per API and version: a
-trace must never be the reason that something fails.
+The job owns the pairing of request and response. It forwards frames that it cannot read, with one warning per API and
+version: tracing must never make a request fail.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from eos.shim.wire.walk import Layout, Walk
 
 _NEWEST_FETCH, _OLDEST_FETCH = 18, 4
 _TOPIC_IDS_SINCE = 10  # Metadata
-# Of a Produce: a partition with its batch has about twelve. What has more is not traced.
+# A partition of a Produce has about twelve fields with its batch. Larger requests are not traced.
 _MOST_FIELDS = 200_000
 
 
 class TraceJob(Job):
-    """Calls each of `sinks` with every finished step; `history` holds them by transaction."""
+    """Call each of `sinks` with every finished step, and add the steps to `history` by transaction."""
 
     def __init__(self, history: History, *sinks: Callable[[Step], None]) -> None:
         self.history, self._sinks = history, sinks
@@ -47,7 +47,7 @@ class TraceJob(Job):
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         try:
             steps = decode.request_steps(exchange.api_key, exchange.version, frame, self._when(exchange))
-        except Exception as error:  # noqa: BLE001 - not ours to refuse
+        except Exception as error:  # noqa: BLE001 - tracing must not reject a request
             self._complain(exchange, error)
         else:
             self._begin(exchange, steps)
@@ -68,7 +68,7 @@ class TraceJob(Job):
             if steps:
                 decode.add_response(steps, exchange.api_key, exchange.version, frame, self.topic_name)
                 self._finish(exchange, steps)
-        except Exception as error:  # noqa: BLE001 - not ours to refuse
+        except Exception as error:  # noqa: BLE001 - tracing must not reject a response
             self._complain(exchange, error)
         return frame
 
@@ -128,11 +128,11 @@ class TraceJob(Job):
         if key not in self._complained:
             self._complained.add(key)
             name = f"{api.api_name(key[0])} v{key[1]}"
-            events.warning("not traced", api=name, reason=f"{type(error).__name__}: {error}")
+            events.warning("frame not traced", api=name, reason=f"{type(error).__name__}: {error}")
 
 
 class _Produce:
-    """Gathers one Produce request into one step while it passes."""
+    """Collect one Produce request into one step while it is forwarded."""
 
     def __init__(self, job: TraceJob, exchange: Exchange) -> None:
         self._job, self._exchange = job, exchange
@@ -161,7 +161,7 @@ class _Produce:
 
 
 class _Watching:
-    """A `Stream` that only looks, and stops looking at what it does not understand."""
+    """Read a stream of one frame without changing it, and stop reading after an error."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class _Watching:
         if self._walk is not None:
             try:
                 self._walk.feed(piece)
-            except Exception as error:  # noqa: BLE001 - not ours to refuse
+            except Exception as error:  # noqa: BLE001 - tracing must not stop a frame
                 self._walk = None
                 self._failed(error)
         return piece

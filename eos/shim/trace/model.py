@@ -1,7 +1,7 @@
-"""A step of the transaction protocol, and the transactions steps make up.
+"""Define a step of the transaction protocol, and group steps into transactions.
 
-Owns the rule where one transaction ends and the next begins, as seen on the wire: the first request that needs a
-transaction opens it, an EndTxn that is answered without error ends it, an InitProducerId begins a new life. Pure.
+The module owns the rule for the begin and end of a transaction on the wire: the first request that needs a transaction
+opens it, an EndTxn with a successful response ends it, and an InitProducerId abandons it. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 from eos.codes import RETRIABLE
 
-# KIP-98's numbers. 3 (begin) is no request, and 5.3 (the final record in the transaction log) is on no client's wire.
+# The numbers of KIP-98. Step 3 (begin) has no request, and step 5.3 (the last record in the transaction log) is not
+# sent to clients.
 STEP_NUMBERS = {
     "FindCoordinator": "1",
     "InitProducerId": "2",
@@ -24,15 +25,16 @@ STEP_NUMBERS = {
     "Marker": "5.2",
 }
 _OPENING = {"AddPartitionsToTxn", "Produce", "AddOffsetsToTxn", "TxnOffsetCommit", "EndTxn"}
-NO_ANSWER = "NO_ANSWER"  # the connection ended first
+NO_ANSWER = "NO_ANSWER"  # the connection closed before the response
 
 
 @dataclass
 class Step:
-    """One request and its answer, or a marker that a fetch brought. Times: seconds since the epoch, milliseconds.
+    """Describe one request and its response, or a marker in a Fetch response.
 
-    `partitions` as `topic-0`; `offsets` per partition: those committed by TxnOffsetCommit, the first one of a Produce,
-    that of a marker; `errors` are the protocol's names, empty when all is well.
+    `time` is in seconds since the epoch, `ms` in milliseconds. `partitions` have the form `topic-0`. `offsets` are the
+    committed ones of a TxnOffsetCommit, the first one of a Produce, or that of a marker, by partition. `errors` are the
+    protocol's names, empty after a success.
     """
 
     transactional_id: str
@@ -68,18 +70,18 @@ class Step:
 
     @property
     def to_be_retried(self) -> bool:
-        """Refused in a way that clients answer by asking again, such as CONCURRENT_TRANSACTIONS."""
+        """Return whether clients retry after this error, such as CONCURRENT_TRANSACTIONS."""
         return self.failed and all(name in RETRIABLE for name in self.errors)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: what is known and no more."""
+        """Return the fields that have a value, for JSON."""
         known = {name: value for name, value in asdict(self).items() if value not in (None, [], {}, "")}
         return {"step": self.number} | known
 
 
 @dataclass(eq=False)
 class Transaction:
-    """What happened to one transaction; number 0 holds the steps before the first one."""
+    """Hold the steps and the state of one transaction. Number 0 holds the steps before the first transaction."""
 
     transactional_id: str
     number: int
@@ -94,12 +96,12 @@ class Transaction:
 
     @property
     def begun(self) -> bool:
-        """Whether a request passed that needs a transaction, not only those that prepare one."""
+        """Return whether a request has opened the transaction, rather than only prepared it."""
         return any(step.name in _OPENING for step in self.steps)
 
 
 class History:
-    """The last `keep` transactions of all transactional.ids, and counts over all time."""
+    """Keep the last `keep` transactions of all transactional.ids, and the counts since the start."""
 
     def __init__(self, keep: int = 200, steps_per_transaction: int = 400) -> None:
         self.transactions: deque[Transaction] = deque(maxlen=keep)
@@ -110,14 +112,14 @@ class History:
         self._steps_kept = steps_per_transaction
 
     def snapshot(self) -> History:
-        """What is kept now, for a reader on another thread: steps that are filed do not change any more."""
+        """Return a copy for a reader on another thread. Recorded steps no longer change."""
         made = History(self.transactions.maxlen or 0, self._steps_kept)
         made.transactions.extend(replace(each, steps=list(each.steps)) for each in self.transactions)
         made.counts |= self.counts
         return made
 
     def add(self, step: Step) -> Step:
-        """Files a finished step; sets its transaction's number."""
+        """Add a finished step to its transaction, and set the step's transaction number."""
         self.counts["steps"] += 1
         self.counts["errors"] += step.failed and not step.to_be_retried
         transaction = self._late_for(step) or self._transaction_of(step)
@@ -137,10 +139,9 @@ class History:
         return step
 
     def add_marker(self, step: Step) -> bool:
-        """Files a marker with the transaction it ended; False when that is not kept here, or the marker is known.
+        """Add a marker to the transaction it ended. Return False if that is not kept or already has the marker.
 
-        The epoch does not tell transactions of one producer apart before KIP-890: the last records in front of the
-        marker do.
+        Before KIP-890 the transactions of a producer share an epoch, so the last records before the marker decide.
         """
         assert step.producer_id is not None
         ((partition, offset),) = step.offsets.items()
@@ -161,7 +162,7 @@ class History:
         return True
 
     def _late_for(self, step: Step) -> Transaction | None:
-        """The earlier transaction a fenced producer still talks about, if this step is one of its own."""
+        """Return the earlier transaction of a fenced producer that this step belongs to, if any."""
         current = self._current.get(step.transactional_id)
         if current is None or step.producer_id is None or step.name == "InitProducerId":
             return None
@@ -175,7 +176,7 @@ class History:
         current = self._current.get(step.transactional_id)
         begins_anew = step.name == "InitProducerId"
         ended = current is not None and current.state != "open"
-        late_end = step.name == "EndTxn" and ended  # a copy, or an abort of what was ended: belongs to the last one
+        late_end = step.name == "EndTxn" and ended  # a late copy, or an abort of an ended transaction
         if current is not None and begins_anew and current.begun and current.state == "open":
             self._end(current, "abandoned")
             ended = True
@@ -189,7 +190,7 @@ class History:
         return current
 
     def _forget(self, oldest: Transaction) -> None:
-        """With KIP-890 each transaction has an identity of its own: nothing may lead to those that are not kept."""
+        """Remove all references to a transaction that is no longer kept. With KIP-890 each one has its own identity."""
         if self._current.get(oldest.transactional_id) is oldest:
             del self._current[oldest.transactional_id]
         for step in oldest.steps:

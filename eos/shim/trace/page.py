@@ -1,7 +1,7 @@
-"""One self-contained HTML page: every transaction kept, with a sequence diagram of its steps.
+"""Render one self-contained HTML page with a sequence diagram of each kept transaction.
 
-Owns the drawing: a lane per party, an arrow per request, its answer beneath. No script, no external resource; light
-and dark follow the reader's system. It must never show a record's content.
+The module owns the drawing: a lane per party, an arrow per request, and its response below. The page has no scripts and
+no external resources, and follows the system's light or dark mode. It must never show a record's content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BADGES = {"committed": "good", "aborted": "warn", "abandoned": "bad", "open": "
 
 
 def write(path: Path, page: str) -> None:
-    """Atomic: a reader sees the old page or the new one."""
+    """Replace the page atomically: a reader sees the old page or the new one."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(page, encoding="utf-8")
     os.replace(part, path)
@@ -75,11 +75,11 @@ def _trouble(steps: Sequence[Step]) -> Iterator[str]:
     if errors:
         yield f'<span class="badge bad">{errors} error{"s" * (errors != 1)}</span>'
     if retried:
-        yield f'<span class="badge calm">{retried} refused for now, to be retried</span>'
+        yield f'<span class="badge calm">{retried} with a retriable error</span>'
 
 
 def _lanes(steps: Sequence[Step]) -> dict[str, int]:
-    """Role -> lane, in the order of KIP-98's figure. A role that did not appear has no lane."""
+    """Return role -> lane in the order of KIP-98's figure. A role without steps has no lane."""
     roles = ["producer", "transaction coordinator"]
     roles += sorted({f"leader · {step.broker}" for step in steps if step.name in ("Produce", "Marker")})
     roles += ["group coordinator"] if any(step.name == "TxnOffsetCommit" for step in steps) else []
@@ -111,7 +111,7 @@ def _diagram(transaction: Transaction) -> str:
 
 
 def _folded(steps: Sequence[Step]) -> tuple[list[Step | None], Sequence[Step]]:
-    """At most so many rows: the first and the last ones, and a gap (None) between them."""
+    """Return the rows to draw, and the rest: the first and last rows, with None for a gap between them."""
     if len(steps) <= _ROWS_DRAWN:
         return list(steps), []
     half = _ROWS_DRAWN // 2
@@ -143,13 +143,13 @@ def _step_row(step: Step, transaction: Transaction, lanes: dict[str, int], y: in
     clock = f'<text class="clock" x="{_CLOCK - 12}" y="{y + 4}">+{offset_ms:,.1f} ms</text>'
     if step.name == "Marker":
         return clock + _marker(step, _x(lanes["transaction coordinator"]), end, y)
-    # As much as fits into the drawing: a label may go on behind the lane its arrow leads to.
+    # Labels are cut at the edge of the drawing. They may extend beyond the lane that their arrow points to.
     room = _x(len(lanes) - 1) + _MARGIN - start - 30
     label = _short(f"{step.name}  {text.detail(step)}".replace("->", "→"), room // 7)
     kind = "warn" if step.to_be_retried else "bad" if step.failed else "good"
     verdict = _short(f"{', '.join(step.errors) or 'ok'} · {step.ms:,.1f} ms", 60)
     tip = escape(text.line(step))
-    # A label sits on its arrow's first stretch, on a patch of the background, so that lanes do not cross its letters.
+    # A label starts at the arrow's beginning, on a patch of background, so that no lane crosses its letters.
     return (
         f"<g><title>{tip}</title>{clock}"
         f'<line class="ask" x1="{start}" y1="{y}" x2="{end - 9}" y2="{y}"/>{_head(end, y, 1, "ask")}'
@@ -174,7 +174,7 @@ def _marker(step: Step, start: int, end: int, y: int) -> str:
 
 
 def _end_row(transaction: Transaction, lanes: dict[str, int], y: int) -> str:
-    """Steps 5.2 and 5.3 that no client sees: said, so that nobody looks for them."""
+    """Draw a note about steps 5.2 and 5.3, which happen between brokers."""
     x = _x(lanes["transaction coordinator"])
     outcome = "commit" if transaction.state == "committed" else "abort"
     seen = any(step.name == "Marker" for step in transaction.steps)
@@ -199,7 +199,7 @@ def _head(x: int, y: int, direction: int, kind: str) -> str:
 
 
 def _label(x: int, y: int, words: str, kind: str) -> str:
-    # paint-order draws the outline in the card's colour first: letters stay readable on top of lines.
+    # paint-order draws the outline in the card's colour first, so letters stay readable on top of lines.
     return f'<text class="label {kind}" x="{x}" y="{y}">{escape(words)}</text>'
 
 
@@ -213,7 +213,7 @@ _PAGE = """<!doctype html>
 <header><h1>{title}</h1><p>as of {when} · transactions shown: {kept}, newest first</p></header>
 <div class="tiles">{tiles}</div>{cards}
 <footer>Written by <code>eos shim --trace-html</code>. Numbers are the steps of KIP-98's data flow; solid arrows are
-requests, dashed ones their answers. Point at a step for all of its fields.</footer></body></html>
+requests, dashed ones their responses. Point at a step for all of its fields.</footer></body></html>
 """
 
 _STYLE = """

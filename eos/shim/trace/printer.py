@@ -1,7 +1,7 @@
-"""Prints lines without ever making the traffic wait for a terminal.
+"""Print lines on a separate thread, so that a slow terminal never delays traffic.
 
-Owns a thread and a bounded queue: when the reader of standard output is slower than the transactions, lines are left
-out and the next one says how many. A reader that has gone (`| head`) ends the printing, nothing else.
+The printer owns a thread and a bounded queue. If the reader of standard output is too slow, lines are dropped and the
+next line gives their number. If the reader closes (`| head`), printing ends and traffic continues.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Printer:
     def print(self, line: str) -> None:
         try:
             if self._left_out:
-                self._queue.put_nowait(f"... {self._left_out} lines left out: they are not read fast enough")
+                self._queue.put_nowait(f"... {self._left_out} lines dropped: the output is read too slowly")
                 self._left_out = 0
             self._queue.put_nowait(line)
         except queue.Full:
             self._left_out += 1
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Waits for what is queued, but not for a reader that does not read."""
+        """Print the queued lines and stop, after at most about twice `timeout_s`."""
         try:
             self._queue.put(_END, timeout=timeout_s)
         except queue.Full:

@@ -1,4 +1,4 @@
-"""One line per step, for people and for machines. Owns the wording of a step; pure."""
+"""Format a step as one line, for people or as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PARTITIONS_SHOWN = 4
 
 
 def line(step: Step) -> str:
-    """`12:00:01.123  orders-a #3  4.2 Produce  out-0 out-1, 12 records, 1.2 kB ...  ok  2.1 ms`"""
+    """Format a step as `12:00:01.123  orders-a #3  4.2 Produce  out-0 out-1, 12 records, 1.2 kB ...  ok  2.1 ms`."""
     clock = time.strftime("%H:%M:%S", time.localtime(step.time)) + f".{int(step.time * 1000) % 1000:03d}"
     who = f"{step.transactional_id} #{step.transaction}"
     what = f"{step.number:3} {step.name}"
@@ -24,7 +24,7 @@ def json_line(step: Step) -> str:
 
 
 def detail(step: Step) -> str:
-    """What the request was about."""
+    """Format the request's own fields."""
     if step.name == "FindCoordinator":
         return f"-> {step.coordinator}" if step.coordinator else ""
     if step.name == "InitProducerId":

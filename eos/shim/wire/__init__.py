@@ -1,1 +1,1 @@
-"""The Kafka protocol as bytes: frames, headers, fields. Pure: no socket, no clock."""
+"""Read and write the Kafka protocol as bytes: frames, headers, fields. Pure: no socket, no clock."""

@@ -1,6 +1,6 @@
-"""The numbers of the protocol the shim needs to know: API keys and first flexible versions.
+"""Define the numbers of the protocol that the shim needs: API keys and first flexible versions.
 
-Owns these tables only. They follow Kafka 4.4.0's message definitions (`common/message/*.json` in kafka-clients).
+The tables follow Kafka 4.4.0's message definitions (`common/message/*.json` in kafka-clients).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DESCRIBE_TRANSACTIONS = 65
 SHARE_FETCH = 78
 SHARE_ACKNOWLEDGE = 79
 
-# UNKNOWN_PRODUCER_ID. No broker answers an EndTxn with it; protection does once an abort is done, to clients that then
-# take their next identity by themselves. Whoever reads EndTxn's answers takes it for an end, not for an error.
+# UNKNOWN_PRODUCER_ID. No broker answers EndTxn with it. Protection does after an abort, for clients that then request
+# their next identity themselves. Readers of EndTxn responses must treat it as an end of the transaction, not an error.
 ABORTED_TAKE_THE_NEXT_IDENTITY = 59
 
-# Each API of Kafka 4.4.0 with its newest version, an unstable one (InitProducerId v6) too, and those that 3.9 was the
-# last to have (4 to 7): what clients are offered at most. What lies beyond may say addresses and identities where
-# nobody here looks for them. TxnOffsetCommit v6 is not offered: it names topics by their ids alone.
+# The newest version of each API that clients are offered: those of Kafka 4.4.0, including an unstable one
+# (InitProducerId v6), and APIs 4 to 7, which 3.9 was the last to have. Newer versions may contain addresses and
+# identities in fields unknown here. TxnOffsetCommit v6 is not offered, because it names topics only by id.
 # fmt: off
 NEWEST = {
     0: 13, 1: 18, 2: 11, 3: 13, 4: 7, 5: 4, 6: 8, 7: 3, 8: 10, 9: 10, 10: 6, 11: 9,
@@ -47,11 +47,11 @@ NEWEST = {
 }
 # fmt: on
 
-# What lies beyond is unknown here, and counted together as this.
+# APIs with a higher key are unknown here, and are counted together as UNKNOWN.
 NEWEST_KNOWN = max(NEWEST)
 UNKNOWN = 32_767
 
-# From this version on a message has compact lengths and tagged fields, and so has its header (KIP-482).
+# From this version on a message and its header have compact lengths and tagged fields (KIP-482).
 FIRST_FLEXIBLE = {
     PRODUCE: 9,
     FETCH: 12,
@@ -71,7 +71,7 @@ FIRST_FLEXIBLE = {
 
 
 def is_flexible(api_key: int, version: int) -> bool:
-    """Whether messages of this API and version are flexible; only for the APIs of the table."""
+    """Return whether messages of this API and version are flexible. Works only for the APIs of the table."""
     return version >= FIRST_FLEXIBLE[api_key]
 
 

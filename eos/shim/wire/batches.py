@@ -1,7 +1,7 @@
-"""Record batches (magic 2) as they pass: their headers, and what a control batch says; never the records.
+"""Read the headers of record batches (magic 2) and the markers in control batches, but never records.
 
-Owns the batch layout and where batches are in Produce requests and Fetch responses. Topics are named by name or, from
-Produce v13 and Fetch v13 on, by id: what is given here is whichever the message has.
+The module owns the batch layout and the positions of batches in Produce requests and Fetch responses. A topic is given
+by name or, from Produce v13 and Fetch v13 on, by id, as in the message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProduceHead(NamedTuple):
 
 
 def produce_request(version: int, head: Callable[[ProduceHead], None], seen: Seen) -> Callable[[Walk], Layout]:
-    """The layout of a Produce request, to be given to a `Walk`; `head` is called before the first batch."""
+    """Return the layout of a Produce request for a `Walk`. `head` is called before the first batch."""
     flexible = api.is_flexible(api.PRODUCE, version)
 
     def layout(at: Walk) -> Layout:
@@ -68,7 +68,7 @@ def produce_request(version: int, head: Callable[[ProduceHead], None], seen: See
 
 
 def fetch_response(version: int, seen: Seen) -> Callable[[Walk], Layout]:
-    """The layout of a Fetch response (v4 and later) up to the last batch."""
+    """Return the layout of a Fetch response (v4 and later) up to the last batch."""
     flexible = api.is_flexible(api.FETCH, version)
 
     def layout(at: Walk) -> Layout:
@@ -93,7 +93,7 @@ def fetch_response(version: int, seen: Seen) -> Callable[[Walk], Layout]:
 
 
 def all_transactional(records: bytes) -> bool:
-    """Whether these are whole batches, each of a transaction; what cannot be followed is not."""
+    """Return whether the bytes are whole batches that all belong to transactions. Invalid bytes do not count."""
     at = 0
     while len(records) - at >= HEADER.size:
         _, length, _, magic, _, attributes, *_ = HEADER.unpack_from(records, at)
@@ -104,7 +104,7 @@ def all_transactional(records: bytes) -> bool:
 
 
 def _batches(topic: Topic, partition: int, left: int, seen: Seen) -> Layout:
-    """`left` bytes of batches; the last one of a Fetch may be cut short."""
+    """Walk over `left` bytes of batches. The last batch of a Fetch response may be cut off."""
     while left >= HEADER.size:
         fields = HEADER.unpack((yield HEADER.size))
         base_offset, length, _, magic, _, attributes, _, _, _, producer_id, epoch, sequence, records = fields
@@ -135,7 +135,10 @@ def _batches(topic: Topic, partition: int, left: int, seen: Seen) -> Layout:
 
 
 def _marker(record: bytes) -> str | None:
-    """A control record: length, attributes, two deltas, then a key of version (2 bytes) and type (2 bytes)."""
+    """Return the type of a control record.
+
+    The record is length, attributes, two deltas, and a key of version (2 bytes) and type (2 bytes).
+    """
     pos = 0
     for skip in (1, 0, 1, 1, 1):  # varint, byte, varint, varint, varint: the last is the key's length
         if not skip:

@@ -1,8 +1,8 @@
-"""Reads the protocol's primitive fields out of one whole frame.
+"""Read the protocol's primitive fields from one whole frame.
 
-Owns the position in the frame. Every read past the end raises Malformed, and a length is believed only as far as the
-frame goes. It must never copy more than the field it returns, nor go on for longer than any real message needs: who
-sends a frame decides what is in it, and while it is read here everybody else waits.
+The cursor owns the position in the frame. A read or a length beyond the frame's end raises Malformed. It must never
+copy more than the field it returns, nor read more elements than a real message has: any client may send a frame, and
+all connections wait while it is read.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import struct
 from eos.shim.errors import Malformed
 from eos.shim.wire.frames import Piece
 
-# The string of a message, as brokers take it (a 16 bit length, also where the encoding could say more).
+# The longest string that brokers accept (a 16 bit length, even if the encoding allows more).
 LONGEST_STRING_BYTES = 32_767
-# The most tagged fields in one section; the messages of Kafka 4.3.1 have a handful.
+# The most tagged fields in one section. The messages of Kafka 4.3.1 have only a few.
 MOST_TAGS = 100
-# The most elements of all arrays of one message together, tagged fields among them: partitions of a request, for one.
+# The most elements of all arrays and tagged fields in one message, such as the partitions of a request.
 MOST_ELEMENTS = 50_000
 
 _INT16, _INT32, _INT64 = struct.Struct(">h"), struct.Struct(">i"), struct.Struct(">q")
 
 
 class Cursor:
-    """`flexible` says which encoding strings, arrays and tagged fields have (KIP-482)."""
+    """Read fields in sequence. `flexible` selects the encoding of strings, arrays and tagged fields (KIP-482)."""
 
     __slots__ = ("data", "elements", "end", "flexible", "pos")
 
@@ -67,7 +67,7 @@ class Cursor:
         raise Malformed("a varint does not fit into its frame")
 
     def count(self) -> int:
-        """An array's length; -1 for null. At least one byte per element must be left."""
+        """Read an array's length, -1 for null. Raises Malformed if less than one byte per element is left."""
         count = self.uvarint() - 1 if self.flexible else self.int32()
         if count < -1 or count > self.end - self.pos:
             raise Malformed(f"an array of {count} elements does not fit into its frame")
@@ -76,7 +76,7 @@ class Cursor:
         return count
 
     def took(self, elements: int) -> None:
-        """Counts what is read one by one. Raises Malformed when it is more than any message has."""
+        """Count elements. Raises Malformed if there are more than any real message has."""
         self.elements += elements
         if self.elements > MOST_ELEMENTS:
             raise Malformed(f"more than {MOST_ELEMENTS} elements")
@@ -86,7 +86,7 @@ class Cursor:
         return self._text(length)
 
     def header_string(self) -> str | None:
-        """A string of a header: never compact, whatever the version."""
+        """Read a string of a header, which is never compact."""
         return self._text(self.int16())
 
     def _text(self, length: int) -> str | None:
@@ -114,7 +114,7 @@ class Cursor:
             raise Malformed(f"{length} bytes")
 
     def skip_tags(self) -> None:
-        """Tagged fields, whatever they are; nothing in a version that is not flexible."""
+        """Skip all tagged fields. A version that is not flexible has none."""
         if self.flexible:
             count = checked_tags(self.uvarint())
             if count:
@@ -125,14 +125,14 @@ class Cursor:
 
 
 def checked_tags(count: int) -> int:
-    """A number of tagged fields to be read one by one. Raises Malformed."""
+    """Return a number of tagged fields. Raises Malformed if it is too large."""
     if count > MOST_TAGS:
         raise Malformed(f"{count} tagged fields")
     return count
 
 
 def uvarint(value: int) -> bytes:
-    """`value` as the protocol's unsigned varint."""
+    """Encode `value` as an unsigned varint."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -142,6 +142,6 @@ def uvarint(value: int) -> bytes:
 
 
 def string(value: str, flexible: bool) -> bytes:
-    """`value` as a string field of a body."""
+    """Encode `value` as a string field of a body."""
     raw = value.encode("utf-8", "surrogateescape")
     return (uvarint(len(raw) + 1) if flexible else _INT16.pack(len(raw))) + raw

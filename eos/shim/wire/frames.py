@@ -1,10 +1,10 @@
-"""Cuts a byte stream into frames and moves them: untouched, whole through a handler, or piece by piece.
+"""Split a byte stream into frames and forward them unchanged, whole through a handler, or piece by piece.
 
-Owns the place in the stream. What nobody asked for is never copied: a chunk that holds only passing frames comes out as
-the object that went in. A chunk may be a view of a buffer that is used again after `feed`: what the splitter keeps it
-copies, what it gives out may be parts of that view. It must never hold more than one frame's bytes, nor look into a
-frame beyond its header, nor deal with more than so many frames in one go: a chunk may hold tens of thousands, and who
-sent them is not alone here.
+The splitter owns the position in the stream. Unchanged frames are never copied: a chunk with only such frames is
+returned as the same object. A chunk may be a view of a buffer that is reused after `feed`, so the splitter copies the
+bytes it keeps, and returned pieces may be parts of the view. It must never hold more than one frame's bytes, nor read a
+frame beyond its header, nor handle more than a fixed number of frames per turn: a chunk may hold tens of thousands, and
+other connections wait.
 """
 
 from __future__ import annotations
@@ -14,44 +14,45 @@ from typing import Protocol
 
 from eos.shim.errors import Malformed
 
-# Bytes on their way; a view is of a buffer that is used again, so whoever keeps it copies it.
+# Bytes to forward. A view belongs to a buffer that is reused, so code that keeps it must copy it.
 Piece = bytes | memoryview
 
 
 class Stream(Protocol):
-    """Sees the pieces of one frame, its size prefix included, as they pass; may change bytes but not their number.
+    """Handle the pieces of one frame, including its size prefix. A stream may change bytes but not their number.
 
-    What comes back goes on: the piece itself where nothing had to move (a writable view may be changed in place), b""
-    for what is given out later, or never when the request is answered here.
+    `feed` returns the bytes to forward: the piece itself if possible (a writable view may be changed in place), or b""
+    if they are forwarded later, or never because a job answers the request.
     """
 
     def feed(self, piece: Piece) -> Piece: ...
 
 
-# Takes a whole frame with its size prefix; what it returns goes on in its place (b"": nothing does).
+# Takes a whole frame with its size prefix and returns the bytes to forward instead (b"" for none).
 Handler = Callable[[bytes], bytes]
 
 
 class Passing:
-    """The frame's bytes go on as they come."""
+    """Forward the frame's bytes unchanged as they arrive."""
 
 
 PASSING = Passing()
 Passage = Passing | Handler | Stream
 
 
-# So many frames of one connection, or so many bytes of collected ones, then the others have their turn. Small frames
-# cost 5 to 100 µs each, a large collected one up to 0.3 s.
+# After this many frames of one connection, or this many bytes of whole ones, other connections have their turn. Small
+# frames cost 5 to 100 µs each, a large whole one up to 0.3 s.
 FRAMES_PER_TURN = 64
 HANDLED_BYTES_PER_TURN = 64 * 1024
 
 
 class FrameSplitter:
-    """`open_frame(data, pos)` is asked at the head of each frame and says how it passes; None: show me more of it.
+    """Split a stream into frames.
 
-    `head` is the number of bytes it is shown at least. `feed` returns the pieces that go on; `rest` is then what it did
-    not get to, to be fed before anything else, or None. Whatever `open_frame` and handlers raise leaves `feed`, and the
-    splitter must not be used again. `kept` is how much it holds between feeds.
+    `open_frame(data, pos)` returns how to forward the frame at `pos`, or None if it needs more than these bytes, which
+    are at least `head`. `feed` returns the pieces to forward and sets `rest` to the unhandled bytes, which must be fed
+    first the next time, or to None. It raises the errors of `open_frame` and handlers. The splitter must not be used
+    after an error. `kept` is the number of bytes held between calls of `feed`.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class FrameSplitter:
         open_frame: Callable[[Piece, int], Passage | None],
     ) -> None:
         self._head, self._largest, self._open = head, largest_frame, open_frame
-        self.left = 0  # bytes still to come of the frame under way
+        self.left = 0  # bytes missing of the current frame
         self.rest: Piece | None = None
         self._passage: Passage = PASSING
         self._carried = b""  # the beginning of a frame that could not be opened yet
-        self._whole = bytearray()  # the frame under way, for a handler
+        self._whole = bytearray()  # the current frame, for a handler
         self._inserted: list[bytes] = []
 
     @property
@@ -77,7 +78,7 @@ class FrameSplitter:
         return len(self._carried) + len(self._whole)
 
     def insert(self, frame: bytes) -> None:
-        """From `open_frame` or between feeds: a frame of ours that goes out before the one about to open."""
+        """Forward a frame of a job before the next one to open. Called from `open_frame` or between calls of `feed`."""
         self._inserted.append(frame)
 
     def feed(self, data: Piece) -> list[Piece]:
@@ -85,7 +86,7 @@ class FrameSplitter:
         if self._carried:
             data, self._carried = b"".join((self._carried, data)), b""
         out: list[Piece] = []
-        pos = run = 0  # [run, pos) goes on as it is and is not yet in `out`
+        pos = run = 0  # [run, pos) is to be forwarded unchanged and is not yet in `out`
         end = len(data)
         frames = handled = 0
         while pos < end:
@@ -131,7 +132,7 @@ class FrameSplitter:
         return out
 
     def _hand_over(self, piece: Piece) -> Piece:
-        """What goes on in place of the piece, which may be the last of its frame."""
+        """Return the bytes to forward in place of the piece, which may be the last of its frame."""
         passage = self._passage
         if not callable(passage):
             assert not isinstance(passage, Passing)

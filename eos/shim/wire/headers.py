@@ -1,8 +1,8 @@
-"""Request and response headers: what a frame is and where its body begins.
+"""Read request and response headers.
 
-Owns their layout: a request header is api_key, api_version, correlation_id, client_id and, in flexible versions, tagged
-fields; client_id is never compact (KIP-482). A response header is the correlation id and, in flexible versions of every
-API but ApiVersions, tagged fields (KIP-511).
+A request header is api_key, api_version, correlation_id, client_id and, in flexible versions, tagged fields; client_id
+is never compact (KIP-482). A response header is the correlation id and, in flexible versions of every API but
+ApiVersions, tagged fields (KIP-511).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from eos.shim.wire import api
 from eos.shim.wire.cursor import Cursor, checked_tags
 from eos.shim.wire.frames import Piece
 
-# size, api_key, api_version, correlation_id; and the same of a response
+# size, api_key, api_version, correlation_id; in a response size, correlation_id
 REQUEST_HEAD = struct.Struct(">ihhi")
 RESPONSE_HEAD = struct.Struct(">ii")
 
 
 class RequestHead(NamedTuple):
-    """The fixed part of a request frame, with its size prefix; `size` does not count the prefix itself."""
+    """Hold the fixed part of a request frame. `size` does not count the size prefix itself."""
 
     size: int
     api_key: int
@@ -33,30 +33,30 @@ def request_head(data: Piece, pos: int) -> RequestHead:
     return RequestHead._make(REQUEST_HEAD.unpack_from(data, pos))
 
 
-# Kafka's keys are small and grow slowly; what is far beyond them is another protocol's bytes.
+# Kafka's API keys are small and grow slowly. Much larger ones are bytes of another protocol.
 _LARGEST_PLAUSIBLE_KEY = 1_000
 _LARGEST_PLAUSIBLE_VERSION = 100
 
-# What comes before the first batch of a Produce: a client id, a transactional.id and a topic of 32 KB at most each, and
+# The bytes before the first batch of a Produce: a client id, a transactional.id and a topic of at most 32 KB each, and
 # tagged fields.
 LONGEST_HEAD_BYTES = 128 * 1024
-# The fields of that head, in order; tags only in flexible versions, the transactional.id since v3.
+# The fields of that head, in order. Only flexible versions have tags, and versions since v3 the transactional.id.
 _CLIENT_ID, _TAGS, _NAME, _ACKS = range(4)
 _FLEXIBLE_SINCE, _NAMED_SINCE = api.FIRST_FLEXIBLE[api.PRODUCE], 3
 _INT16 = struct.Struct(">h")
 
 
 def implausible(head: RequestHead, largest_frame: int) -> str | None:
-    """Why these cannot be the first bytes of a Kafka client's request, or None."""
+    """Return why these cannot be the first bytes of a Kafka request, or None."""
     if not 8 <= head.size <= largest_frame:
-        return f"it announces a frame of {head.size} bytes"
+        return f"its frame size is {head.size} bytes"
     if not 0 <= head.api_key <= _LARGEST_PLAUSIBLE_KEY or not 0 <= head.version <= _LARGEST_PLAUSIBLE_VERSION:
-        return f"it asks for API {head.api_key} in version {head.version}"
+        return f"it requests API {head.api_key} in version {head.version}"
     return None
 
 
 def request_body(frame: Piece, api_key: int, version: int) -> tuple[str | None, Cursor]:
-    """client_id, and a cursor at the body of a whole request frame; for the APIs of `api.FIRST_FLEXIBLE`."""
+    """Return client_id and a cursor at the body of a whole request frame, for APIs in `api.FIRST_FLEXIBLE`."""
     cursor = Cursor(frame, REQUEST_HEAD.size, api.is_flexible(api_key, version))
     client_id = cursor.header_string()
     cursor.skip_tags()
@@ -64,7 +64,7 @@ def request_body(frame: Piece, api_key: int, version: int) -> tuple[str | None, 
 
 
 def response_body(frame: bytes, api_key: int, version: int) -> Cursor:
-    """A cursor at the body of a whole response frame; for the APIs of `api.FIRST_FLEXIBLE`."""
+    """Return a cursor at the body of a whole response frame, for APIs in `api.FIRST_FLEXIBLE`."""
     cursor = Cursor(frame, RESPONSE_HEAD.size, api.is_flexible(api_key, version))
     if api_key != api.API_VERSIONS:
         cursor.skip_tags()
@@ -72,21 +72,20 @@ def response_body(frame: bytes, api_key: int, version: int) -> Cursor:
 
 
 class AcksReader:
-    """Finds the acks of one Produce as its first bytes come, and goes on where it was: nothing is read again but a
-    field that was cut in two.
+    """Find the acks of one Produce in its first bytes, and continue at the same field when more bytes arrive.
 
-    With acks=0 the broker never answers, so this has to be known before the request goes on.
+    With acks=0 the broker sends no response, so acks must be known before the request is forwarded.
     """
 
     __slots__ = ("_at", "_step", "_tags", "_version")
 
     def __init__(self, version: int) -> None:
         self._version = version
-        self._step, self._at = _CLIENT_ID, REQUEST_HEAD.size  # the next field, and where it is in the frame
-        self._tags = 0  # still to be skipped
+        self._step, self._at = _CLIENT_ID, REQUEST_HEAD.size  # the next field, and its position in the frame
+        self._tags = 0  # tagged fields left to skip
 
     def read(self, data: Piece, pos: int) -> int | None:
-        """`data[pos:]` is the frame as far as it has come; None while more of it is needed. Raises Malformed."""
+        """Return acks, or None if more than the frame's bytes so far, `data[pos:]`, are needed. Raises Malformed."""
         step, at, tags, end = self._step, pos + self._at, self._tags, len(data)
         flexible = self._version >= _FLEXIBLE_SINCE
         if step == _CLIENT_ID:
@@ -101,7 +100,7 @@ class AcksReader:
             tags, at = checked_tags(found[0]), found[1]
             step = _NAME
         while tags:
-            found = _uvarint(data, at)  # the tag's number, and behind it its size
+            found = _uvarint(data, at)  # the tag's number, and then its size
             found = found and _uvarint(data, found[1])
             if found is None:
                 return self._wait(_NAME, at - pos, tags)
@@ -117,7 +116,7 @@ class AcksReader:
         return int(_INT16.unpack_from(data, at)[0])
 
     def _wait(self, step: int, at: int, tags: int = 0) -> int | None:
-        """None, when the head may still be one: it goes on there."""
+        """Save the position of the next field and return None. Raises Malformed if the head is too long."""
         if at > LONGEST_HEAD_BYTES:
             raise Malformed(f"a Produce with a head of more than {LONGEST_HEAD_BYTES} bytes")
         self._step, self._at, self._tags = step, at, tags
@@ -129,7 +128,7 @@ def _int16(data: Piece, pos: int) -> tuple[int, int] | None:
 
 
 def _uvarint(data: Piece, pos: int) -> tuple[int, int] | None:
-    """Its value and where it ends; None when it has not come whole."""
+    """Return a varint's value and end position, or None if it is incomplete."""
     value = shift = 0
     for at in range(pos, min(pos + 5, len(data))):
         byte = data[at]

@@ -1,7 +1,7 @@
-"""Follows a message's layout over bytes that arrive piece by piece, without keeping what it skips.
+"""Follow a message's layout over bytes that arrive in pieces, without keeping skipped bytes.
 
-A layout is a generator: it yields a number of bytes it wants to see, or the negative number of bytes it skips. Owns
-the position in the frame; must never hold more than one field.
+A layout is a generator. It yields the number of bytes it wants to read, or the negative number of bytes to skip. The
+walk owns the position in the frame and must never hold more than one field.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ Field = Generator[int, bytes, int]
 
 
 class Walk:
-    """`position` counts from the frame's first byte. A layout that ends early leaves the rest of the frame unread.
+    """Run one layout over one frame. `position` counts from the frame's first byte.
 
-    `most_fields` bounds the work for one frame: for those of clients, who may send nothing but empty fields.
+    A layout that ends early leaves the rest of the frame unread. `most_fields` bounds the work for one frame, because a
+    client may send a frame full of empty fields.
     """
 
     def __init__(self, layout: Callable[[Walk], Layout], most_fields: int | None = None) -> None:
@@ -32,7 +33,7 @@ class Walk:
         self._advance(None)
 
     def feed(self, data: Piece) -> None:
-        """Raises Malformed when the layout does."""
+        """Read the next piece. Raises Malformed if the layout does."""
         pos, end = 0, len(data)
         while pos < end and not self.done:
             wants = self._wants
@@ -60,7 +61,7 @@ class Walk:
         if self._fields_left is not None:
             self._fields_left -= 1
             if self._fields_left < 0:
-                raise Malformed("more fields than are followed")
+                raise Malformed("too many fields")
         try:
             wants = next(self._layout) if data is None else self._layout.send(data)
             while wants == 0:
@@ -91,7 +92,7 @@ def int32() -> Field:
 
 
 def count(flexible: bool) -> Field:
-    """An array's or a byte string's length; null counts as 0."""
+    """Read the length of an array or a byte string, 0 for null."""
     length = ((yield from uvarint()) - 1) if flexible else (yield from int32())
     return max(0, length)
 
@@ -102,7 +103,7 @@ def string_length(flexible: bool) -> Field:
 
 
 def text(flexible: bool) -> Generator[int, bytes, str | None]:
-    """A string's text; None for null."""
+    """Read a string, None for null."""
     length = ((yield from uvarint()) - 1) if flexible else (yield from int16())
     if length > LONGEST_STRING_BYTES:
         raise Malformed(f"a string of {length} bytes")
@@ -110,7 +111,7 @@ def text(flexible: bool) -> Generator[int, bytes, str | None]:
 
 
 def tags(flexible: bool) -> Field:
-    """Skips tagged fields; returns how many there were."""
+    """Skip tagged fields and return their number."""
     if not flexible:
         return 0
     number = checked_tags((yield from uvarint()))

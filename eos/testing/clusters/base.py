@@ -14,15 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from eos.broker.questions import (
-    ANSWER_TIMEOUT_S,
+from eos.broker.queries import (
     GROUP,
+    RESPONSE_TIMEOUT_S,
     TRANSACTION,
     Metadata,
     Replicas,
-    coordinator,
-    metadata,
-    quorum_leader,
+    fetch_metadata,
+    find_controller,
+    find_coordinator,
 )
 from eos.errors import EosError, IllegalState, Unavailable
 
@@ -230,11 +230,11 @@ class Cluster(ABC):
             raise IllegalState("coordinator_of takes a group or a transactional_id")
         name, kind = (group, GROUP) if transactional_id is None else (transactional_id, TRANSACTION)
         assert name is not None
-        return self._query_node(f"{name} has a coordinator", lambda server: coordinator(server, name, kind))
+        return self._query_node(f"{name} has a coordinator", lambda server: find_coordinator(server, name, kind))
 
     def controller(self) -> int:
         """Return the active controller, the leader of the metadata quorum; Metadata names any broker instead."""
-        return self._query_node("there is an active controller", quorum_leader)
+        return self._query_node("there is an active controller", find_controller)
 
     def wait_ready(self, nodes: Iterable[int], timeout_s: float = READY_TIMEOUT_S) -> None:
         """Wait until each of `nodes` itself answers and names every reachable node.
@@ -260,7 +260,7 @@ class Cluster(ABC):
             nonlocal examined
             problems.clear()
             for i in range(self.size):
-                seen = metadata(self.server(i))
+                seen = fetch_metadata(self.server(i))
                 if len(seen.nodes) < self.size:
                     problems.append(f"node {i} does not list all nodes")
                 examined = collect_late(seen, topics, f"node {i}", problems)
@@ -317,7 +317,7 @@ class Cluster(ABC):
 
     def _partition_of(self, topic: str, partition: int) -> Replicas:
         return self._query_node(
-            f"{topic}-{partition} is known", lambda server: metadata(server).partitions.get((topic, partition))
+            f"{topic}-{partition} is known", lambda server: fetch_metadata(server).partitions.get((topic, partition))
         )
 
     def _query_node(self, what: str, query: Callable[[str], T | None], timeout_s: float = READY_TIMEOUT_S) -> T:
@@ -359,8 +359,8 @@ class Cluster(ABC):
                 raise Unavailable(f"Kafka node {i} ended while it started: {why}")
             named = set()
             # Not beyond the deadline: a node that starts during a long query would seem to be in time.
-            left = min(max(deadline - time.monotonic(), _MIN_QUERY_S), ANSWER_TIMEOUT_S)
-            named |= metadata(self.server(i), left).nodes
+            left = min(max(deadline - time.monotonic(), _MIN_QUERY_S), RESPONSE_TIMEOUT_S)
+            named |= fetch_metadata(self.server(i), left).nodes
             return expected <= named
 
         def seen() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import NoReturn
 
-from eos.broker.questions import metadata
+from eos.broker.queries import fetch_metadata
 from eos.errors import ConfigurationError
 from eos.testing.clusters.base import READY_TIMEOUT_S, Cluster, NotSupported, collect_late
 
@@ -33,7 +33,7 @@ class ExternalCluster(Cluster):
 
     def __enter__(self) -> ExternalCluster:
         nodes = self._query_node(
-            f"{self.bootstrap_servers} answers", lambda server: metadata(server).nodes or None, timeout_s=30
+            f"{self.bootstrap_servers} answers", lambda server: fetch_metadata(server).nodes or None, timeout_s=30
         )
         self.size = len(nodes)
         return self
@@ -55,7 +55,7 @@ class ExternalCluster(Cluster):
         def in_sync() -> bool:
             nonlocal examined
             problems.clear()
-            examined = collect_late(metadata(self._next_server()), topics, "the cluster", problems)
+            examined = collect_late(fetch_metadata(self._next_server()), topics, "the cluster", problems)
             return not problems
 
         self._wait_until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(problems[:5]))

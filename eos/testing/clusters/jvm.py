@@ -50,7 +50,7 @@ class JvmCluster(Cluster):
         self._kafka.stop(i, timeout_s)
 
     def _ended(self, i: int) -> str | None:
-        return None if self._kafka.running(i) else self._kafka.last_words(i)
+        return None if self._kafka.running(i) else self._kafka.failure_reason(i)
 
     def _state(self, i: int) -> str:
         return f"its JVM is {'running' if self._kafka.running(i) else 'gone'}"

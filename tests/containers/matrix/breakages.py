@@ -51,7 +51,7 @@ def _offsets_outside_the_transaction() -> None:
 
     from eos.errors import Action, CallFailed
     from eos.session.committer import Committer
-    from eos.session.transact import TransactSession
+    from eos.session.session import TransactSession
 
     consumers: list[Any] = []
     start = TransactSession.start
@@ -76,56 +76,56 @@ def _offsets_outside_the_transaction() -> None:
 
 
 def _rewind_missing() -> None:
-    from eos.session.membership import Membership
+    from eos.session.consumer.group_consumer import GroupConsumer
 
-    _replace(Membership, "go_back", lambda self, rewind: rewind() and None)  # noted, but the consumer is not told
+    _replace(GroupConsumer, "go_back", lambda self, rewind: rewind() and None)  # noted, but the consumer is not told
 
 
 def _no_ownership_check() -> None:
-    from eos.session.membership import Membership
-    from eos.session.positions import Positions
+    from eos.session.consumer.group_consumer import GroupConsumer
+    from eos.session.consumer.positions import Positions
 
-    def unchecked(self: Membership, offsets: Mapping[Any, int]) -> Any:
+    def unchecked(self: GroupConsumer, offsets: Mapping[Any, int]) -> Any:
         return self.consumer.consumer_group_metadata()
 
-    _replace(Membership, "metadata_to_commit", unchecked)
-    _replace(Membership, "raise_if_lost", lambda self: None)
+    _replace(GroupConsumer, "group_metadata", unchecked)
+    _replace(GroupConsumer, "raise_if_lost", lambda self: None)
     _replace(Positions, "forget", lambda self, partitions: False)
 
 
 def _revocation_not_recorded() -> None:
     from confluent_kafka import TopicPartition
 
-    from eos.session.membership import Membership
+    from eos.session.consumer.group_consumer import GroupConsumer
 
-    def give_up_in_silence(self: Membership, consumer: Any, partitions: list[Any], how: str) -> None:
+    def give_up_in_silence(self: GroupConsumer, consumer: Any, partitions: list[Any], how: str) -> None:
         if self._incremental:
             consumer.incremental_unassign([TopicPartition(p.topic, p.partition) for p in partitions])
         else:
             consumer.unassign()
 
-    _replace(Membership, "_gave_up", give_up_in_silence)
+    _replace(GroupConsumer, "_on_revoke", give_up_in_silence)
 
 
 def _stale_group_metadata() -> None:
     from confluent_kafka import Consumer
 
-    from eos.session.membership import Membership
+    from eos.session.consumer.group_consumer import GroupConsumer
 
-    join = Membership.join
+    join = GroupConsumer.join
 
-    def with_metadata_from_before(self: Membership) -> None:
+    def with_metadata_from_before(self: GroupConsumer) -> None:
         # No generation, no member id and no instance id: those the broker does not check.
         nobody = Consumer({"bootstrap.servers": self._settings.bootstrap_servers, "group.id": self.group})
         taken = nobody.consumer_group_metadata()
-        self.metadata_to_commit = lambda offsets: taken  # type: ignore[method-assign]
+        self.group_metadata = lambda offsets: taken  # type: ignore[method-assign]
         join(self)
 
-    _replace(Membership, "join", with_metadata_from_before)
+    _replace(GroupConsumer, "join", with_metadata_from_before)
 
 
 def _random_transactional_id() -> None:
-    from eos.session.transact import TransactSession
+    from eos.session.session import TransactSession
 
     start = TransactSession.start
 
@@ -196,10 +196,10 @@ def _an_output_topic_outside_the_transaction() -> None:
 
 
 def _rewind_to_the_committed_offset_of_the_assignment() -> None:
-    from eos.session.positions import Positions
+    from eos.session.consumer.positions import Positions
 
     starts: dict[Any, int] = {}
-    assigned, rewind = Positions.assigned, Positions.rewind
+    assigned, rewind = Positions.assign, Positions.rewind
 
     def remember(self: Positions[Any], new: Mapping[Any, int]) -> None:
         starts.update(new)
@@ -207,10 +207,10 @@ def _rewind_to_the_committed_offset_of_the_assignment() -> None:
 
     def to_the_assignment(self: Positions[Any]) -> dict[Any, int]:
         targets = {partition: starts[partition] for partition in rewind(self)}
-        self._behind |= targets  # or what comes again would be dropped, as what the client delivers twice is
+        self._next_fetch |= targets  # or what comes again would be dropped, as what the client delivers twice is
         return targets
 
-    _replace(Positions, "assigned", remember)
+    _replace(Positions, "assign", remember)
     _replace(Positions, "rewind", to_the_assignment)
 
 
@@ -228,7 +228,7 @@ def _a_refused_commit(transactional_id: str) -> Sequence[Rule]:
 def _state_of_an_abort_kept() -> None:
     from eos.state.keeper import Keeper
 
-    Keeper.undone = lambda self: None  # type: ignore[method-assign]
+    Keeper.aborted = lambda self: None  # type: ignore[method-assign]
 
 
 DOUBLED, LOST = frozenset({"no_duplicates"}), frozenset({"no_losses"})

@@ -15,7 +15,7 @@ import pytest
 
 from eos.errors import ConfigurationError
 from eos.shim import Shim, ShimSettings
-from eos.shim.complaints import LINES_PER_HOST
+from eos.shim.limited_warnings import LINES_PER_HOST
 from eos.shim.link import MOST_UNANSWERED, Hold
 from eos.shim.memory import Memory
 from eos.shim.pipeline import Exchange, Job
@@ -51,12 +51,12 @@ HALF = frame(0, 1, b"")[:13]
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (b"", "no request came"),
-        (b"\0\0\0\x30\0\0", "no request came"),
-        (HALF, "no request came"),
-        (HELLO, "it asked for nothing but what comes before a login"),
-        (HELLO + frame(api.SASL_HANDSHAKE, 1), "it asked for nothing but what comes before a login"),
-        (HELLO + frame(FORWARDED, 1, bytes(100))[:50], "it asked for nothing but what comes before a login"),
+        (b"", "the client sent no request"),
+        (b"\0\0\0\x30\0\0", "the client sent no request"),
+        (HALF, "the client sent no request"),
+        (HELLO, "the client did not complete its login"),
+        (HELLO + frame(api.SASL_HANDSHAKE, 1), "the client did not complete its login"),
+        (HELLO + frame(FORWARDED, 1, bytes(100))[:50], "the client did not complete its login"),
     ],
     ids=["nothing", "part", "part of a Produce", "ApiVersions", "a login's first step", "part of a request"],
 )
@@ -94,7 +94,7 @@ def test_who_waits_for_its_broker_is_not_idle(caplog: pytest.LogCaptureFixture) 
         login_timeout_s=0.5,
         idle_timeout_s=0.2,
     )
-    assert reasons(caplog).count("it is idle (0.2 s)") == 1
+    assert reasons(caplog).count("the connection is idle (0.2 s)") == 1
 
 
 def test_no_upstream_connection_is_made_before_a_request_and_none_for_garbage() -> None:
@@ -152,7 +152,7 @@ def test_when_all_places_are_taken_the_oldest_silent_one_goes_and_else_the_newco
 
     run(work, most_connections=2, most_of_an_address=2)
     assert reasons(caplog) == [
-        "no request came (its place is needed)",
+        "the client sent no request (another client connected)",
         "2 connections from 127.0.0.1 are open (--max-connections-per-address)",
     ]
 
@@ -193,7 +193,7 @@ def test_no_address_takes_all_places_and_who_is_not_let_in_none_that_a_newcomer_
 
     run(work, most_connections=5, most_of_an_address=3)
     reason = {
-        api.SASL_HANDSHAKE: "it asked for nothing but what comes before a login (its place is needed)",
+        api.SASL_HANDSHAKE: "the client did not complete its login (another client connected)",
         FORWARDED: "3 connections from 127.0.0.2 are open (--max-connections-per-address)",
     }[first]
     assert reasons(caplog) == [reason]
@@ -210,7 +210,7 @@ def test_all_places_taken_by_many_who_are_not_let_in_are_free_for_a_newcomer(cap
         assert await ended(strangers[0][0])
 
     run(work, most_connections=50)
-    assert reasons(caplog) == ["it asked for nothing but what comes before a login (its place is needed)"]
+    assert reasons(caplog) == ["the client did not complete its login (another client connected)"]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_accepting_goes_on_after_an_error_of_the_system(
         assert not failures
 
     run(work)
-    assert sum("no connection accepted" in record.message for record in caplog.records) == 1
+    assert sum("accept failed" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("kind", [FORWARDED, ANSWERED])
@@ -465,7 +465,7 @@ def test_whatever_connections_hold_is_bounded_in_all_and_who_does_for_longest_go
 
     broker = FakeBroker(lambda request: None if request[1] == UNANSWERED else b"x")
     run(work, broker, (Collects(), Answers()), largest_control=2 * MIB)
-    lines = [reason for reason in reasons(caplog) if "is used up" in reason]
+    lines = [reason for reason in reasons(caplog) if "used up their memory" in reason]
     assert len(lines) == LINES_PER_HOST
     assert set(lines) == set(reasons(caplog)) - {"None"}
 
@@ -485,5 +485,5 @@ def test_a_certificate_for_the_brokers_needs_a_way_to_know_who_uses_it(
     if not refused:
         check_relay(certificate, client_ca, trusted)
         return
-    with pytest.raises(ConfigurationError, match=r"--client-ca FILE, or --trust-clients"):
+    with pytest.raises(ConfigurationError, match=r"--client-ca FILE, or allow all clients with --trust-clients"):
         check_relay(certificate, client_ca, trusted)

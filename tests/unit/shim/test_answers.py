@@ -17,8 +17,8 @@ from kafka.protocol.producer import (
     TxnOffsetCommitRequest,
 )
 
-from eos.shim.faults.said import said
-from eos.shim.wire import answers
+from eos.shim.faults.facts import read_facts
+from eos.shim.wire import messages
 from tests.unit.shim.messages import framed
 
 ID = uuid.UUID(int=7)
@@ -90,28 +90,28 @@ CASES = [(name, version) for name, (_, versions) in REQUESTS.items() for version
 def test_an_error_answer_names_what_the_request_named(name: str, version: int) -> None:
     request = REQUESTS[name][0](version)
     frame = framed(request, CORRELATION, client_id="test")
-    made = answers.error_answer(frame, request.API_KEY, version, CORRELATION, CODE)
+    made = messages.error_response(frame, request.API_KEY, version, CORRELATION, CODE)
     assert int.from_bytes(made[:4], "big") == len(made) - 4
     assert int.from_bytes(made[4:8], "big") == CORRELATION
-    codes = [code for code in answers.errors_of(made, request.API_KEY, version) if code]
+    codes = [code for code in messages.error_codes(made, request.API_KEY, version) if code]
     per_partition = name in ("Produce", "Fetch", "OffsetCommit", "TxnOffsetCommit", "AddPartitionsToTxn")
     assert codes == [CODE] * (2 if per_partition else 1)
-    answer = answers.RESPONSES[request.API_KEY].decode(made, version=version, header=True, framed=True)
+    answer = messages.RESPONSES[request.API_KEY].decode(made, version=version, header=True, framed=True)
     # Decoded and encoded again it is the same: nothing was left over and nothing is missing.
     assert framed(answer, CORRELATION) == made
     if (name, version) == ("OffsetCommit", 2):
-        with pytest.raises(answers.Unanswerable):
-            answers.throttled(made, request.API_KEY, version, 700)
+        with pytest.raises(messages.Unanswerable):
+            messages.with_throttle_time(made, request.API_KEY, version, 700)
         return
-    throttled = answers.throttled(made, request.API_KEY, version, 700)
-    cls = answers.RESPONSES[request.API_KEY]
+    throttled = messages.with_throttle_time(made, request.API_KEY, version, 700)
+    cls = messages.RESPONSES[request.API_KEY]
     assert cls.decode(throttled, version=version, header=True, framed=True).throttle_time_ms == 700
 
 
 @pytest.mark.parametrize(("name", "version"), CASES)
 def test_a_request_says_whose_it_is_and_which_partitions(name: str, version: int) -> None:
     request = REQUESTS[name][0](version)
-    found = said(framed(request, CORRELATION, client_id="test"), request.API_KEY, version)
+    found = read_facts(framed(request, CORRELATION, client_id="test"), request.API_KEY, version)
     assert found.transactional_id == (None if name in ("Fetch", "OffsetCommit") else "id")
     by_id = (name in ("Produce", "Fetch") and version >= 13) or (name == "OffsetCommit" and version >= 10)
     per_partition = name in ("Produce", "Fetch", "OffsetCommit", "TxnOffsetCommit", "AddPartitionsToTxn")
@@ -121,12 +121,12 @@ def test_a_request_says_whose_it_is_and_which_partitions(name: str, version: int
 
 def test_one_code_per_partition_where_they_differ() -> None:
     frame = framed(produce(9), CORRELATION, client_id="test")
-    made = answers.error_answer(frame, 0, 9, CORRELATION, lambda topic, partition: 29 if partition else 6)
-    assert answers.errors_of(made, 0, 9) == [6, 29]
+    made = messages.error_response(frame, 0, 9, CORRELATION, lambda topic, partition: 29 if partition else 6)
+    assert messages.error_codes(made, 0, 9) == [6, 29]
 
 
 def test_what_cannot_be_answered_is_refused() -> None:
-    with pytest.raises(answers.Unanswerable):
-        answers.error_answer(framed(produce(9), CORRELATION, client_id="test"), 0, 99, CORRELATION, CODE)
-    with pytest.raises(answers.Unanswerable):
-        answers.error_answer(framed(produce(9), CORRELATION, client_id="test"), 68, 0, CORRELATION, CODE)
+    with pytest.raises(messages.Unanswerable):
+        messages.error_response(framed(produce(9), CORRELATION, client_id="test"), 0, 99, CORRELATION, CODE)
+    with pytest.raises(messages.Unanswerable):
+        messages.error_response(framed(produce(9), CORRELATION, client_id="test"), 68, 0, CORRELATION, CODE)

@@ -11,14 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eos.shim import events
-from eos.shim.complaints import INTERVAL_S, LINES_PER_HOST, LINES_PER_INTERVAL, Complaints
 from eos.shim.errors import Malformed, ProtocolError
+from eos.shim.limited_warnings import INTERVAL_S, LINES_PER_HOST, LINES_PER_INTERVAL, LimitedWarnings
 from eos.shim.memory import Memory
 from eos.shim.pipeline import Connection, Exchange, Job, Pipeline
 from eos.shim.protect import translate
 from eos.shim.protect.machine import Identity
 from eos.shim.trace import decode
-from eos.shim.wire import answers, api, walk
+from eos.shim.wire import api, messages, walk
 from eos.shim.wire.cursor import LONGEST_STRING_BYTES, MOST_ELEMENTS, MOST_TAGS, Cursor, uvarint
 from eos.shim.wire.frames import FRAMES_PER_TURN, HANDLED_BYTES_PER_TURN, PASSING, FrameSplitter, Passage, Piece
 from eos.shim.wire.headers import LONGEST_HEAD_BYTES, REQUEST_HEAD, AcksReader
@@ -244,7 +244,7 @@ def test_only_a_produce_may_be_collected_up_to_the_largest_frame() -> None:
         if passes:
             assert callable(pipeline.request(exchange, size))
         else:
-            with pytest.raises(ProtocolError, match=f"{api.api_name(key)} v3 of {size} bytes is over the limit"):
+            with pytest.raises(ProtocolError, match=f"{api.api_name(key)} v3: {size} bytes exceed the limit"):
                 pipeline.request(exchange, size)
     assert callable(pipeline.response(Exchange(connection, api.METADATA, 9, 1), 900_000)), "answers are the broker's"
 
@@ -300,7 +300,7 @@ def test_a_walk_keeps_no_field_longer_than_a_string_and_follows_no_more_fields_t
             yield from walk.int16()
 
     Walk(numbers, 101).feed(bytes(200))
-    with pytest.raises(Malformed, match="more fields than are followed"):
+    with pytest.raises(Malformed, match="too many fields"):
         Walk(numbers, 101).feed(bytes(202))
 
 
@@ -313,10 +313,10 @@ def test_measuring_follows_a_request_of_any_version_to_its_end(key: int) -> None
     def check(data: st.DataObject) -> None:
         for version in range(cls.max_version + 1):
             frame = data.draw(requests(cls, version))
-            answers.check(cls, frame, version)
+            messages.check_request(cls, frame, version)
             if len(frame) > REQUEST_HEAD.size + 2:
                 with pytest.raises(Malformed):
-                    answers.check(cls, frame[:-1], version)
+                    messages.check_request(cls, frame[:-1], version)
 
     check()
 
@@ -336,10 +336,12 @@ def end_txn(tags: bytes) -> bytes:
 )
 def test_a_request_with_more_in_it_than_any_has_is_not_decoded(frame: bytes) -> None:
     with pytest.raises(Malformed, match="101 tagged fields"):
-        answers.read(frame, api.END_TXN, 3)
+        messages.read_request(frame, api.END_TXN, 3)
     with pytest.raises(Malformed, match="101 tagged fields"):
         decode.request_steps(api.END_TXN, 3, frame, 0.0)
-    assert answers.read(end_txn(uvarint(99) + b"\5\0" * 99 + bytes(200)), api.END_TXN, 3).transactional_id == "t"
+    assert (
+        messages.read_request(end_txn(uvarint(99) + b"\5\0" * 99 + bytes(200)), api.END_TXN, 3).transactional_id == "t"
+    )
 
 
 def test_a_step_without_a_transactional_id_is_none() -> None:
@@ -366,11 +368,11 @@ def test_each_complaint_is_told_once_alone_or_with_others_in_few_lines(steps: li
     handler.emit = told.append  # type: ignore[method-assign]
     events.logger.addHandler(handler)
     try:
-        complaints = Complaints("closed", "more closed", lambda: now)
+        complaints = LimitedWarnings("closed", "more closed", lambda: now)
         for host, seconds in steps:
             now += seconds
-            complaints.say(f"10.0.0.{host}:4711", "why", connection=1)
-        complaints.tell()
+            complaints.warn(f"10.0.0.{host}:4711", "why", connection=1)
+        complaints.flush()
     finally:
         events.logger.removeHandler(handler)
     fields: list[dict[str, Any]] = [vars(record)["fields"] for record in told]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from eos.errors import ConfigurationError
+from eos.shim.faults.facts import RequestFacts
 from eos.shim.faults.plan import Event, Phase, Plan, Rule, read_plan
-from eos.shim.faults.said import Said
 from eos.shim.guard.job import name_of
 from eos.shim.guard.policy import Policy
 from eos.shim.pipeline import Connection
@@ -22,8 +22,8 @@ def struck(plan: Plan, count: int) -> list[list[int]]:
     for progress in plan.progress:
         hits = []
         for number in range(1, count + 1):
-            if progress.due():
-                progress.struck += 1
+            if progress.count_match():
+                progress.injected += 1
                 hits.append(number)
         found.append(hits)
     return found
@@ -62,20 +62,20 @@ def test_chances_are_the_seeds_and_of_each_rule_its_own() -> None:
     ],
 )
 def test_every_condition_has_to_fit(conditions: dict[str, object], fits: bool) -> None:
-    said = Said(0, "orders-1", partitions=frozenset({"out-0", "out-1"}))
-    assert Rule("Produce", "reset", **conditions).fits(said, CONNECTION) is fits  # type: ignore[arg-type]
-    assert not Rule("EndTxn", "reset", **conditions).fits(said, CONNECTION)  # type: ignore[arg-type]
+    said = RequestFacts(0, "orders-1", partitions=frozenset({"out-0", "out-1"}))
+    assert Rule("Produce", "reset", **conditions).matches(said, CONNECTION) is fits  # type: ignore[arg-type]
+    assert not Rule("EndTxn", "reset", **conditions).matches(said, CONNECTION)  # type: ignore[arg-type]
 
 
 def test_a_rule_beside_another_counts_what_comes_after_it_for_other_partitions() -> None:
     lost, beside = Plan([Rule("Produce", "reset"), Rule("Produce", "reset", beside=1)]).progress
-    one, other = (Said(0, partitions=frozenset({f"out-{number}"})) for number in range(2))
-    assert not lost.is_beside(other), "nothing was struck yet"
+    one, other = (RequestFacts(0, partitions=frozenset({f"out-{number}"})) for number in range(2))
+    assert not lost.is_on_other_partitions(other), "nothing was struck yet"
     lost.first = one
-    assert lost.is_beside(other)
-    assert not lost.is_beside(one)
-    assert not lost.is_beside(Said(0, partitions=one.partitions | other.partitions))
-    assert not lost.is_beside(Said(0)), "of a request that names none nobody knows"
+    assert lost.is_on_other_partitions(other)
+    assert not lost.is_on_other_partitions(one)
+    assert not lost.is_on_other_partitions(RequestFacts(0, partitions=one.partitions | other.partitions))
+    assert not lost.is_on_other_partitions(RequestFacts(0)), "of a request that names none nobody knows"
     assert (lost.number, beside.rule.beside) == (1, 1)
 
 
@@ -100,12 +100,12 @@ def test_a_rule_that_did_not_come_true_is_named_with_what_was_seen() -> None:
     for progress, fitted, hits, waits in zip(
         plan.progress, (1, 2, 1, 5, 0), (0, 2, 1, 0, 0), (0, 0, 1, 0, 0), strict=True
     ):
-        progress.fitted, progress.struck, progress.open = fitted, hits, waits
+        progress.matched, progress.injected, progress.open = fitted, hits, waits
     complaints = plan.complaints()
     assert [text.split(" ")[1] for text in complaints] == ["1", "2", "3", "4"]
-    assert "never fired: 1 requests fitted" in complaints[0]
+    assert "never fired: 1 requests matched" in complaints[0]
     assert "fired 2 of 3 times" in complaints[1]
-    assert "what it waited for never came" in complaints[2]
+    assert "its event never came" in complaints[2]
 
 
 def test_a_plan_of_a_file_is_the_plan_of_python(tmp_path: Path) -> None:

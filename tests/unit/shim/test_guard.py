@@ -11,7 +11,7 @@ from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateRespons
 from eos.shim.errors import ProtocolError
 from eos.shim.guard import GuardJob, Policy
 from eos.shim.pipeline import Connection, Exchange
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from tests.unit.shim.messages import framed, producing
 
 CONNECTION = Connection(1, "c", "b", 0)
@@ -35,7 +35,7 @@ def judged(frame: bytes) -> list[int] | None:
     if asked.answer is None:
         assert made == frame
         return None
-    return answers.errors_of(asked.answer, api.PRODUCE, 9)
+    return messages.error_codes(asked.answer, api.PRODUCE, 9)
 
 
 def test_records_of_a_transaction_pass_and_plain_ones_do_not_whatever_the_request_calls_itself() -> None:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from eos.shim.addresses.book import Endpoint
 from eos.shim.faults import Event, FaultJob, Plan, Rule
-from eos.shim.lane import Held
 from eos.shim.link import Link, ReadBuffer
 from eos.shim.memory import Memory
 from eos.shim.pipeline import Exchange, Job, Pipeline
+from eos.shim.send_queue import HeldFrame
 from eos.shim.wire import api
 from tests.shim.fake_broker import FakeBroker
 from tests.unit.shim.test_frames import cut
@@ -58,7 +58,7 @@ class Holding(Job):
 
     def __init__(self) -> None:
         self.asked: list[Exchange] = []
-        self.held: list[Held] = []
+        self.held: list[HeldFrame] = []
 
     def wants_request(self, api_key: int, version: int) -> bool:
         return api_key in (HELD, ANSWERED, RESET, ANSWER_HELD)
@@ -81,8 +81,8 @@ class Holding(Job):
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         return self._hold(frame)
 
-    def _hold(self, frame: bytes) -> Held:
-        self.held.append(Held(frame))
+    def _hold(self, frame: bytes) -> HeldFrame:
+        self.held.append(HeldFrame(frame))
         return self.held[-1]
 
 
@@ -132,7 +132,7 @@ def test_what_is_held_and_what_streams_past_leave_in_order_whenever_the_client_e
     wired = Wired()
     frames = [(key, frame(key, number, b"%d" % number * size)) for number, (key, size) in enumerate(requests)]
     chunks = cut(b"".join(made for _, made in frames), steps)
-    fed, left, ended = 0, list[Held](), False
+    fed, left, ended = 0, list[HeldFrame](), False
     while chunks or len(left) < len(wired.job.held):
         kept = [held for held in wired.job.held if held not in left]
         if chunks and (not kept or chance.random() < 0.6):
@@ -158,7 +158,7 @@ def test_what_is_held_and_what_streams_past_leave_in_order_whenever_the_client_e
         assert wired.broker.sent == before
 
 
-def leaving(frames: list[tuple[int, bytes]], fed: int, held: list[Held], released: list[Held]) -> bytes:
+def leaving(frames: list[tuple[int, bytes]], fed: int, held: list[HeldFrame], released: list[HeldFrame]) -> bytes:
     """What must have left of the first `fed` bytes."""
     expected, at, number = b"", 0, 0
     for key, made in frames:

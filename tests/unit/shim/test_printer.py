@@ -38,13 +38,13 @@ def test_a_reader_that_is_too_slow_misses_lines_and_is_told_how_many() -> None:
     for number in range(100):
         printer.print(f"{number}")
     stream.opened.set()
-    # The queue empties at its own pace: offer lines until one went in and said what was left out before it.
-    while "lines left out" not in stream.getvalue():
+    # The queue empties at its own pace: offer lines until one went in and said what was dropped before it.
+    while "lines dropped" not in stream.getvalue():
         printer.print("last")
     printer.close()
     lines = stream.getvalue().splitlines()
     assert lines[:11] == ["first", *map(str, range(10))]
-    said = next(line for line in lines if "left out" in line)
+    said = next(line for line in lines if "dropped" in line)
     assert int(said.split()[1]) >= 90
 
 

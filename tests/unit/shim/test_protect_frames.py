@@ -18,7 +18,7 @@ from eos.shim.errors import Malformed
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.protect import Journal, ProtectJob, crc, translate
 from eos.shim.protect.machine import Identity
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from tests.unit.shim.messages import decoded, framed, frames, producing
 
 OLD, NEW = Identity(4000, 7), Identity(2**40 + 5, 300)
@@ -99,7 +99,7 @@ def test_only_the_identity_of_a_request_changes(key: int, version: int) -> None:
 def test_a_refusal_is_the_answer_a_broker_gives_with_that_error(key: int, version: int) -> None:
     frame = encoded(requests(key, version))
     made = translate.refusal(frame, key, version, 77, 51)
-    answer = answers.RESPONSES[key].decode(made, version=version, header=True, framed=True)
+    answer = messages.RESPONSES[key].decode(made, version=version, header=True, framed=True)
     assert framed(answer, 77) == made
     if key == api.ADD_PARTITIONS_TO_TXN:
         results = {
@@ -168,7 +168,9 @@ def test_every_batch_of_a_produce_gets_identity_sequence_and_checksum(version: i
 @pytest.mark.parametrize("version", translate.VERSIONS[api.PRODUCE])
 def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) -> None:
     frame = produce_request(version, "t", {"a": {0: records(1), 4: records(1)}, "b": {0: records(1)}})
-    made = answers.refusal(api.PRODUCE, version, 77, 19, translate.produce(frame, version, len(frame)).partitions)
+    made = messages.refusal_response(
+        api.PRODUCE, version, 77, 19, translate.produce(frame, version, len(frame)).partitions
+    )
     answer = protocol.ProduceResponse.decode(made, version=version, header=True, framed=True)
     results = {(t.name, each.index): each.error_code for t in answer.responses for each in t.partition_responses}
     assert results == {("a", 0): 19, ("a", 4): 19, ("b", 0): 19}
@@ -177,7 +179,7 @@ def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) 
 
 def test_a_topic_whose_name_is_no_utf8_is_refused_by_that_name() -> None:
     frame = produce_request(9, "t", {"zz": {0: records(1)}}).replace(b"zz", b"\xff\xfe")
-    made = answers.refusal(api.PRODUCE, 9, 77, 19, translate.produce(frame, 9, len(frame)).partitions)
+    made = messages.refusal_response(api.PRODUCE, 9, 77, 19, translate.produce(frame, 9, len(frame)).partitions)
     assert b"\x02\x03\xff\xfe\x02\0\0\0\0\0\x13" in made  # one topic, its name, one partition, its number, the error
 
 
@@ -239,7 +241,7 @@ def test_a_broker_without_version_5_of_the_end_is_said_loudly_and_nothing_is_tou
     job = ProtectJob()
     job.upstream({"broker 1": {api.END_TXN: 5}, "broker 2": {api.END_TXN: 4}})
     assert not job.wants_request(api.END_TXN, 1)
-    assert [record.message.split(":")[0] for record in caplog.records] == ["NO PROTECTION"]
+    assert [record.message.split(" effect=")[0] for record in caplog.records] == ["protection unavailable"]
 
 
 @pytest.mark.parametrize("offered", [{}, {"broker 1": None, "broker 2": None}])
@@ -250,7 +252,7 @@ def test_if_no_broker_says_what_it_offers_there_is_no_protection_and_that_is_sai
     job.upstream(offered)
     assert not job.wants_request(api.END_TXN, 1)
     (said,) = caplog.records
-    assert said.message.startswith("NO PROTECTION")
+    assert said.message.startswith("protection unavailable")
     assert all(name in said.message for name in offered)
 
 

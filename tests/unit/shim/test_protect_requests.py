@@ -14,12 +14,12 @@ from eos.shim.errors import ProtocolError
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.protect import Journal, ProtectJob, translate
 from eos.shim.protect.machine import Identity
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from tests.unit.shim.messages import requests
 from tests.unit.shim.test_protect_frames import CASES, NEW, OLD, encoded
 from tests.unit.shim.test_protect_frames import requests as request
 
-CLASSES = answers.REQUESTS
+CLASSES = messages.REQUESTS
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_damaged_request_passes_is_answered_or_ends_its_connection(key: int, v
 @pytest.mark.parametrize(("key", "version"), [case for case in CASES if case[0] in (api.INIT_PRODUCER_ID, api.END_TXN)])
 def test_a_damaged_answer_passes_is_translated_or_ends_its_connection(key: int, version: int, journal: Journal) -> None:
     """EndTxn went upstream as v5, and its answer comes back in the client's version."""
-    answered = answers.RESPONSES[key]
+    answered = messages.RESPONSES[key]
     upstream = translate.END_TXN_VERSION if key == api.END_TXN else version
     intact = set[bool]()
 

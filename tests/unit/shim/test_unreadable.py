@@ -18,7 +18,7 @@ from eos.shim.faults.plan import Phase, Rule
 from eos.shim.guard import GuardJob, Policy
 from eos.shim.health import CountingJob
 from eos.shim.pipeline import Connection, Exchange, Job
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from tests.unit.shim.messages import framed, producing, requests
 
 POLICY = Policy(("*",), ("*",), ("*",), 1, (("*", ("p",)),))
@@ -39,7 +39,7 @@ KEYS = sorted(
     }
 )
 _SASL = {api.SASL_HANDSHAKE: SaslHandshakeRequest, api.SASL_AUTHENTICATE: SaslAuthenticateRequest}
-CLASSES = {key: _SASL.get(key) or answers.REQUESTS[key] for key in KEYS}
+CLASSES = {key: _SASL.get(key) or messages.REQUESTS[key] for key in KEYS}
 
 
 def faulty() -> Job:
@@ -74,7 +74,7 @@ def test_an_end_that_cannot_be_read_is_not_counted_as_either(caplog: pytest.LogC
         job.request(asked, unnamed_end())
         job.response(asked, framed(EndTxnResponse(version=1, throttle_time_ms=0, error_code=0)))
     assert not job.ends
-    assert [record.message.split(" api=")[0] for record in caplog.records] == ["not counted"]
+    assert [record.message.split(" api=")[0] for record in caplog.records] == ["response not counted"]
 
 
 def test_the_guard_ends_the_connection_of_an_end_whose_name_is_no_text() -> None:

@@ -1,0 +1,94 @@
+"""The offsets that a transaction commits, with their metadata.
+
+Owns when unchanged offsets are committed again, and the notes of them (eos/kafka/admin/group_history.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import TopicPartition
+
+from eos.kafka.admin.group_history import GroupHistory
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
+from eos.records import Committed, parse_metadata, read_metadata
+from eos.session.committer import Commit
+from eos.session.consumer.positions import Positions
+from eos.session.consumer.positions import TopicPartition as Partition
+from eos.session.outcomes import Outcome, Participant
+from eos.session.producer.ownership import OwnerInfo
+from eos.session.producer.producer import TransactionalProducer
+
+# How old a committed offset may become while its partition is assigned to us, and how soon after its start an idle
+# session commits all offsets again. Under group.protocol=consumer brokers count offsets.retention.minutes from each
+# offset's own commit (measured, 4.3.1): a partition without new records would lose its committed offset as soon as the
+# group is empty.
+_REFRESH_S, IDLE_REFRESH_S = 6 * 3600.0, 60.0
+
+
+class CommitOffsets:
+    def __init__(
+        self,
+        settings: Settings,
+        positions: Positions[Any],
+        participants: Sequence[Participant],
+        owner_info: OwnerInfo,
+        world: World,
+    ) -> None:
+        self._positions, self._participants, self._owner_info, self._world = positions, participants, owner_info, world
+        self._history = GroupHistory(settings, settings["group.id"], world)
+        self._refresh_at = world.now()  # when all offsets are to be committed again
+        self._number = 0  # of the last commit that was started
+        self._stamp: dict[str, object] = {}  # its part of the metadata of its offsets
+
+    def to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
+        """Return the offsets that the open transaction commits.
+
+        These are the next offset of each partition that it took records of, the unchanged one of each partition that a
+        participant writes for, `new_starts` (of the group consumer), and all other ones if they have been due for
+        `patience_s`."""
+        offsets = dict(new_starts) | self._positions.offsets()
+        changed = {partition for participant in self._participants for partition in participant.changed_partitions()}
+        unmoved = changed - offsets.keys()
+        is_due = self._world.now() >= self._refresh_at + patience_s
+        if not (is_due or unmoved):
+            return offsets
+        committed = self._positions.committed_offsets()
+        return {partition: at for partition, at in committed.items() if is_due or partition in unmoved} | offsets
+
+    def with_metadata(self, offsets: Mapping[Partition, int], producer: TransactionalProducer) -> list[TopicPartition]:
+        """Return the offsets with the metadata of a new commit, by which its outcome can be told later."""
+        self._number += 1
+        self._stamp, commits = self._owner_info.metadata(producer) | {"n": self._number}, list[TopicPartition]()
+        for partition, offset in offsets.items():
+            metadata = dict(self._stamp)
+            for participant in self._participants:
+                metadata |= participant.offset_metadata(partition)
+            commits.append(TopicPartition(*partition, offset, json.dumps(metadata, separators=(",", ":"))))
+        return commits
+
+    def outcome_of(self, offsets: Mapping[Partition, int], stable: Mapping[Partition, Committed]) -> Outcome:
+        """Return the outcome of the last started commit from the group's committed offsets now.
+
+        An offset alone does not tell: another member may have handled the same records after the broker aborted our
+        transaction. Its metadata does."""
+        if not offsets or any(stable[partition].offset < offset for partition, offset in offsets.items()):
+            return Outcome.ABORTED
+        return Outcome.COMMITTED if any(self._is_ours(at) for at in stable.values()) else Outcome.UNKNOWN
+
+    def _is_ours(self, at: Committed) -> bool:
+        return bool(self._stamp) and parse_metadata(read_metadata(at)).items() >= self._stamp.items()
+
+    def committed(self, commit: Commit) -> None:
+        self._history.add_committed(commit.offsets)
+        if (
+            commit.started_at >= self._refresh_at
+            and commit.offsets.keys() >= self._positions.committed_offsets().keys()
+        ):
+            self._refresh_at = commit.started_at + _REFRESH_S
+
+    def close(self) -> None:
+        self._history.close()

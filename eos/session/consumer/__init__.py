@@ -1,0 +1,1 @@
+"""The consuming half of a session: its group, its offsets and the records that wait."""

@@ -1,0 +1,103 @@
+"""Detect partitions that the group assigned to this member without its client noticing.
+
+Under group.protocol=consumer (KIP-848) the coordinator sends a member's assignment when it changes, in the response to
+a heartbeat. librdkafka (2.16.0) drops a response that takes longer than the heartbeat interval, and its next heartbeat
+does not ask for the assignment again. Nobody reads those partitions, and no error says so (docs/findings.md). So after
+each late response this module asks the coordinator for the member's assignment, with an admin client of its own.
+
+Owns the times of the queries and the comparison. It never touches the consumer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from eos import log
+from eos.errors import Action, CallFailed, EosError, NotAuthorised
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
+from eos.session.consumer.positions import TopicPartition as Partition
+from eos.session.consumer.positions import names_of
+
+_PAUSE_S = 5.0
+# A response that the coordinator sent a moment ago may still arrive. Brokers allow heartbeats at most every 15 s
+# (group.consumer.max.heartbeat.interval.ms).
+_PATIENCE_S = 20.0
+
+
+class Given(NamedTuple):
+    """The member's partitions by the coordinator. `asked_at`: World.now()."""
+
+    asked_at: float
+    partitions: frozenset[Partition]
+
+
+class LostAssignment:
+    def __init__(self, settings: Settings, group: str, world: World) -> None:
+        self._settings, self._group, self._world = settings, group, world
+        self._late = 0
+        self._looking = False
+        self._since = 0.0  # answers to earlier queries do not count
+        self._missing: dict[Partition, float] = {}  # time of the first query in a row whose answer named the partition
+        self._given: Given | None = None  # not compared yet
+        self._asking = False
+        self._stopped = threading.Event()
+
+    def note(self, late: int) -> None:
+        """Note how many responses of the coordinator came too late so far."""
+        if late > self._late and not self._settings.classic_group:
+            self._looking = True
+            self.reset()  # a slow coordinator gets time: its next responses may arrive
+        self._late = late
+
+    def reset(self) -> None:
+        """Note that a rebalance callback ran: the client knows the member's whole assignment."""
+        self._since, self._missing = self._world.now(), {}
+
+    def check(self, member_id: Callable[[], str | None], known: Callable[[], Collection[Partition]]) -> None:
+        """Raise CallFailed(REJOIN) if the member has partitions that its client did not learn of for a while. Called
+        after each poll, so that `known` returns every assignment that was waiting there."""
+        if missing := self.find_missing(member_id, known):
+            sentence = f"the group assigned {names_of(missing)} in a response that came too late for the client"
+            raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))
+
+    def find_missing(
+        self, member_id: Callable[[], str | None], known: Callable[[], Collection[Partition]]
+    ) -> set[Partition]:
+        if not self._looking:
+            return set()
+        if not self._asking and not self._stopped.is_set() and (member := member_id()):
+            self._asking = True
+            self._world.background("eos-lost-assignment", lambda: self._query(member))
+        given, self._given = self._given, None
+        if given is None or given.asked_at < self._since:
+            return set()
+        missing = given.partitions.difference(known())
+        self._missing = {partition: self._missing.get(partition, given.asked_at) for partition in missing}
+        self._looking = bool(missing) or given.asked_at - self._since < _PATIENCE_S
+        return {p for p, first in self._missing.items() if given.asked_at - first >= _PATIENCE_S}
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _query(self, member_id: str) -> None:
+        try:
+            with self._world.admin(self._settings) as admin:
+                while self._looking and not self._stopped.is_set():
+                    asked_at = self._world.now()
+                    self._given = Given(asked_at, admin.assigned_partitions(self._group, member_id))
+                    self._stopped.wait(_PAUSE_S)
+        except NotAuthorised as error:
+            log.warning("cannot detect lost assignments", error=str(error), group=self._group)
+            self.stop()
+        except EosError as error:
+            # The cluster is unreachable; `check` starts the next query.
+            log.debug("assignment query failed", error=str(error), group=self._group)
+            self._stopped.wait(_PAUSE_S)
+        except Exception as error:  # noqa: BLE001 - a fault of this thread must not end the session
+            log.warning("assignment query failed", error=repr(error), group=self._group)
+            self._stopped.wait(_PAUSE_S)
+        finally:
+            self._asking = False

@@ -1,0 +1,274 @@
+"""Track which input records wait, were taken and were committed: the session's memory, no I/O.
+
+Taken records are not kept. Keeping a transaction's worth of them (tens of thousands) cost a fifth of the speed and up
+to `eos.transaction.max.records` records of memory. What is kept is the offset at which the open transaction began in
+each partition, and `rewind` returns the offsets to which the consumer must go back.
+
+Guarantees, whatever the consumer delivers (librdkafka has delivered an offset twice: its issues 4637 and 4686): per
+partition, records are taken in offset order, none is skipped, and none is taken twice except after a rewind. The
+offsets of a transaction are exactly those after its taken records. If you change this module, read Loop._end,
+Recovery._resolve and GroupConsumer.seek.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from eos import hotloop
+from eos.records import format_position
+
+TopicPartition = tuple[str, int]
+
+
+class Positioned(Protocol):
+    @property
+    def topic(self) -> str: ...
+    @property
+    def partition(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+
+
+R = TypeVar("R", bound=Positioned)
+_partition_of: Callable[[Any], TopicPartition] = operator.attrgetter("topic", "partition")
+
+
+class Positions(Generic[R]):
+    """Fetched records that wait, and the offsets of the records that the open transaction took."""
+
+    def __init__(self) -> None:
+        self._waiting: list[R] = []
+        self._last: list[R] = []  # the last batch taken; a part of it may still be given back
+        self._taken_before = 0  # records taken before the last batch
+        self._begins: dict[TopicPartition, int] = {}  # first offset that the transaction took before the last batch
+        self._nexts: dict[TopicPartition, int] = {}  # one after the last offset that it took before the last batch
+        self._lost: set[TopicPartition] = set()  # partitions lost after the open transaction took records of them
+        self._next_fetch: dict[TopicPartition, int] = {}  # the lowest offset that may arrive next
+        self.repeated = 0
+        """Records that the consumer delivered again; they are dropped."""
+        # End of the partition as seen after all fetched records, control markers included.
+        self._ends: dict[TopicPartition, int] = {}
+        self.committed: dict[TopicPartition, int] = {}
+        """Next offset of each owned partition, as far as this member committed or resolved it."""
+
+    def __len__(self) -> int:
+        """Return the number of waiting records."""
+        return len(self._waiting)
+
+    @property
+    def taken(self) -> int:
+        """Records that the open transaction took."""
+        return self._taken_before + len(self._last)
+
+    @property
+    def last_taken(self) -> R | None:
+        """The last record that the open transaction took."""
+        return self._last[-1] if self._last else None
+
+    @property
+    def newest(self) -> R | None:
+        """The record that was fetched last, if it still waits."""
+        return self._waiting[-1] if self._waiting else None
+
+    @property
+    def first_timestamp_ms(self) -> int:
+        """Timestamp of the first waiting record; -1 without one."""
+        return getattr(self._waiting[0], "timestamp", -1) if self._waiting else -1
+
+    # ---- records ----------------------------------------------------------------------------------------------
+
+    def add_fetched(self, records: list[R]) -> None:
+        """Append fetched records to the waiting ones. The list belongs to this object from now on."""
+        next_fetch = self._drop_repeated(records)
+        if self._waiting:
+            self._waiting += records
+        else:
+            self._waiting = records
+        self._next_fetch |= next_fetch
+
+    def _drop_repeated(self, records: list[R]) -> dict[TopicPartition, int]:
+        """Remove records that the consumer delivered before; return the lowest offset that may follow the others."""
+        next_fetch: dict[TopicPartition, int] = {}
+        repeated: list[slice] = []
+        for start, stop in _runs(records):
+            partition = _partition_of(records[start])
+            lowest, fresh = next_fetch.get(partition, self._next_fetch.get(partition, 0)), start
+            while fresh < stop and records[fresh].offset < lowest:
+                fresh += 1
+            if fresh > start:
+                repeated.append(slice(start, fresh))
+            if fresh < stop:
+                next_fetch[partition] = records[stop - 1].offset + 1
+        for run in reversed(repeated):
+            self.repeated += run.stop - run.start
+            del records[run]
+        return next_fetch
+
+    def holds(self, partition: TopicPartition) -> bool:
+        """Return whether records of this partition wait, or the open transaction took some."""
+        return partition in self._begins or partition in map(_partition_of, [*self._last, *self._waiting])
+
+    def has_passed(self, partition: TopicPartition, offset: int) -> bool:
+        """Return whether the record at this offset, or a later one, was fetched."""
+        return self._next_fetch.get(partition, 0) > offset
+
+    def reach_end(self, partition: TopicPartition, offset: int) -> None:
+        """Note that the consumer is at the end of a partition: no readable record lies before `offset`."""
+        self._ends[partition] = offset
+
+    def take(self, most: int) -> list[R]:
+        """Return at most `most` waiting records, which belong to the open transaction from now on."""
+        waiting = self._waiting
+        if not waiting or most <= 0:
+            return []
+        self._settle_last()
+        if most >= len(waiting):
+            self._last, self._waiting = waiting, []
+        else:
+            self._last = waiting[:most]
+            del waiting[:most]
+        return self._last.copy()  # the caller's list is a user's to change
+
+    def _settle_last(self) -> None:
+        """Reduce the last batch, which can no longer be given back, to the offsets at which it began and ended."""
+        begins, nexts = _span(self._last)
+        self._taken_before += len(self._last)
+        self._begins = begins | self._begins
+        self._nexts |= nexts
+        self._last = []
+
+    def give_back(self, count: int) -> None:
+        """Put the last `count` records of the last batch back, because they were not handled; they are taken next."""
+        if not 0 <= count <= len(self._last):
+            raise ValueError(f"cannot give back {count} of the {len(self._last)} records taken last")
+        if count == 0:
+            return
+        kept, back = self._last[:-count], self._last[-count:]
+        self._last = kept
+        # Records of a lost partition are another member's now.
+        self._waiting[:0] = [r for r in back if (r.topic, r.partition) not in self._lost]
+
+    # ---- offsets ----------------------------------------------------------------------------------------------
+
+    def offsets(self) -> dict[TopicPartition, int]:
+        """Return the next offset per partition of the taken records, which the transaction must commit."""
+        offsets = self._nexts | _span(self._last)[1]
+        return offsets | self._finished_ends(offsets)
+
+    def _finished_ends(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
+        """Return the ends of partitions whose records are all taken, which passes markers and aborted records."""
+        if not self._ends:
+            return {}
+        waiting = set(map(_partition_of, self._waiting))
+        return {
+            partition: end
+            for partition, end in self._ends.items()
+            if partition not in waiting and end > max(offsets.get(partition, 0), self.committed.get(partition, 0))
+        }
+
+    def committed_offsets(self) -> dict[TopicPartition, int]:
+        """Return the committed offset of each owned partition that has one. (A partition that starts at its beginning,
+        wherever that is, has 0.)"""
+        return {partition: offset for partition, offset in self.committed.items() if offset > 0}
+
+    def rebuild_expected(self) -> dict[TopicPartition, int]:
+        """Return the offset that the consumer must fetch next in each owned partition: after all records fetched so
+        far. Rebuilds this module's own note of it, because an exception in a signal handler may have interrupted the
+        last update."""
+        self._next_fetch = self.committed | self._nexts | _span(self._last)[1] | _span(self._waiting)[1]
+        return self._next_fetch.copy()
+
+    # ---- the end of a transaction -----------------------------------------------------------------------------
+
+    def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Note that the open transaction was committed with these offsets. A partition that was revoked meanwhile is
+        left out. An interrupted call can be repeated."""
+        self.committed |= {p: offset for p, offset in offsets.items() if p in self.committed}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._last, self._taken_before = [], 0
+        self._begins, self._nexts, self._lost = {}, {}, set()
+
+    def rewind(self) -> dict[TopicPartition, int]:
+        """Note that the transaction was aborted. Return the offsets from which the consumer must fetch again: the first
+        taken one of each partition that is still owned. Waiting records of those partitions are dropped."""
+        self._settle_last()
+        targets = {p: offset for p, offset in self._begins.items() if p not in self._lost}
+        # A known end lies after records that will be fetched again: committing it now would skip them.
+        self._drop(targets)
+        self._reset()
+        self._next_fetch |= targets
+        return targets
+
+    def _drop(self, partitions: Collection[TopicPartition]) -> None:
+        """Drop waiting records and known ends of these partitions."""
+        self._waiting = [r for r in self._waiting if (r.topic, r.partition) not in partitions]
+        for partition in partitions:
+            self._ends.pop(partition, None)
+
+    def resolve(self, stable: Mapping[TopicPartition, int | None]) -> dict[TopicPartition, int]:
+        """Note that the transaction's outcome was unknown and that `stable` are the group's committed offsets now; None
+        for a partition without one. Return the offsets from which the consumer must fetch again, as `rewind` does: for
+        each partition the first uncommitted one.
+
+        An offset below one that this member saw committed does not move the consumer back: those outputs are visible.
+        (On old brokers a late TxnOffsetCommit can move the group back; the next commit repairs it.) A partition without
+        a committed offset starts again where the transaction did, because the transaction did not commit.
+        """
+        for partition, offset in stable.items():
+            if offset is not None and partition in self.committed:
+                self.committed[partition] = max(offset, self.committed[partition])
+        targets = {p: max(offset, self.committed.get(p, 0)) for p, offset in self.rewind().items()}
+        self._next_fetch |= targets
+        return targets
+
+    # ---- the assignment ---------------------------------------------------------------------------------------
+
+    def assign(self, starts: Mapping[TopicPartition, int]) -> None:
+        """Add partitions with their start offsets; drop everything known from an earlier assignment of them."""
+        self.forget(starts)
+        self.committed |= starts
+        self._next_fetch |= starts
+
+    def forget(self, partitions: Collection[TopicPartition]) -> bool:
+        """Drop partitions that are no longer owned. Return True if the open transaction took records of them, so that
+        it must abort. A rewind leaves such partitions alone; if one is assigned again, it starts at its committed
+        offset."""
+        gone = set(partitions)
+        self._drop(gone)
+        touched = gone & (self._begins.keys() | set(map(_partition_of, self._last)))
+        self._lost |= touched
+        for partition in gone:
+            self.committed.pop(partition, None)
+            self._next_fetch.pop(partition, None)
+        return bool(touched)
+
+    def clear(self) -> None:
+        """Drop everything: the consumer is replaced, and with it all that it fetched."""
+        self._waiting, self._ends, self.committed, self._next_fetch = [], {}, {}, {}
+        self._reset()
+
+
+def _runs(batch: list[R]) -> list[tuple[int, int]]:
+    """Return the start and stop of each run of one partition with rising offsets. The client delivers such runs, so
+    work per run costs less than work per record."""
+    begins = hotloop.runs_of(batch)
+    return list(zip(begins, [*begins[1:], len(batch)], strict=False))  # no run in an empty batch
+
+
+def _span(batch: list[R]) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int]]:
+    """Return the first offset, and one after the last, of each partition in a batch in order."""
+    begins: dict[TopicPartition, int] = {}
+    nexts: dict[TopicPartition, int] = {}
+    for start, stop in _runs(batch):
+        partition = _partition_of(batch[start])
+        begins.setdefault(partition, batch[start].offset)
+        nexts[partition] = batch[stop - 1].offset + 1
+    return begins, nexts
+
+
+def names_of(partitions: Iterable[TopicPartition]) -> str:
+    return ",".join(format_position(topic, partition) for topic, partition in sorted(partitions))

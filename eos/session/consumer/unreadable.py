@@ -1,0 +1,60 @@
+"""Input that the client cannot read: offsets that the broker does not have, and damaged batches.
+
+Owns when the session ends because of them, and the error message. It never touches the consumer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from confluent_kafka import KafkaError
+
+from eos.errors import InputGone
+from eos.records import Record, format_position
+from eos.session.consumer.positions import Positions
+from eos.session.consumer.positions import TopicPartition as Partition
+from eos.session.consumer.queries import ClusterQueries, NotNow
+
+
+class UnreadableInput:
+    def __init__(self, positions: Positions[Record], queries: ClusterQueries) -> None:
+        self._positions, self._queries = positions, queries
+        self._reported: tuple[Partition, int] | None = None  # damaged batch that the client reads again
+        self._damaged: tuple[Partition, int, KafkaError] | None = None  # damaged batch that was reported twice
+
+    def gone(self, partition: Partition, error: KafkaError) -> InputGone:
+        """Return the error for a partition whose next offset the broker does not have.
+
+        Its records were removed, or an unclean leader election cut off the log. A consumer that waited until the log is
+        as long again would silently skip the records written meanwhile."""
+        try:
+            low, high = self._queries.watermarks(partition)
+            holds = f"{low} to {high}"
+        except NotNow:
+            holds = "other offsets"
+        at = self._positions.committed.get(partition)
+        return InputGone(
+            f"the input is gone: {format_position(*partition)} is committed at offset {at}, but the topic now holds "
+            f"{holds}; reset the group's offset on purpose to go on ({error.str()})"
+        )
+
+    def note_damaged(self, partition: Partition, offset: int, error: KafkaError) -> None:
+        """Note that a batch does not match its checksum. The client reads it again by itself and may succeed."""
+        if self._reported == (partition, offset):
+            self._damaged = partition, offset, error
+        self._reported = partition, offset
+
+    def check(self, owned: Collection[Partition]) -> None:
+        """Raise InputGone for a damaged batch, once all records before it are committed."""
+        if self._damaged is None:
+            return
+        partition, offset, error = self._damaged
+        if partition not in owned or self._positions.has_passed(partition, offset):
+            self._damaged = None
+        elif not self._positions.holds(partition):
+            raise InputGone(
+                f"the input is damaged: {format_position(*partition, offset)} cannot be read, and all records "
+                f"before it are committed ({error.str()})",
+                remedy="make another replica its leader and start again, or skip the batch with "
+                f"`eos reset --from '{partition[0]}[{partition[1]}]@OFFSET'` and an offset after it",
+            )

@@ -1,0 +1,1 @@
+"""The producing half of a session: the transactional producer and its ownership of the transactional.id."""

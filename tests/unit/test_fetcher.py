@@ -1,0 +1,57 @@
+"""What of the fetcher can be said without Kafka."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from eos.errors import Action, CallFailed
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
+from eos.observe import Pulse
+from eos.session.consumer.fetcher import Fetcher
+from eos.session.consumer.pacing import Pacing
+
+SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t", "auto.offset.reset": "latest"}
+
+
+def test_where_a_partition_began_under_latest_is_known_to_every_consumer_until_it_is_committed() -> None:
+    """The first one that took its place could be given up as well before it begins anything."""
+    client = SimpleNamespace(close=lambda: None)
+    world = World(consumer=lambda configuration: client, background=lambda name, run: None)  # type: ignore[arg-type, return-value]
+    fetcher = intake_of(world)
+    fetcher._group_consumer = fetcher._create_consumer()
+    fetcher.group_consumer.start_offsets.uncommitted = {("in", 0): 5}
+    fetcher._failure = CallFailed("consume", Action.REJOIN, RuntimeError("of the consumer that goes"))
+    for _ in range(2):
+        fetcher.replace_consumer()
+        assert fetcher.group_consumer.start_offsets._earlier == {("in", 0): 5}
+        assert fetcher._failure is None
+
+
+def test_a_stop_does_not_wait_for_the_interval_in_which_records_are_gathered() -> None:
+    """An interval of a minute outlived `eos.shutdown.timeout.ms`: exit 75, with nothing to do."""
+    clock = SimpleNamespace(now=1_000.0)
+
+    def passes(most: int, timeout_s: float) -> None:
+        clock.now += timeout_s
+
+    fetcher = intake_of(World(now=lambda: clock.now), interval_s=60.0, stopping=lambda: clock.now >= 1_000.25)
+    fetcher._group_consumer = SimpleNamespace(poll=passes, assignment=SimpleNamespace(restoring={}), lost_reason=None)  # type: ignore[assignment]
+    fetcher._pacing.begin(1_000.0)
+    fetcher.gather()
+    assert round(clock.now, 6) == 1_000.3
+
+
+def intake_of(world: World, interval_s: float = 0.1, stopping: Callable[[], bool] = lambda: False) -> Fetcher:
+    return Fetcher(
+        Settings(SETTINGS),
+        ["in"],
+        Pacing(interval_s, 5),
+        [],
+        until_end=False,
+        stopping=stopping,
+        pulse=Pulse(world.now),
+        world=world,
+        on_unreadable=lambda *_: None,
+    )

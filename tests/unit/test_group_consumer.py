@@ -1,0 +1,282 @@
+"""What of the group_consumer can be said without Kafka."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicPartition
+
+from eos import log
+from eos.errors import ConfigurationError, NotAuthorised, Unavailable
+from eos.kafka.admin import group_history
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
+from eos.records import Record
+from eos.session.consumer import group_consumer as membership_module
+from eos.session.consumer import queries as asking
+from eos.session.consumer.group_consumer import GroupConsumer
+from eos.session.consumer.positions import Positions
+from eos.session.consumer.queries import Stopped, check_topics
+from eos.session.outcomes import Listener
+from eos.session.parts import Parts
+
+SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
+
+
+class _Message:
+    """As much of confluent-kafka's Message, which only a consumer can make, as a poll reads."""
+
+    def __init__(self, offset: int) -> None:
+        self._offset = offset
+
+    def __getattr__(self, name: str) -> Any:
+        known = {"topic": "in", "partition": 0, "offset": self._offset, "timestamp": (1, 7)}
+        return lambda: known.get(name)
+
+
+def test_what_was_fetched_when_a_callback_failed_is_handed_out_to_who_goes_on_all_the_same() -> None:
+    """The consumer does not fetch it again: dropped, it would be skipped, and a later commit would make that a loss."""
+    positions: Positions[Record] = Positions()
+    group_consumer = GroupConsumer(Settings(SETTINGS), ["in"], positions, with_ends=False)
+    real = group_consumer.consumer
+
+    def consume(most: int, timeout_s: float) -> list[Any]:
+        group_consumer._take_statistics("no JSON")  # as librdkafka does out of a poll
+        return [_Message(5), _Message(6)]
+
+    group_consumer.consumer = SimpleNamespace(consume=consume)  # type: ignore[assignment]
+    try:
+        with pytest.raises(Exception, match="JSON"):
+            group_consumer.poll(10, 0.0)
+    finally:
+        group_consumer.consumer = real
+        group_consumer.close(leave=False)
+    assert [record.offset for record in positions.take(10)] == [5, 6]
+
+
+def test_a_consumer_whose_close_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """librdkafka can wait for ever in it: a worker that is stopped, or fenced, must end all the same."""
+    monkeypatch.setattr(membership_module, "_CLOSE_S", 0.2)
+    never = threading.Event()
+    one = GroupConsumer(Settings(SETTINGS), ["in"], Positions(), with_ends=False)
+    real, one.consumer = one.consumer, SimpleNamespace(close=never.wait)  # type: ignore[assignment]
+    try:
+        one.close(leave=False)
+    finally:
+        never.set()
+        real.close()
+
+
+class _Heard:
+    """Brokers of which the second that is asked knows the topic `in`, and none another one."""
+
+    def __init__(self) -> None:
+        self._known = False
+
+    def list_topics(self, timeout: float) -> Any:
+        known, self._known = self._known, True
+        return SimpleNamespace(brokers={}, topics={"in": SimpleNamespace(error=None)} if known else {})
+
+
+def test_a_topic_that_one_broker_has_not_heard_of_yet_is_asked_for_again() -> None:
+    check_topics(_Heard(), "servers", ["in"], time.monotonic() + 30)
+
+
+def test_a_topic_that_no_broker_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "NEW_TOPIC_S", 0.2)
+    with pytest.raises(Unavailable, match="topic no does not exist at servers"):
+        check_topics(_Heard(), "servers", ["in", "no"], time.monotonic() + 30)
+
+
+class _Cluster:
+    """A consumer whose first questions are answered with `errors`; the topic `in` has two partitions."""
+
+    def __init__(self, *errors: int) -> None:
+        self._errors = list(errors)
+
+    def list_topics(self, topic: str, timeout: float) -> Any:
+        if self._errors:
+            raise KafkaException(KafkaError(self._errors.pop(0)))
+        return SimpleNamespace(brokers={}, topics={topic: SimpleNamespace(partitions={0: None, 1: None})})
+
+    def get_watermark_offsets(self, partition: Any, timeout: float) -> tuple[int, int]:
+        return 0, 5
+
+    def committed(self, partitions: list[Any], timeout: float) -> list[Any]:
+        for partition in partitions:
+            partition.offset = 3 if partition.partition == 0 else -1001
+        return partitions
+
+
+def _of(cluster: _Cluster, **more: Any) -> GroupConsumer:
+    world = World(consumer=lambda configuration: cluster)  # type: ignore[arg-type, return-value]
+    return GroupConsumer(Settings(SETTINGS | more), ["in"], Positions(), with_ends=False, world=world)
+
+
+class _NobodyThere:
+    def committed_topics(self, group: str) -> set[str]:
+        raise Unavailable(f"the coordinator of {group}")
+
+
+AWAY = (KafkaError._TRANSPORT, KafkaError._TIMED_OUT)
+
+
+def test_ends_are_asked_for_again_while_no_broker_answers() -> None:
+    """At the start of --until-end: a broker may be away just then."""
+    assert _of(_Cluster(*AWAY)).queries.stable_ends() == {("in", 0): 5, ("in", 1): 5}
+
+
+def test_a_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
+    waiting = _of(_Cluster(*AWAY * 1_000))
+    waiting.queries._stopping = lambda: next(asked)
+    for question in (waiting.queries.stable_ends, lambda: waiting.queries.topics_with_commits(_NobodyThere())):  # type: ignore[arg-type]
+        asked = iter([False, False, True])
+        with pytest.raises(Stopped):
+            question()
+
+
+def test_a_partition_that_cannot_begin_yet_does_not_keep_the_group_from_being_polled() -> None:
+    """Under `latest` its end must be known: it may have no leader, or its group's offsets may not be stable."""
+    latest = _of(_Cluster(*AWAY), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
+    latest.assignment.assign([("in", 1)])
+    for _ in AWAY:
+        latest.start_offsets.restart_wait()
+        latest.start_offsets.locate(latest.assignment)
+        assert latest.assignment.unlocated == {("in", 1)}
+    starts = latest.start_offsets.find([("in", 1)])
+    assert starts["in", 1].offset == -2, "the group knows this topic: a new partition counts from its start"
+
+
+def test_notes_that_cannot_be_read_are_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the group was here before is not to be guessed."""
+    monkeypatch.setattr(group_history, "_REQUEST_TIMEOUT_S", 0.2)
+    waiting = _of(_Cluster())
+    waiting.assignment.assign([("in", 1)])
+    waiting.start_offsets._waits = log.Reminder(waiting._world.now, 0.0)
+    with caplog.at_level("INFO", "eos"):
+        waiting.start_offsets.locate(waiting.assignment)
+    assert waiting.assignment.unlocated == {("in", 1)}
+    assert "waiting for the record of earlier commits of this group: 127.0.0.1:9 cannot be reached" in caplog.text
+
+
+def test_partitions_that_may_not_be_seen_are_a_missing_right_with_its_topic() -> None:
+    with pytest.raises(NotAuthorised, match="topic in: not authorised to READ it"):
+        _of(_Cluster(KafkaError.TOPIC_AUTHORIZATION_FAILED)).queries.stable_ends()
+
+
+class _Group:
+    """A cluster in whose group the instance `one` subscribed to these topics (None: the group has no metadata)."""
+
+    def __init__(self, topics: list[str] | None, strategy: str = "cooperative-sticky", instance: str = "other") -> None:
+        told: Any = b"" if topics is None else {"topics": topics}
+        self._members = [
+            {"group_instance_id": name, "client_id": "rdkafka", "member_metadata": told} for name in (instance, "one")
+        ]
+        self._strategy = strategy
+        self.removed: list[str] = []
+
+    def classic_group(self, group: str) -> dict[str, Any]:
+        return {"members": self._members, "protocol_data": self._strategy}
+
+    def remove_member(self, group: str, instance: str) -> None:
+        self.removed.append(instance)
+
+
+@pytest.mark.parametrize(
+    ("before", "leaves"), [(["in"], False), (["in", "x"], True), ([], True), (["x"], True), (None, False)]
+)
+def test_a_predecessor_that_read_other_topics_leaves_the_group_first(before: list[str] | None, leaves: bool) -> None:
+    """A static member that comes back gets the partitions of before, whatever it subscribes to."""
+    for settings, names in (({"group.instance.id": "one"}, ["one"]), ({"group.protocol": "consumer"}, [])):
+        group: Any = _Group(before)
+        _of(_Cluster(), **settings).member.remove_predecessor(group, ["in"])
+        assert group.removed == (names if leaves else [])
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "leaves"),
+    [
+        ("cooperative-sticky", {}, False),
+        ("roundrobin", {}, True),
+        ("cooperative-sticky", {"partition.assignment.strategy": "roundrobin"}, True),
+        ("roundrobin", {"partition.assignment.strategy": "range,roundrobin"}, False),
+    ],
+)
+def test_a_predecessor_with_another_strategy_leaves_the_group_first(
+    before: str, now: dict[str, str], leaves: bool
+) -> None:
+    group: Any = _Group(["in"], before)
+    _of(_Cluster(), **{"group.instance.id": "one"}, **now).member.remove_predecessor(group, ["in"])
+    assert group.removed == (["one"] if leaves else [])
+
+
+def test_a_group_with_a_member_that_is_no_worker_is_not_joined() -> None:
+    group: Any = _Group(["in"], "roundrobin", instance="")
+    strategy = {"partition.assignment.strategy": "roundrobin"}
+    with pytest.raises(ConfigurationError, match=r"not workers of this App \(client.id rdkafka\): stop those"):
+        _of(_Cluster(), **{"group.instance.id": "one"}, **strategy).member.remove_predecessor(group, ["in"])
+
+
+def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
+    def classic_group(group: str) -> None:
+        raise Unavailable("no coordinator yet")
+
+    admin: Any = SimpleNamespace(classic_group=classic_group)
+    _of(_Cluster(), **{"group.instance.id": "one"}).member.remove_predecessor(admin, ["in"])
+
+
+def test_a_topic_that_from_beginning_begins_at_its_beginning_under_latest() -> None:
+    group = _Cluster()
+    group_consumer = _of(group, **{"auto.offset.reset": "latest", "eos.places.topic": ""})
+    group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
+    assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 0)]).values()] == [5]
+    group_consumer.start_offsets._from_beginning = {"in"}
+    assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 0)]).values()] == [-2]
+
+
+def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
+    """Every consumer of the session does, one that takes another one's place too."""
+    group = _Cluster()
+    group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
+    there = dict.fromkeys("abc", SimpleNamespace(error=None, partitions={0: None}))
+    group.list_topics = lambda *_, timeout: SimpleNamespace(brokers={}, topics=there)  # type: ignore[method-assign, misc]
+    world = World(consumer=lambda _: group, background=lambda name, run: None)  # type: ignore[arg-type, return-value]
+    settings = Settings({**SETTINGS, "auto.offset.reset": "latest", "eos.places.topic": ""})
+    parts = Parts(settings, ["a", "b"], [], Listener(), until_end=False, together=1, stopping=bool, world=world)
+    parts.fetcher.connect(["b", "c"], world.now())
+    for _ in range(2):
+        begin = parts.fetcher.group_consumer.start_offsets.find([("a", 0), ("b", 0)])
+        assert [tp.offset for tp in begin.values()] == [5, OFFSET_BEGINNING]
+        parts.fetcher.replace_consumer()
+
+
+def test_a_start_that_is_not_committed_is_kept_though_the_group_has_committed_others_of_its_topic() -> None:
+    """Another member's commits do not make the partition a new one."""
+    group_consumer = _of(_Cluster(), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
+    group_consumer.start_offsets._earlier = {("in", 1): 4}
+    assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 1)]).values()] == [4]
+    group_consumer.start_offsets._earlier = {}
+    assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 1)]).values()] == [-2]
+
+
+def test_partition_that_begins_later_leaves_the_others_where_they_are_without_increments() -> None:
+    """`range` and `roundrobin` replace an assignment: what is read already is assigned again from where it is."""
+    cluster = _Cluster()
+    given: list[list[tuple[int, int]]] = []
+    cluster.memberid = lambda: "one"  # type: ignore[attr-defined]
+    cluster.assign = lambda partitions: given.append([(p.partition, p.offset) for p in partitions])  # type: ignore[attr-defined]
+    group_consumer = _of(cluster, **{"partition.assignment.strategy": "roundrobin"})
+    starts = {("in", number): TopicPartition("in", number, -2 if number else 3) for number in range(3)}
+    group_consumer.assignment.assign(starts)
+    group_consumer.assignment.locate(starts)
+    group_consumer.start([("in", 0), ("in", 1)])
+    group_consumer._positions.add_fetched([Record("in", 0, offset, 0, None, b"") for offset in (3, 4)])
+    group_consumer.start([("in", 2)])
+    assert given == [[(0, 3), (1, -2)], [(0, 5), (1, -2), (2, -2)]]
+    assert group_consumer.assignment.reading == {("in", 0), ("in", 1), ("in", 2)}

@@ -1,0 +1,171 @@
+"""When a member is to join again because its client was not told of what the group gave: each case by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from eos.errors import NotAuthorised, Unavailable
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
+from eos.session.consumer import lost_assignment as unheard
+from eos.session.consumer.lag import decode_statistics
+from eos.session.consumer.lost_assignment import Given, LostAssignment
+from eos.session.consumer.positions import TopicPartition
+
+P = unheard._PATIENCE_S
+
+
+class Member:
+    """Its client, what the group said last of it, and a clock."""
+
+    def __init__(self, protocol: str = "consumer") -> None:
+        self.now_s = 1000.0
+        self.late = 0
+        self.client: set[TopicPartition] = set()
+        self.asks: list[Callable[[], None]] = []
+        world = World(now=lambda: self.now_s, background=lambda name, run: self.asks.append(run))
+        self.unheard = LostAssignment(Settings({"bootstrap.servers": "x", "group.protocol": protocol}), "group", world)
+
+    def late_answer(self) -> None:
+        self.late += 1
+        self.unheard.note(
+            decode_statistics(b'{"brokers": {"GroupCoordinator": {"req_timeouts": %d}}}' % self.late).late_answers
+        )
+
+    def after(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def given(self, *partitions: int) -> None:
+        """The coordinator says so now; nobody polls."""
+        self.unheard._given = Given(self.now_s, frozenset(("in", number) for number in partitions))
+
+    def told(self, *partitions: int) -> None:
+        """A rebalance's callback: this is all that the client has now."""
+        self.client = {("in", number) for number in partitions}
+        self.unheard.reset()
+
+    def poll(self) -> list[int]:
+        return sorted(number for _, number in self.unheard.find_missing(lambda: "me", lambda: self.client))
+
+
+@pytest.fixture
+def member() -> Member:
+    member = Member()
+    member.told(0, 1)
+    return member
+
+
+def test_what_the_client_was_not_told_of_for_a_while_is_missing(member: Member) -> None:
+    member.late_answer()
+    for pause, found in ((0.0, []), (P - 1, []), (1.0, [2])):
+        member.after(pause)
+        member.given(0, 1, 2)
+        assert member.poll() == found
+
+
+def test_nothing_is_asked_and_nothing_compared_without_a_late_answer(member: Member) -> None:
+    member.given(0, 1, 2)
+    assert member.poll() == []
+    assert member.asks == []
+
+
+def test_a_classic_group_is_not_asked() -> None:
+    member = Member("classic")
+    member.late_answer()
+    assert member.poll() == []
+    assert member.asks == []
+
+
+def test_what_was_asked_before_the_last_late_answer_does_not_count(member: Member) -> None:
+    """A coordinator that stays slow is waited for."""
+    for _ in range(10):
+        member.late_answer()
+        member.given(0, 1, 2)
+        member.after(P / 2)
+        assert member.poll() == []
+
+
+def test_what_is_left_of_an_earlier_look_does_not_count(member: Member) -> None:
+    member.late_answer()
+    member.after(P)
+    member.given(0, 1)
+    assert member.poll() == []
+    member.given(0, 1)  # by the question that was still on its way
+    member.told(0)
+    member.after(3600)
+    member.late_answer()
+    assert member.poll() == []
+    member.given(0, 2)
+    assert member.poll() == []
+
+
+def test_a_slow_poll_that_brings_a_callback_makes_nothing_missing(member: Member) -> None:
+    member.late_answer()
+    for has in ((0, 1, 2), (0, 1), (0,), (0, 3), (0, 3, 4)):
+        member.given(*has)
+        member.after(2 * P)
+        member.told(*has)  # the poll serves it before it compares
+        assert member.poll() == []
+
+
+def test_an_answer_of_before_a_callback_is_not_compared_with_what_is_known_behind_it(member: Member) -> None:
+    member.late_answer()
+    member.given(0, 1)
+    member.after(1)
+    member.told(0)
+    assert member.poll() == []
+    member.after(P)
+    member.given(0, 1)  # given again, a moment ago
+    assert member.poll() == []
+
+
+def test_several_partitions_one_after_the_other_are_each_waited_for(member: Member) -> None:
+    member.late_answer()
+    for number in range(2, 8):
+        member.given(0, 1, number)
+        assert member.poll() == []
+        member.after(P)
+
+
+def test_polls_that_are_far_apart_find_it_too(member: Member) -> None:
+    member.late_answer()
+    assert member.poll() == []
+    found: list[int] = []
+    for _ in range(3):
+        member.after(10 * P)
+        member.given(0, 1, 2)
+        found = member.poll()
+    assert found == [2]
+
+
+def test_the_look_ends_when_all_was_known_for_long_enough(member: Member) -> None:
+    member.late_answer()
+    member.poll()
+    member.after(P - 1)
+    member.given(0, 1)
+    member.poll()
+    assert member.unheard._looking
+    member.after(1)
+    member.given(0, 1)
+    member.poll()
+    assert not member.unheard._looking
+
+
+@pytest.mark.parametrize(
+    ("error", "asked_again"), [(Unavailable("away"), True), (KeyError("group"), True), (NotAuthorised("no"), False)]
+)
+def test_who_cannot_be_asked_is_asked_again_and_who_refuses_is_not(
+    error: Exception, asked_again: bool, member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unheard, "_PAUSE_S", 0.0)
+
+    def refuses(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(member.unheard, "_world", World(admin=refuses, background=lambda name, run: run()))
+    member.late_answer()
+    member.poll()
+    assert member.unheard._asking is False
+    assert member.unheard._stopped.is_set() is not asked_again
