@@ -113,7 +113,7 @@ def test_a_survivor_ends_a_dead_members_transaction_and_a_paused_one_goes_on_wit
         survivor = pipeline.worker("b", settings=settings)
         wait_until("the survivor ends it", lambda: not of_the_paused("Ongoing"), 60)
         print(f"ended {time.monotonic() - began:.1f} s after the pause")
-        survivor.wait_log("ended the transaction of another member", count=len(was_open))
+        survivor.wait_log("overdue transaction of another member aborted", count=len(was_open))
         wait_until("its markers", lambda: was_open.keys() <= of_the_paused("CompleteAbort").keys())
         now = of_the_paused("CompleteAbort")
         assert {name: now[name] for name in was_open} == {name: epoch + 1 for name, epoch in was_open.items()}

@@ -228,6 +228,6 @@ def test_what_a_broker_does_not_have_yet_is_waited_for_and_what_it_has_deleted_i
     admin.delete_records([place])[place].result(10)
     with (
         TopicReader(settings, topic, {0: 3}, uncommitted=False) as reader,
-        pytest.raises(InputGone, match="was removed meanwhile"),
+        pytest.raises(InputGone, match="retention removed records"),
     ):
         list(read_until(reader, {0: 5}))
