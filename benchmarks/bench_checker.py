@@ -26,7 +26,7 @@ from eos.testing.checker import (
     no_aborted_seen,
     no_duplicates,
     no_losses,
-    no_strangers,
+    no_unexpected_outputs,
     offsets_match_outputs,
     order,
 )
@@ -76,7 +76,7 @@ def main(records: int) -> None:
     rules: dict[str, Callable[[], Verdict]] = {
         "no_duplicates": lambda: no_duplicates(joined),
         "no_losses": lambda: no_losses(joined, committed),
-        "no_strangers": lambda: no_strangers(joined),
+        "no_unexpected_outputs": lambda: no_unexpected_outputs(joined),
         "order": lambda: order(joined),
         "atomic_transactions": lambda: atomic_transactions(joined),
         "offsets_match_outputs": lambda: offsets_match_outputs(joined, committed),

@@ -1,8 +1,8 @@
-"""One line per event: human on stderr by default, JSON for machines; every line about a transaction says whose.
+"""Logs one line per event: text on stderr by default, or JSON; lines about a transaction name its producer.
 
 Owns the format only. Events are `log.info("event", name=value)`; users of the library see them as ordinary `logging`
-records of the logger "eos". It has no handler of its own, so where a program says nothing of logging Python prints
-warnings on stderr: they are about records, and nobody should have to ask for them.
+records of the logger "eos". The library adds no handler, so Python prints warnings on stderr in a program that does not
+configure logging.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_SILENT = logging.CRITICAL + 1  # librdkafka calls it critical when a producer is fenced; we say what follows from it
+_SILENT = logging.CRITICAL + 1  # librdkafka logs a fenced producer as critical; our own event reports it
 
 logger = logging.getLogger("eos")
-# librdkafka's own lines; they repeat what our events say with the action taken, so they show only on --log-level debug.
+# librdkafka's own lines, shown only with --log-level debug: our events report the same, with the action taken.
 client_logger = logging.getLogger("eos.librdkafka")
 client_logger.setLevel(_SILENT)
 
 
 def event(level: int, message: str, to: logging.Logger = logger, /, **fields: Any) -> None:
-    """Logs one event; fields become `name=value` behind the message, or members of a JSON line."""
+    """Log one event; fields become `name=value` after the message, or members of a JSON line."""
     if to.isEnabledFor(level):
         tail = "".join(f" {name}={value}" for name, value in fields.items())
         to.log(level, "%s%s", message, tail, extra={"event": message, "fields": fields})
@@ -41,12 +41,12 @@ def debug(message: str, **fields: Any) -> None:
     event(logging.DEBUG, message, **fields)
 
 
-def hold_back(library: str) -> None:
-    """Drop what a library logs below INFO, whatever level it or the root logger has: passwords and tokens are in it.
+def hide_debug_lines(library: str) -> None:
+    """Drop the lines that a library logs below INFO, which contain passwords and tokens, whatever the log levels are.
 
-    Call it before the library gets a secret: it is about the loggers that are there, and new ones below them."""
+    Call it before the library gets a secret. It affects existing loggers of the library and new ones below them."""
     if (own := logging.getLogger(library)).isEnabledFor(logging.DEBUG):
-        own.setLevel(logging.INFO)  # not where it would say more than before
+        own.setLevel(logging.INFO)  # only raises the level
     for name in [name for name in logging.root.manager.loggerDict if f"{name}.".startswith(f"{library}.")]:
         logging.getLogger(name).addFilter(_is_no_detail)
 
@@ -58,7 +58,7 @@ def _is_no_detail(record: logging.LogRecord) -> bool:
 def printable(text: str, keep: str = "") -> str:
     """For people: what would move a terminal's cursor, colour it or rename its window is escaped, but `keep`.
 
-    Records, their headers and what functions say of them are anybody's words.
+    Texts from records, headers and exceptions of functions may contain anything.
     """
     if text.isprintable():
         return text
@@ -66,14 +66,16 @@ def printable(text: str, keep: str = "") -> str:
 
 
 class HumanFormatter(logging.Formatter):
+    """Formats an event as one line of text."""
+
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}"
-        return printable(" ".join(line.splitlines()))  # librdkafka's sentences can end in a newline
+        return printable(" ".join(line.splitlines()))  # librdkafka's messages can end in a newline
 
 
 class JsonFormatter(logging.Formatter):
-    """`worker`: which of several on one machine; every line names it, as a prefix would for people."""
+    """Formats an event as a line of JSON. `worker`: the name of a supervised worker, added to every line."""
 
     def __init__(self, worker: str | None = None) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(log_format: str = "human", level: str = "info", stream: Any = None, worker: str | None = None) -> None:
-    """For the command line; a library user configures `logging` as usual."""
+    """Configure logging for the command line; users of the library configure `logging` as usual."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(worker) if log_format == "json" else HumanFormatter())
     logger.handlers[:] = [handler]
@@ -97,29 +99,28 @@ def configure(log_format: str = "human", level: str = "info", stream: Any = None
     client_logger.setLevel(logging.DEBUG if level.lower() == "debug" else _SILENT)
 
 
-def last_words(message: str, **fields: Any) -> None:
-    """Log an error though the program that was run has turned logging off."""
+def log_final_error(message: str, **fields: Any) -> None:
+    """Log an error even if the program has disabled logging."""
     more = {"event": message, "fields": fields}
     record = logger.makeRecord(logger.name, logging.ERROR, "", 0, message, (), None, extra=more)
     for handler in logger.handlers:
         handler.handle(record)
 
 
-def enable() -> None:
-    """Let events through again: logging.config.dictConfig and fileConfig disable every logger that is there already,
-    unless they are told not to."""
+def enable_again() -> None:
+    """Enable our loggers again after logging.config.dictConfig or fileConfig, which disable existing loggers."""
     for name, found in list(logging.root.manager.loggerDict.items()):
         if isinstance(found, logging.Logger) and name.partition(".")[0] == logger.name:
             found.disabled = False
 
 
-def for_machines() -> bool:
-    """The command line was asked for JSON: its last words are a line of it too."""
+def logs_json() -> bool:
+    """Return True if the command line logs JSON, so that its final error must be JSON too."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logger.handlers)
 
 
 def redirect(stream: Any) -> None:
-    """The command line's lines go there from now on."""
+    """Write the command line's log to this stream from now on."""
     for handler in logger.handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(stream)

@@ -1,7 +1,7 @@
-"""Transactions without an input: `with eos.transaction(settings) as txn: txn.send(...)`.
+"""Runs transactions without an input: `with eos.transaction(settings) as txn: txn.send(...)`.
 
-The same producer and the same rules as a session's, without a consumer. There is no offset to read back, so a commit
-whose answer never came stays unknown and is raised as CommitOutcomeUnknown.
+Uses the same producer and rules as a session, without a consumer. There is no committed offset to check, so a commit
+without an answer stays unknown and raises CommitOutcomeUnknown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from confluent_kafka import KafkaError, Message, TopicPartition
 
 from eos import log
-from eos.encoding.sends import send_of
+from eos.encoding.sends import make_send
 from eos.errors import (
     Action,
     CallFailed,
@@ -29,10 +29,10 @@ from eos.errors import (
     stop_error,
 )
 from eos.kafka.admin.ownership import Owner
-from eos.kafka.client.cluster import Described
-from eos.kafka.client.settings import Settings, settings_of
+from eos.kafka.client.cluster import TransactionalIdState
+from eos.kafka.client.settings import Settings, to_settings
 from eos.kafka.client.world import REAL, World
-from eos.records import Headers, place_of
+from eos.records import Headers, format_position
 from eos.session.producer.ownership import TransactionalIdOwnership
 from eos.session.producer.producer import OLD_TRANSACTIONS, TransactionalProducer
 from eos.session.producer.states import State
@@ -40,9 +40,10 @@ from eos.session.recovery import PLAN, Step
 
 
 class Delivery:
-    """What became of one send; complete when the transaction's block has ended.
+    """Holds the result of one send, complete when the transaction's block has ended.
 
-    `offset` is -1 and `error` a sentence when it was refused. Visible to read_committed readers only after the commit.
+    If the record was refused, `offset` is -1 and `error` the reason. read_committed readers see the record only after
+    the commit.
     """
 
     __slots__ = ("error", "offset", "partition", "topic")
@@ -61,15 +62,15 @@ class Delivery:
             self.offset = -1 if message.offset() is None else int(str(message.offset()))
 
     def __repr__(self) -> str:
-        what = f"{self.topic} {self.error}" if self.error else place_of(self.topic, self.partition, self.offset)
+        what = f"{self.topic} {self.error}" if self.error else format_position(self.topic, self.partition, self.offset)
         return f"<Delivery {what}>"
 
 
 class PlainTransaction:
-    """One transaction without an input; ends with its block.
+    """Sends the records of one transaction without an input, which ends with its block.
 
-    `renewed`: the producer was initialised anew for it, so another instance may have been at work since the one before.
-    Whoever sends offsets asks then whether they are still where it left them.
+    `renewed`: the producer was initialised again for it, so another instance may have worked since the previous
+    transaction. Code that sends offsets must then check that the committed offsets are unchanged.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class PlainTransaction:
         public: Callable[[CallFailed, str], EosError],
         sends_offsets: bool = False,
     ) -> None:
-        self._producer, self._public, self._sends_offsets = producer, public, sends_offsets
+        self._producer, self._to_public_error, self._sends_offsets = producer, public, sends_offsets
         self.renewed = False
-        self.over = False
-        """Its block has ended: what the producer has open is not this transaction."""
+        self.ended = False
+        """True once its block has ended, so that the producer's open transaction is another one."""
         self.failure: CallFailed | None = None
-        """Of a send: the transaction cannot commit any more."""
+        """The error of a failed send, after which the transaction cannot be committed."""
         self.failed_topic = ""
         self.deliveries: list[Delivery] = []
 
@@ -97,67 +98,69 @@ class PlainTransaction:
         timestamp_ms: int = 0,
         headers: Headers = (),
     ) -> Delivery:
-        """Queues one record; value, key and headers are encoded as an App's are (bytes as they are, str as UTF-8, None,
-        else JSON). Raises TypeError or ValueError for what cannot be sent: nothing was queued.
+        """Queue one record, with value, key and headers encoded as in an App (see Out).
 
-        Raises the transaction's failure as soon as it is known; the block's end aborts then, and raises it again if the
-        block went on.
+        Raises TypeError or ValueError for a value that cannot be sent, without queuing anything. Raises the
+        transaction's failure as soon as it is known. The end of the block then aborts, and raises the failure again if
+        the block caught it.
         """
-        self._must_be_open("send")
+        self._require_open("send")
         delivery = Delivery(topic)
-        record = send_of("send", topic, value, key, partition, timestamp_ms, headers)
+        record = make_send("send", topic, value, key, partition, timestamp_ms, headers)
         try:
             self._producer.send(*record, delivery._report)
         except CallFailed as failure:
             self.failure, self.failed_topic = failure, topic
             delivery.error = str(failure)
-            raise self._public(failure, topic) from failure
+            raise self._to_public_error(failure, topic) from failure
         self.deliveries.append(delivery)
         return delivery
 
     def send_offsets(self, offsets: list[TopicPartition], group_metadata: Any) -> None:
-        """Commits offsets of a group with this transaction, for a reader of its own that is in no group; the last call
-        before the block's end. The Transactions was made with `offsets=True`."""
+        """Commit offsets of a group with this transaction, for a reader that is not a member of the group.
+
+        It must be the last call before the block's end, and needs `Transactions(..., offsets=True)`."""
         if not self._sends_offsets:
             raise IllegalState("send_offsets needs Transactions(settings, offsets=True)")
-        self._must_be_open("send_offsets")
+        self._require_open("send_offsets")
         try:
             self._producer.flush()
             self._producer.send_offsets(offsets, group_metadata)
         except CallFailed as failure:
             self.failure = failure
-            raise self._public(failure, self.failed_topic) from failure
+            raise self._to_public_error(failure, self.failed_topic) from failure
 
-    def _must_be_open(self, call: str) -> None:
-        if self.over:
+    def _require_open(self, call: str) -> None:
+        if self.ended:
             raise IllegalState(f"{call} is not possible: this transaction's block has ended")
         if self._producer.state is not State.IN_TRANSACTION:
             raise IllegalState(f"{call} is not possible in state {self._producer.state.value}")
 
 
 class Transactions:
-    """A started transactional producer: `with transactions.begin() as txn:` as often as needed, one block at a time.
+    """Runs many transactions with one producer: `with transactions.begin() as txn:`, one block at a time.
 
-    Several threads take one each, with a transactional.id of its own. `offsets`: its transactions may `send_offsets`.
+    Each thread needs a Transactions of its own, with its own transactional.id. `offsets`: transactions may call
+    `send_offsets`.
     """
 
     def __init__(self, settings: Settings | Mapping[str, Any], *, offsets: bool = False, world: World = REAL) -> None:
         self._world = world
-        self.settings = settings_of(settings)
+        self.settings = to_settings(settings)
         if not self.settings.get("transactional.id"):
             raise ConfigurationError("transactional.id must be set for a transaction")
         self._sends_offsets = offsets
         self._producer = TransactionalProducer(
             self.settings, self.settings["transactional.id"], reports=True, world=world
         )
-        self._open: PlainTransaction | None = None  # whose block has the producer
-        self._beginning = threading.Lock()
-        self._ownership = TransactionalIdOwnership(self.settings, _lost_to, world=world)
+        self._open: PlainTransaction | None = None  # the transaction whose block is open
+        self._begin_lock = threading.Lock()
+        self._ownership = TransactionalIdOwnership(self.settings, _describe_owner, world=world)
 
     def __enter__(self) -> Transactions:
         alternate = False
         if self._sends_offsets:
-            # On brokers before 4.0 a late TxnOffsetCommit takes pending offsets from a replacement of the same id.
+            # On brokers before 4.0 a late TxnOffsetCommit could overwrite offsets of a replacement with the same id.
             with self._world.admin(self.settings) as admin:
                 alternate = admin.transaction_version() < OLD_TRANSACTIONS
         deadline = self._world.now() + self.settings["eos.startup.timeout.ms"] / 1000
@@ -169,34 +172,34 @@ class Transactions:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[PlainTransaction]:
-        """One transaction: the block's end commits, an exception out of it aborts and goes on up.
+        """Run one transaction: the end of the block commits it; an exception from the block aborts it and is raised.
 
-        Raises IllegalState while another block of this producer is open, in whichever thread: what both sent would be
-        one transaction, and the end of one the end of the other. Raises Fenced (and from then on always: a newer
-        instance owns the id), CommitOutcomeUnknown, NotAuthorised, ..., or Temporary when it was aborted for another
-        reason, its own timeout for one: then nothing of it is visible, and it may be tried again.
+        Raises IllegalState while another block of this producer is open in any thread, because both would share one
+        transaction. Raises Fenced if a newer instance owns the id, from then on at every call. Raises
+        CommitOutcomeUnknown, NotAuthorised and so on. Raises Temporary if the transaction was aborted for another
+        reason, such as its timeout: none of its records is visible, and it may be tried again.
         """
-        txn = PlainTransaction(self._producer, self._public, self._sends_offsets)
+        txn = PlainTransaction(self._producer, self._to_public_error, self._sends_offsets)
         try:
             self._begin(txn)
-            yield from self._block(txn)
+            yield from self._run_block(txn)
         finally:
-            txn.over = True
+            txn.ended = True
             if self._open is txn:
                 self._open = None
 
     def _begin(self, txn: PlainTransaction) -> None:
         producer = self._producer
-        with self._beginning:
+        with self._begin_lock:
             if self._open is not None:
                 raise IllegalState(
-                    "a transaction of this producer is open: end its block first, or take another Transactions with a "
-                    "transactional.id of its own"
+                    "a transaction of this producer is open: end its block first, or use another Transactions with its "
+                    "own transactional.id"
                 )
             self._open = txn
             self._ownership.raise_if_lost()
-            # An exception that is none of the client's (a signal's) ended a transaction half way: nobody waits for its
-            # answer any more, and the new producer's init settles it.
+            # An exception from outside the client (a signal's) interrupted the previous transaction: its answer was
+            # not awaited, and the new producer's init ends it.
             producer.give_up("the transaction before it was not ended")
             try:
                 if reason := producer.decide_replacement():
@@ -204,46 +207,46 @@ class Transactions:
                     self._ownership.replace(producer, reason)
                 producer.begin()
             except CallFailed as failure:
-                raise self._public(failure) from failure
+                raise self._to_public_error(failure) from failure
 
-    def _block(self, txn: PlainTransaction) -> Iterator[PlainTransaction]:
-        """The transaction's life behind its begin: the user's block, and its end."""
+    def _run_block(self, txn: PlainTransaction) -> Iterator[PlainTransaction]:
+        """Run the user's block of a transaction that has begun, and end the transaction."""
         producer = self._producer
         try:
             yield txn
         except BaseException:
-            self._give_up()
+            self._try_abort()
             raise
         try:
             if txn.failure is not None:
-                raise txn.failure  # a send's, which the block took for handled: without that record there is no commit
+                raise txn.failure  # the block caught a send's failure, but a record is missing: no commit
             producer.flush()
             producer.commit()
         except CallFailed as failure:
-            self._give_up()
+            self._try_abort()
             if failure.call == "commit" and failure.action is Action.REBUILD:
                 raise CommitOutcomeUnknown(f"the commit's outcome is unknown: {failure}") from failure
-            raise self._public(failure, txn.failed_topic) from failure
+            raise self._to_public_error(failure, txn.failed_topic) from failure
         except BaseException:
             # A signal's handler raised, or a callback of the user's.
             if producer.state is State.COMMITTING:
-                log.warning("interrupted in a commit: whether it came to pass is not known", **producer.who())
-            self._give_up()
+                log.warning("commit interrupted, its outcome is unknown", **producer.who())
+            self._try_abort()
             raise
 
-    def _give_up(self) -> None:
+    def _try_abort(self) -> None:
         if self._producer.may_abort:
             try:
                 self._producer.abort()
             except CallFailed as failure:
                 if failure.action not in (Action.ABORT, Action.REBUILD, Action.RETRY):
-                    raise self._public(failure) from failure  # fenced: there is nothing of ours left to abort
-                # Nobody will commit it: the next begin's new producer aborts it, or the broker at its timeout. It must
-                # not hide why the block ended. (An abort right behind the first send is refused: the coordinator may
-                # not have heard of the transaction yet.)
-                log.warning("the abort failed", error=str(failure), **self._producer.who())
+                    raise self._to_public_error(failure) from failure  # fenced: we have no transaction left to abort
+                # Nothing will commit it: the next begin's new producer aborts it, or the broker at its timeout. This
+                # error must not hide why the block ended. (An abort right after the first send is refused if the
+                # coordinator does not know the transaction yet.)
+                log.warning("abort failed", error=str(failure), **self._producer.who())
 
-    def _public(self, failure: CallFailed, topic: str = "") -> EosError:
+    def _to_public_error(self, failure: CallFailed, topic: str = "") -> EosError:
         steps = PLAN.get(failure.action, ())
         if Step.ASK_OWNER in steps:
             return self._settle(failure)
@@ -254,28 +257,30 @@ class Transactions:
         return stop_error(failure)
 
     def _settle(self, failure: CallFailed) -> EosError:
-        """Fenced: by our own timeout (the next begin replaces the producer) or by a newer instance (none does)."""
+        """Return the error of a fenced call.
+
+        After our own timeout the next begin replaces the producer; after a newer instance's init every begin fails."""
         timeout_ms = self.settings.transaction_timeout_ms
         try:
             owner = self._ownership.settle(self._producer, str(failure))
         except Fenced as fenced:
             return fenced
         if owner is Owner.OWN_TIMEOUT:
-            return Temporary(f"the transaction outlived transaction.timeout.ms={timeout_ms} and was aborted: {failure}")
-        # Its client failed for good all the same; then a commit that was under way may have come to pass.
+            return Temporary(f"the transaction exceeded transaction.timeout.ms={timeout_ms} and was aborted: {failure}")
+        # The client has failed anyway, and a commit in progress may have succeeded.
         kind = CommitOutcomeUnknown if failure.call == "commit" else Temporary
         return kind(f"the producer failed; {owner.value} (transaction.timeout.ms={timeout_ms}): {failure}")
 
 
-def _lost_to(producer: TransactionalProducer, answer: Described | None) -> tuple[str, str]:
+def _describe_owner(producer: TransactionalProducer, answer: TransactionalIdState | None) -> tuple[str, str]:
     return "", "" if answer is None else f"now producer id {answer.producer_id} epoch {answer.epoch}"
 
 
 @contextlib.contextmanager
 def transaction(settings: Settings | Mapping[str, Any]) -> Iterator[PlainTransaction]:
-    """One transaction without an input, from start to end; `transactional.id` must be set. A mapping is completed by
-    the environment and eos.toml, as the flags of a command are; Settings are taken as they are.
+    """Run one transaction without an input, with its own producer; `transactional.id` must be set.
 
+    A mapping is completed from the environment and eos.toml, like the flags of a command; Settings are used unchanged.
     For many transactions keep the producer: `with Transactions(settings) as p: with p.begin() as txn: ...`.
     """
     with Transactions(settings) as transactions, transactions.begin() as txn:

@@ -1,7 +1,7 @@
-"""One HTTP server for probes and metrics: of a worker, of a supervisor, of the shim.
+"""Serves probes and metrics over HTTP for workers, supervisors and the shim.
 
-Owns the socket, the threads and their limits; its user gives an answer for each path. It serves GET and HEAD only, on
-daemon threads, few of them, each connection with a time limit: it must never hold up or end the process.
+Owns the socket, the threads and their limits; the caller provides an answer for each path. It serves GET and HEAD only,
+on a few daemon threads and with a time limit for each connection: it must never delay or end the process.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from eos import log
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-_MOST_CONNECTIONS = 32
+_MAX_CONNECTIONS = 32
 _CONNECTION_TIMEOUT_S = 5.0
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 class Request(NamedTuple):
-    """The parts of a request that an answer may depend on: the query after the path, and the Accept header."""
+    """Holds the parts of a request that an answer may depend on: the query after the path, and the Accept header."""
 
     query: str = ""
     accept: str = ""
 
 
 class Answer(NamedTuple):
+    """Holds one HTTP response."""
+
     code: HTTPStatus
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
 
 
-def exposition(families: Callable[[], Iterable[Metric]], accept: str = "") -> Answer:
-    """Return these metrics as the answer to a scrape; without prometheus-client (extra `metrics`) say what to install.
+def render_metrics(families: Callable[[], Iterable[Metric]], accept: str = "") -> Answer:
+    """Return the answer to a scrape, with what to install if prometheus-client (extra `metrics`) is missing.
 
-    `families` is called only where prometheus-client can be imported.
+    `families` is called only if prometheus-client can be imported.
     """
     try:
         from prometheus_client import CollectorRegistry
         from prometheus_client.exposition import choose_encoder
     except ImportError:
-        sentence = "the metrics need prometheus-client: pip install 'eos-kafka[metrics]'\n"
+        sentence = "metrics need prometheus-client: pip install 'eos-kafka[metrics]'\n"
         return Answer(HTTPStatus.NOT_IMPLEMENTED, sentence.encode())
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(families))
@@ -84,11 +86,11 @@ class HealthServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a slow reader does not hold up the end
+    block_on_close = False  # a slow client must not delay the end of the process
 
     def __init__(self, address: tuple[str, int], answers: Mapping[str, Callable[[Request], Answer]]) -> None:
         self.answers = answers
-        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         host, port = address
         both = not host and socket.has_dualstack_ipv6()
         self.address_family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
@@ -112,7 +114,7 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("an HTTP request ended early", client=client_address)
+        log.debug("http request failed", client=client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

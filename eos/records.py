@@ -1,4 +1,4 @@
-"""What goes in and comes out: a Record as it was read, an Out to be sent, and the seam where outputs leave.
+"""Defines input and output records (Record, Out), and the interface through which outputs are sent (Sink).
 
 It must never do I/O or import a Kafka client.
 """
@@ -26,9 +26,9 @@ Header = tuple[str, bytes | None]
 
 
 class UnreadableHeaders(Sequence[Header]):
-    """The headers of a record with a header name that is not UTF-8: reading them raises a ValueError that says `why`.
+    """Stands for the headers of a record with a header name that is not UTF-8; reading them raises ValueError.
 
-    `readable`: the other headers, in order."""
+    `readable`: the other headers, in order. `why`: the message of the error."""
 
     def __init__(self, readable: Sequence[Header], why: str) -> None:
         self.readable, self.why = readable, why
@@ -39,47 +39,49 @@ class UnreadableHeaders(Sequence[Header]):
     __len__ = __getitem__ = __iter__ = __contains__ = _refuse
 
 
-def readable(headers: Sequence[Header]) -> Sequence[Header]:
-    """Return the headers that can be read, for whoever shows or keeps a record in spite of the others."""
+def readable_headers(headers: Sequence[Header]) -> Sequence[Header]:
+    """Return the headers that can be read, for code that shows or keeps a record in spite of the others."""
     return headers.readable if isinstance(headers, UnreadableHeaders) else headers
 
 
-# What an engine hands to its producer: (topic, value, key, partition, timestamp_ms, headers).
+# An encoded output for the producer: (topic, value, key, partition, timestamp_ms, headers).
 # partition -1: the partitioner decides. timestamp_ms 0: the time of producing.
 Send = tuple[str, bytes | None, bytes | None, int, int, list[Header] | None]
 
 
-def place_of(topic: str, partition: int, offset: int | None = None) -> str:
-    """How a place is written, and read by the commands: `topic[partition]@offset`."""
+def format_position(topic: str, partition: int, offset: int | None = None) -> str:
+    """Return a partition or an offset as text: `topic[partition]@offset`, the form that the commands accept."""
     return f"{topic}[{partition}]" if offset is None else f"{topic}[{partition}]@{offset}"
 
 
 def is_topic_name(name: object) -> bool:
-    """Kafka's rule for topics (org.apache.kafka.common.internals.Topic)."""
+    """Return True if Kafka accepts the name for a topic (org.apache.kafka.common.internals.Topic)."""
     return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name)) and name not in (".", "..")
 
 
 def is_pattern(source: str) -> bool:
-    """Return whether a source is a pattern and no name, as librdkafka's and Java's subscribe tell them apart."""
+    """Return True if a source is a pattern and not a name, by the rule of librdkafka's and Java's subscribe."""
     return source.startswith("^")
 
 
 class Sink(Protocol):
-    """Where a feed puts its outputs: a producer, or what stands in its place."""
+    """Receives the outputs of a feed: a producer, or a replacement in tests."""
 
     @property
     def produce(self) -> Callable[..., object]:
-        """confluent-kafka's produce() by position, so that nothing lies between: (topic, value, key[, partition, two
-        callbacks that are None, timestamp_ms[, headers]])."""
+        """Return confluent-kafka's produce(), to be called with positional arguments.
+
+        They are (topic, value, key[, partition, None, None, timestamp_ms[, headers]])."""
 
     def on_produce_error(self, error: Exception, send: Send) -> object:
-        """`produce` raised: sends the output after all, or raises CallFailed."""
+        """Handle an error of `produce`: send the output again, or raise CallFailed."""
 
 
-class Fed(NamedTuple):
-    """The result of a feed: `sent` outputs of the first `handled` records went out. `error`: the exception of the next
-    record's function (nothing of that record went out), or the CallFailed of `on_produce_error`; None if all went out.
-    `culprit`: the record that the error is about, if it is known."""
+class FeedResult(NamedTuple):
+    """Holds the result of a feed: `sent` outputs of the first `handled` records were sent.
+
+    `error`: the exception of the next record's function (none of its outputs was sent), or the CallFailed of
+    `on_produce_error`; None: all records were handled. `culprit`: the record that the error is about, if known."""
 
     sent: int
     handled: int
@@ -88,7 +90,7 @@ class Fed(NamedTuple):
 
     @property
     def failure(self) -> CallFailed | None:
-        """The `error` where it is the client's, and no function's."""
+        """Return the error if the client raised it, and not a function."""
         if not isinstance(self.error, CallFailed):
             return None
         # A delivery that failed is reported during the send of some other record.
@@ -96,7 +98,7 @@ class Fed(NamedTuple):
 
 
 class Keep(enum.Enum):
-    """The type of KEEP: an enum, so that it stays one object through copies and pickles, and narrows in mypy."""
+    """Is the type of KEEP: an enum member stays the same object in copies and pickles, and mypy narrows it."""
 
     KEEP = "KEEP"
 
@@ -108,12 +110,13 @@ KEEP: Final = Keep.KEEP
 
 
 # One Record per message at millions per second: positional, and invisible to the cyclic collector (gc=False).
-# Frozen: nothing that a function does to a record may change what its outputs keep of it.
+# Frozen: a function must not be able to change a record whose outputs keep its key and timestamp.
 @final
 class Record(msgspec.Struct, Generic[V], frozen=True, gc=False):
-    """A record as it was read. `timestamp`: milliseconds since the epoch, -1 when unknown. `value` None: a
-    tombstone. `headers`: (name, bytes or None) pairs, an empty sequence when there are none. As the annotation of a
-    function's parameter `Record[Order]` is a record of which the value is decoded to an Order."""
+    """Holds a record as it was read.
+
+    `timestamp`: milliseconds since the epoch, -1 if unknown. `value` None: a tombstone. `headers`: (name, bytes or
+    None) pairs. As a parameter's annotation, `Record[Order]` means a record whose value is decoded to an Order."""
 
     topic: str
     partition: int
@@ -136,7 +139,7 @@ class Record(msgspec.Struct, Generic[V], frozen=True, gc=False):
         headers: Headers = (),
         partition: int | None = None,
     ) -> Out:
-        """An Out with this record's timestamp and, unless `key` says otherwise, its key."""
+        """Return an Out with this record's timestamp and, without `key`, its key."""
         timestamp = self.timestamp
         return Out(
             value,
@@ -149,7 +152,7 @@ class Record(msgspec.Struct, Generic[V], frozen=True, gc=False):
 
 
 # See Route.feed.
-Feed = Callable[[list[Record], Sink], Fed]
+Feed = Callable[[list[Record], Sink], FeedResult]
 
 
 # See Route.each.
@@ -161,15 +164,16 @@ Headers = Sequence[tuple[str, bytes | str | None]] | Mapping[str, bytes | str | 
 
 @final
 class Out(msgspec.Struct, frozen=True, gc=False):
-    """One record to send.
+    """Holds one record to send.
 
-    `value`: bytes as they are, str as UTF-8, None a tombstone, else JSON; `key` by the same rule, KEEP the
-    input's key, None a null key. `topic` None: the first of `to`. `headers`: (name, bytes, str or None) pairs or
-    a mapping; of the input's those that `eos.headers.pass` names come before them. `partition` None: by the key.
-    `timestamp`: milliseconds since the epoch, KEEP the input's, 0 the time of producing.
+    `value`: bytes are sent unchanged, str as UTF-8, None as a tombstone, and anything else as JSON. `key`: encoded by
+    the same rule; KEEP means the input's key, None a null key. `topic`: None means the first of `to`. `headers`: (name,
+    bytes, str or None) pairs or a mapping; headers of the input that `eos.headers.pass` names come before them.
+    `partition`: None means by the key. `timestamp`: milliseconds since the epoch; KEEP means the input's, 0 the time of
+    producing.
 
-    In a batch function an Out has no single input, so nothing can be kept: it says its key and its timestamp.
-    `record.out(value)` says the record's.
+    In a batch function an Out has no single input, so it needs its own key, and KEEP means the batch's latest
+    timestamp. `record.out(value)` sets the record's key and timestamp.
     """
 
     value: object
@@ -184,7 +188,7 @@ class Out(msgspec.Struct, frozen=True, gc=False):
 
 
 class Committed(Protocol):
-    """What confluent-kafka's TopicPartition says of a committed offset; a negative one is none."""
+    """Describes the fields of confluent-kafka's TopicPartition for a committed offset; a negative offset means none."""
 
     @property
     def offset(self) -> int: ...
@@ -192,18 +196,19 @@ class Committed(Protocol):
     def metadata(self) -> str | None: ...
 
 
-def metadata_with(metadata: str, entries: Mapping[str, object]) -> str:
-    """Return the JSON beside an offset with these entries, without those that are None. What another program wrote
-    there is replaced."""
-    found = {name: value for name, value in {**noted(metadata), **entries}.items() if value is not None}
+def merge_metadata(metadata: str, entries: Mapping[str, object]) -> str:
+    """Return offset metadata with these entries set, and those that are None removed.
+
+    Replaces metadata that another program wrote."""
+    found = {name: value for name, value in {**parse_metadata(metadata), **entries}.items() if value is not None}
     return json.dumps(found, separators=(",", ":")) if found else ""
 
 
-def metadata_of(committed: Committed) -> str | None:
-    """What its committer wrote beside the offset; None where nobody can tell.
+def read_metadata(committed: Committed) -> str | None:
+    """Return the metadata of a committed offset; None if it cannot be read.
 
-    confluent-kafka reads up to a NUL, which it alone writes. So what another client wrote (Kafka Streams) comes with
-    bytes of this process behind it, which may be no UTF-8. What is ours is whole.
+    confluent-kafka reads up to a NUL, which only it writes. So metadata of another client (Kafka Streams) is followed
+    by random bytes of this process, which may not be UTF-8. Metadata that eos wrote is always complete.
     """
     try:
         return committed.metadata
@@ -211,8 +216,8 @@ def metadata_of(committed: Committed) -> str | None:
         return None
 
 
-def noted(metadata: str | None) -> dict[str, Any]:
-    """What one of ours wrote beside an offset, by name; nothing where another program did."""
+def parse_metadata(metadata: str | None) -> dict[str, Any]:
+    """Return the entries of offset metadata that eos wrote; empty for metadata of another program."""
     try:
         found = json.loads((metadata or "").rstrip("\0"))
     except (ValueError, RecursionError):

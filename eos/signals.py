@@ -27,36 +27,36 @@ class Handlers:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        _entered.append(self)
+        _active.append(self)
         for number in (signal.SIGTERM, signal.SIGINT):
-            self.take(number, self._handler)
+            self.set_handler(number, self._handler)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.give_back()
-        if self in _entered:  # a child that is forked in the block leaves it, too
-            _entered.remove(self)
+        self.restore()
+        if self in _active:  # a child that was forked inside the block has cleared the list
+            _active.remove(self)
 
-    def take(self, number: int, handler: Handler) -> None:
+    def set_handler(self, number: int, handler: Handler) -> None:
         """Handle another signal, up to the end of the block."""
         self._before[number] = signal.signal(number, handler)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         for number, handler in self._before.items():
             if handler is not None:  # None: a handler that Python did not set, and cannot set again
                 signal.signal(number, handler)
         self._before.clear()
 
 
-_entered: list[Handlers] = []
+_active: list[Handlers] = []
 
 
-def _give_all_back() -> None:
-    while _entered:
-        _entered.pop().give_back()
+def _restore_all() -> None:
+    while _active:
+        _active.pop().restore()
 
 
-os.register_at_fork(after_in_child=_give_all_back)
+os.register_at_fork(after_in_child=_restore_all)
 
 
 class ShutdownExpired(Interruption):
@@ -103,7 +103,7 @@ class StopSignals:
             raise ShutdownExpired("requested a second time")
         self._stoppable.stop()
         log.info("stopping", signal=signal.Signals(number).name)
-        self._handlers.take(signal.SIGALRM, self._on_deadline)
+        self._handlers.set_handler(signal.SIGALRM, self._on_deadline)
         # setitimer(0) would disarm the timer instead of firing it.
         self._timer = signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))
 

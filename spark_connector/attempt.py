@@ -28,7 +28,7 @@ from eos import log
 from eos.errors import ConfigurationError, EosError, Fenced, NotAuthorised, Temporary, Unavailable
 from eos.kafka.admin import ownership
 from eos.kafka.client.cluster import ClusterAdmin
-from eos.kafka.client.world import elapsing
+from eos.kafka.client.world import read_boot_clock
 from spark_connector import marker
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimServer
@@ -196,7 +196,7 @@ class Attempt:
         began = time.monotonic()
         gathered = self._gathered(targets, cores)
         gathering_s = time.monotonic() - began
-        self._began = elapsing()
+        self._began = read_boot_clock()
         self._timed("add", lambda: self._transaction.add(self._partitions(targets, gathered)))
         self._options.on_step("add")
         results = self._timed("produce", lambda: self._produce(targets, cores, gathered))
@@ -379,8 +379,8 @@ class Attempt:
         The coordinator is queried, because an init would fence the newer instance.
         """
         connected = self._connected
-        age_ms = 0.0 if self._began is None else (elapsing() - self._began) * 1000
-        reach = ownership.Reach.NOTHING if self._began is None else ownership.Reach.ACKNOWLEDGED
+        age_ms = 0.0 if self._began is None else (read_boot_clock() - self._began) * 1000
+        reach = ownership.Progress.NOTHING if self._began is None else ownership.Progress.ACKNOWLEDGED
         situation = ownership.Situation(self._transaction.identity, reach, age_ms, connected.transaction_ms)
         try:
             with ClusterAdmin(self._options.settings) as admin:

@@ -111,7 +111,7 @@ class Stream:
             return True
         deadline = time.monotonic() + patience_s
         with ClusterAdmin(self._sink.settings) as admin:
-            while not ownership.went_on(mine, admin.describe(self._sink.transactional_id)):
+            while not ownership.has_newer_epoch(mine, admin.describe(self._sink.transactional_id)):
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(_ASK_AGAIN_S)

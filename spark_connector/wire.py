@@ -19,7 +19,7 @@ from kafka.net.manager import KafkaConnectionManager
 from kafka.net.selector import NetworkSelector
 from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest, MetadataRequest
 
-from eos.kafka.client.security import configuration
+from eos.kafka.client.security import admin_configuration
 from eos.kafka.client.settings import Settings
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Wire:
         timeout_s: float = 30.0,
         request_timeout_ms: int = _REQUEST_TIMEOUT_MS,
     ) -> None:
-        config = configuration(Settings(dict(connection)), request_timeout_ms)
+        config = admin_configuration(Settings(dict(connection)), request_timeout_ms)
         # The sink has at most five requests per partition in flight, and task.py bounds those of many partitions;
         # metadata requests must not wait for them.
         config["max_in_flight_requests_per_connection"] = MOST_IN_FLIGHT

@@ -17,7 +17,7 @@ import pytest
 import pytest_timeout
 
 from eos.broker import DEFAULT_VERSION, LocalKafka, node
-from eos.kafka.client.raising import raising
+from eos.kafka.client.client_calls import call_client
 from tests.suites.depth import is_deep
 from tests.suites.order import rank, unit_of
 from tests.support.brokers import local_kafka
@@ -84,8 +84,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
-    """Fail the test that raises a bare KafkaError (eos/kafka/client/raising.py), which would end pytest otherwise."""
-    pyfuncitem.obj = functools.partial(raising, pyfuncitem.obj)
+    """Fail the test that raises a bare KafkaError, which would otherwise end pytest (client_calls.py)."""
+    pyfuncitem.obj = functools.partial(call_client, pyfuncitem.obj)
 
 
 @pytest.hookimpl(wrapper=True)

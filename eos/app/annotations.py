@@ -33,17 +33,17 @@ def parameter_annotation(
         signature.bind(*[None] * (1 + more))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{name} must be callable with exactly one positional argument, besides a second one that is annotated "
-            f"Record and those that are annotated State[...]: {error}"
+            f"{name} must be callable with exactly one positional argument, apart from a second one that is annotated "
+            f"Record and those annotated State[...]: {error}"
         ) from error
     except NameError as error:  # Python >= 3.14 evaluates annotations here
         raise ConfigurationError(f"an annotation of {name} cannot be resolved: {error}") from error
 
     annotation = next(iter(signature.parameters.values())).annotation
-    return default if annotation is inspect.Parameter.empty else resolved(function, annotation, frame)
+    return default if annotation is inspect.Parameter.empty else resolve_annotation(function, annotation, frame)
 
 
-def takes_record_too(function: Callable[..., object], frame: types.FrameType | None) -> bool:
+def takes_record(function: Callable[..., object], frame: types.FrameType | None) -> bool:
     """Return whether the second parameter is annotated Record, so that it gets the record."""
     try:
         _, *rest = inspect.signature(function).parameters.values()
@@ -51,11 +51,11 @@ def takes_record_too(function: Callable[..., object], frame: types.FrameType | N
         return False  # the check of the first parameter reports it
     if not rest or rest[0].annotation is inspect.Parameter.empty:
         return False
-    annotation = resolved(function, rest[0].annotation, frame)
+    annotation = resolve_annotation(function, rest[0].annotation, frame)
     return annotation is Record or typing.get_origin(annotation) is Record
 
 
-def resolved(function: Callable[..., object], annotation: Any, frame: types.FrameType | None) -> Any:
+def resolve_annotation(function: Callable[..., object], annotation: Any, frame: types.FrameType | None) -> Any:
     """Return the type that an annotation of this function names. Raise ConfigurationError."""
     name, code_owner = function_name(function), underlying(function)
 
@@ -79,7 +79,7 @@ def resolved(function: Callable[..., object], annotation: Any, frame: types.Fram
 
 
 # None, and types that include None.
-_NONE: Final = (None, types.NoneType, Any, object, collections.abc.Hashable, typing.NoReturn, typing.Never)
+_INCLUDES_NONE: Final = (None, types.NoneType, Any, object, collections.abc.Hashable, typing.NoReturn, typing.Never)
 _NAMES_NONE: Final = re.compile(r"\b(?:None|Optional|Any|object|Hashable|NoReturn|Never)\b")
 
 
@@ -87,7 +87,7 @@ def may_return_none(function: Callable[..., object]) -> bool:
     """Return whether a function's annotation allows the result None; without an annotation every result is allowed."""
     try:
         annotation = inspect.signature(function).return_annotation
-        return annotation is inspect.Signature.empty or _allows_none(resolved(function, annotation, None))
+        return annotation is inspect.Signature.empty or _allows_none(resolve_annotation(function, annotation, None))
     except ConfigurationError:
         # It names something imported for type checkers only, or local to another function.
         return not isinstance(annotation, str) or _NAMES_NONE.search(annotation) is not None
@@ -96,7 +96,7 @@ def may_return_none(function: Callable[..., object]) -> bool:
 
 
 def _allows_none(annotation: Any) -> bool:
-    if isinstance(annotation, TypeVar) or any(annotation is one for one in _NONE):
+    if isinstance(annotation, TypeVar) or any(annotation is one for one in _INCLUDES_NONE):
         return True
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:

@@ -1,4 +1,4 @@
-"""The names of cells; a cell is one entry of a function's state.
+"""Builds and parses the names of cells; a cell is one entry of a function's state.
 
 A cell's name consists of a store (the name of the state), a record's key and, in a map or list, a field. As bytes it is
 the store's name, a zero byte, the key's length (four bytes, big endian), the key and the field. The same bytes are the
@@ -16,11 +16,11 @@ TIME: Final = b"\0" + _LENGTH.pack(0)
 """The cell of the task's own time, which belongs to no store; used if a store has a time-to-live."""
 HEADER: Final = TIME + b"header"
 """The cell of the changelog's header, which belongs to no store (eos/state/notes.py)."""
-LONGEST_FIELD: Final = 401
+MAX_FIELD_BYTES: Final = 401
 """The most bytes that a map's key takes in a cell's name (eos/app/state.py)."""
 
 
-def begin_of(store: str) -> bytes:
+def store_prefix(store: str) -> bytes:
     """Return the prefix of the names of all cells of a store."""
     return store.encode() + b"\0"
 
@@ -30,13 +30,13 @@ def store_of(cell: bytes) -> bytes:
     return cell.partition(b"\0")[0]
 
 
-def rest_of(key: bytes) -> bytes:
+def encode_key(key: bytes) -> bytes:
     """Return the part of a row's name that follows the store's prefix."""
     return _LENGTH.pack(len(key)) + key
 
 
 def cell_of(store: str, key: bytes, field: bytes = b"") -> bytes:
-    return begin_of(store) + rest_of(key) + field
+    return store_prefix(store) + encode_key(key) + field
 
 
 def row_length(cell: bytes) -> int:
@@ -53,11 +53,11 @@ def check_cell(cell: bytes) -> None:
     """Raise ValueError for a changelog key that eos did not write."""
     key_at = cell.find(b"\0") + 1 + _LENGTH.size
     field = len(cell) - key_at - int.from_bytes(cell[key_at - _LENGTH.size : key_at], "big")  # the field's length
-    if key_at == _LENGTH.size or not 0 <= field <= LONGEST_FIELD:
+    if key_at == _LENGTH.size or not 0 <= field <= MAX_FIELD_BYTES:
         raise ValueError(f"{cell[:50]!r} names no cell")
 
 
-def named(cell: bytes) -> tuple[str, bytes, bytes]:
+def parse_cell(cell: bytes) -> tuple[str, bytes, bytes]:
     """Return a cell's store, key and field. Raise ValueError if the bytes do not name a cell."""
     end = row_length(cell)
     store, _, rest = cell[:end].partition(b"\0")

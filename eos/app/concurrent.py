@@ -26,12 +26,12 @@ from eos.errors import (
 Outcome = Any  # a coroutine's result, or the exception that it raised
 
 
-class _Here(threading.local):
+class _ThreadLoop(threading.local):
     runner: asyncio.Runner | None = None
     fatal: BaseException | None = None
 
 
-_here = _Here()
+_thread_loop = _ThreadLoop()
 
 
 def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
@@ -43,7 +43,7 @@ def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
     """
     given = list(coroutines)
     try:
-        runner = _running()
+        runner = _get_runner()
     except EosError:
         for coroutine in given:
             coroutine.close()
@@ -54,18 +54,16 @@ def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
         try:
             return runner.run(coroutine)
         except RuntimeError as error:
-            fatal, _here.fatal = _here.fatal, None
+            fatal, _thread_loop.fatal = _thread_loop.fatal, None
             if fatal is None:
-                raise IllegalState(f"the event loop of async functions does not run any more: {error}") from error
+                raise IllegalState(f"the event loop of async functions has stopped: {error}") from error
             raise fatal from None
         except (SystemExit, KeyboardInterrupt) as error:
             raise_if_interrupted(error)
             # A task or callback that a function started raised one of these two. asyncio stops its loop for them; code
             # that awaits the task gets the exception too.
-            log.warning(
-                "a task of an async function stopped the event loop", error=f"{type(error).__name__}: {safe_str(error)}"
-            )
-            coroutine = _rest_of(running[0])
+            log.warning("async task stopped the event loop", error=f"{type(error).__name__}: {safe_str(error)}")
+            coroutine = _wait_for(running[0])
 
 
 def prepare() -> None:
@@ -74,10 +72,10 @@ def prepare() -> None:
     Raises ConfigurationError in a thread with a running event loop, which allows no second one. Raises Temporary if the
     loop cannot be created.
     """
-    _running()
+    _get_runner()
 
 
-def _running() -> asyncio.Runner:
+def _get_runner() -> asyncio.Runner:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -88,14 +86,14 @@ def _running() -> asyncio.Runner:
             "or an async test)",
             remedy="give the App a thread of its own: `await asyncio.to_thread(eos.testing.run, app, records)`",
         )
-    if _here.runner is None:
+    if _thread_loop.runner is None:
         runner = asyncio.Runner()
         try:
             runner.get_loop().set_exception_handler(_on_exception)
         except OSError as error:  # no file descriptor is left for its selector
-            raise Temporary(f"no event loop for async functions can be made: {error}") from error
-        _here.runner = runner
-    return _here.runner
+            raise Temporary(f"no event loop for async functions could be created: {error}") from error
+        _thread_loop.runner = runner
+    return _thread_loop.runner
 
 
 def run_one(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -108,14 +106,14 @@ def run_one(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 def close() -> None:
     """Cancel the tasks that still run on this thread's loop, and close the loop."""
-    runner, _here.runner = _here.runner, None
+    runner, _thread_loop.runner = _thread_loop.runner, None
     if runner is not None and not runner.get_loop().is_closed():  # a function may have closed it
         runner.close()
 
 
 def abandon() -> None:
     """Drop this thread's loop as it is: after a stop that took too long, a user's code must not be waited for."""
-    _here.runner = None
+    _thread_loop.runner = None
 
 
 async def _gather(
@@ -126,7 +124,7 @@ async def _gather(
     return await asyncio.gather(*map(outcome_of, coroutines))
 
 
-async def _rest_of(task: asyncio.Task[list[Outcome]]) -> list[Outcome]:
+async def _wait_for(task: asyncio.Task[list[Outcome]]) -> list[Outcome]:
     return await task
 
 
@@ -136,12 +134,12 @@ async def outcome_of(coroutine: Coroutine[Any, Any, Any]) -> Outcome:
         return await coroutine
     except BaseException as error:  # noqa: BLE001 - the caller decides
         if (interruption := interruption_of(error)) is not None:
-            _end_with(interruption)  # at once: the others may run for a long time
+            _stop_with(interruption)  # at once: the others may run for a long time
         return error
 
 
-def _end_with(error: BaseException) -> None:
-    _here.fatal = _here.fatal or error
+def _stop_with(error: BaseException) -> None:
+    _thread_loop.fatal = _thread_loop.fatal or error
     asyncio.get_running_loop().stop()
 
 
@@ -150,6 +148,6 @@ def _on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
     error = context.get("exception")
     interruption = interruption_of(error) if isinstance(error, BaseException) else None
     if interruption is not None:
-        _end_with(interruption)
+        _stop_with(interruption)
     else:
         loop.default_exception_handler(context)

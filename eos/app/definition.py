@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Concatenate, Final, TypeVar, cast
 
-from eos.app.ageing import TimeToLive, with_ttl
-from eos.app.annotations import parameter_annotation, takes_record_too
+from eos.app.annotations import parameter_annotation, takes_record
+from eos.app.expiry import TimeToLive, with_ttl
 from eos.app.policies import Policy, policy_of, stop
 from eos.app.routes import Route, changelog_of
 from eos.app.state import Store
-from eos.app.stores import stores_of, with_names
+from eos.app.stores import find_stores, with_old_names
 from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, dead_letter_topic
-from eos.encoding.serde import annotation_name, checked_decoder, checked_encoder, function_name
+from eos.encoding.serde import annotation_name, function_name, wrap_decoder, wrap_encoder
 from eos.errors import ConfigurationError
 from eos.records import Record, is_pattern, is_topic_name
 
@@ -61,14 +61,14 @@ class App:
         return list(self.routes)
 
     @property
-    def reads_several(self) -> bool:
+    def reads_several_topics(self) -> bool:
         """Return whether the App reads several source topics, or may do so because it has a pattern."""
         return len(self.routes) > 1 or bool(self.patterns)
 
     @property
     def destinations(self) -> set[str]:
         """Return all topics that the App may write to, dead-letter topics included."""
-        return _written(self.routes, self.functions)
+        return _all_destinations(self.routes, self.functions)
 
     @property
     def chained(self) -> set[str]:
@@ -90,16 +90,16 @@ class App:
         """Return the changelog topics of its functions with state."""
         return {changelog_of(self.id, route) for route in self.stateful}
 
-    def matched(self, there: Iterable[str]) -> dict[str, Route]:
+    def match_topics(self, there: Iterable[str]) -> dict[str, Route]:
         """Return the topics among `there` that `take_in` would add, sorted, with their functions."""
         found: dict[str, Route] = {}
         # This never includes a destination of the App: a pattern that matches one is refused at its definition.
         for topic in sorted(set(there) - self.routes.keys() - self.changelogs):
-            routes = list(dict.fromkeys(r for p, r in self.patterns.items() if _takes(p, topic)))
+            routes = list(dict.fromkeys(r for p, r in self.patterns.items() if _matches(p, topic)))
             if len(routes) > 1:
                 raise ConfigurationError(
                     f"the topic {topic!r} matches the patterns of two functions, {routes[0].name} and "
-                    f"{routes[1].name}: one function per topic; name it, or make one of the patterns narrower"
+                    f"{routes[1].name}: a topic has one function; name the topic, or make one pattern narrower"
                 )
             if routes and routes[0].on_error.verdict == "dlq" and dead_letter_topic(topic) in self.routes:
                 raise ConfigurationError(
@@ -110,14 +110,14 @@ class App:
                 found[topic] = routes[0]
         return found
 
-    def take_in(self, there: Iterable[str]) -> list[str]:
+    def add_topics(self, there: Iterable[str]) -> list[str]:
         """Assign the topics among `there` that a pattern matches to the pattern's function, and return the new ones.
 
         A topic that a function names stays with that function. Topics whose name begins with `__`, dead-letter topics
         and the App's own changelogs are never added. Raises ConfigurationError, without adding any topic, if the
         patterns of two functions match the same topic.
         """
-        new = self.matched(there)
+        new = self.match_topics(there)
         self.routes |= new
         return list(new)
 
@@ -171,19 +171,19 @@ class App:
 
         An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the order of the input.
         """
-        sources, destinations, policy = _definition(topics, to, on_error)
+        sources, destinations, policy = _check_definition(topics, to, on_error)
         if name is not None:
             _check_name(name, "the name of a function")
 
         def register(function: Function) -> Function:
             frame = sys._getframe(1)
-            stores = _stores(function, sources, frame, ttl, was)
-            record_too = takes_record_too(function, frame)
-            default = Record if decode is None and not record_too else object
-            annotation = _annotation(function, default, frame, len(stores) + record_too)
+            stores = _find_stores(function, sources, frame, ttl, was)
+            with_record = takes_record(function, frame)
+            default = Record if decode is None and not with_record else object
+            annotation = _resolve_first_annotation(function, default, frame, len(stores) + with_record)
             _check_destination(function, destinations)
-            coders = (checked_decoder(decode, annotation), checked_encoder(encode))
-            more: dict[str, Any] = {"stores": stores, "name": name, "record_too": record_too}
+            coders = (wrap_decoder(decode, annotation), wrap_encoder(encode))
+            more: dict[str, Any] = {"stores": stores, "name": name, "with_record": with_record}
             self._add(Route(function, annotation, sources, destinations, False, policy, *coders, **more))
             return function
 
@@ -210,16 +210,16 @@ class App:
         annotated `dict[bytes, State[T]]`: it maps each key of the batch to its state. Such a batch comes from one
         partition.
         """
-        sources, destinations, policy = _definition(topics, to, on_error)
+        sources, destinations, policy = _check_definition(topics, to, on_error)
         if name is not None:
             _check_name(name, "the name of a function")
 
         def register(function: BatchFunction) -> BatchFunction:
             frame = sys._getframe(1)
-            stores = _stores(function, sources, frame, ttl, was, batch=True)
-            annotation = _annotation(function, list[Record], frame, len(stores))
+            stores = _find_stores(function, sources, frame, ttl, was, batch=True)
+            annotation = _resolve_first_annotation(function, list[Record], frame, len(stores))
             _check_destination(function, destinations)
-            coders = (None, checked_encoder(encode))
+            coders = (None, wrap_encoder(encode))
             more: dict[str, Any] = {"stores": stores, "name": name}
             self._add(Route(function, annotation, sources, destinations, True, policy, *coders, **more))
             return function
@@ -268,34 +268,34 @@ class App:
             if topic in kept:
                 raise ConfigurationError(
                     f"the topic {topic!r} has two functions, {kept[topic].name} and {route.name}: "
-                    "one function per topic, or two Apps"
+                    "remove one of them, or use two Apps"
                 )
         for pattern in patterns:
             if pattern in others:
                 raise ConfigurationError(
                     f"the pattern {pattern.pattern!r} has two functions, {others[pattern].name} and "
-                    f"{route.name}: one function per topic, or two Apps"
+                    f"{route.name}: remove one of them, or use two Apps"
                 )
         routes, patterns = kept | names, others | patterns
         functions = [*routes.values(), *patterns.values()]
-        written = _written(routes, functions)
+        written = _all_destinations(routes, functions)
         for function in functions:
             if function.stores and (changelog := changelog_of(self.id, function)) in written:
                 raise ConfigurationError(
-                    f"the App {self.id!r} writes to {changelog!r}, which keeps the state of {function.name}: a record "
-                    "that is not the state's would end every worker that restores it",
+                    f"the App {self.id!r} writes to {changelog!r}, the changelog of {function.name}: a record that is "
+                    "not state would stop every worker that restores it",
                     remedy="write to another topic, or give the function another name",
                 )
-        if circle := _circle(routes):
+        if cycle := _find_cycle(routes):
             raise ConfigurationError(
-                f"the App {self.id!r} reads and writes {' -> '.join(circle)}: a circle, in which records could come "
-                "back for ever"
+                f"the App {self.id!r} reads and writes {' -> '.join(cycle)}: in this cycle records could return "
+                "forever; use two Apps"
             )
         for pattern in patterns:
-            if caught := [topic for topic in sorted(written) if _takes(pattern, topic)]:
+            if caught := [topic for topic in sorted(written) if _matches(pattern, topic)]:
                 raise ConfigurationError(
                     f"the pattern {pattern.pattern!r} matches {caught[0]!r}, a destination of the App {self.id!r}: its "
-                    "records could come back for ever; make it narrower, or name its topics"
+                    "records could return forever; make the pattern narrower, or name the topics"
                 )
         self.routes, self.patterns = routes, patterns
 
@@ -314,18 +314,18 @@ def _replaces(new: Callable[..., object], old: Callable[..., object]) -> bool:
     return made == before and made[0] == "__main__" and made[1] not in (None, "<lambda>")
 
 
-def _takes(pattern: re.Pattern[str], topic: str) -> bool:
+def _matches(pattern: re.Pattern[str], topic: str) -> bool:
     """Return whether a pattern may match this topic: never Kafka's internal topics, nor dead-letter topics."""
     never = topic.startswith("__") or topic.endswith(DEAD_LETTER_SUFFIX)
     return not never and pattern.fullmatch(topic) is not None
 
 
-def _written(routes: Mapping[str, Route], functions: Iterable[Route]) -> set[str]:
+def _all_destinations(routes: Mapping[str, Route], functions: Iterable[Route]) -> set[str]:
     dead = {dead_letter_topic(topic) for topic, route in routes.items() if route.on_error.verdict == "dlq"}
     return dead.union(*(route.destinations for route in functions))
 
 
-def _circle(routes: Mapping[str, Route]) -> tuple[str, ...]:
+def _find_cycle(routes: Mapping[str, Route]) -> tuple[str, ...]:
     """Return a cycle of topics, each written by the function that reads the one before; () if there is none.
 
     The first topic is repeated at the end.
@@ -337,7 +337,7 @@ def _circle(routes: Mapping[str, Route]) -> tuple[str, ...]:
         if topic in before:
             return path[before.index(topic) :]
         if topic in routes and topic not in harmless:
-            for written in sorted(_written({topic: routes[topic]}, [routes[topic]])):
+            for written in sorted(_all_destinations({topic: routes[topic]}, [routes[topic]])):
                 if found := walk((*path, written)):
                     return found
         harmless.add(topic)
@@ -358,20 +358,20 @@ def _check_name(name: object, what: str) -> None:
         )
 
 
-def _definition(
+def _check_definition(
     topics: str | Iterable[str], to: str | Iterable[str], on_error: object
 ) -> tuple[tuple[str, ...], tuple[str, ...], Policy]:
     policy = policy_of(on_error)
     if callable(topics):
         raise ConfigurationError('the decorator needs its topics: @app.process("topic", to="topic")')
-    sources, destinations = _listed(topics), _listed(to)
+    sources, destinations = _to_list(topics), _to_list(to)
     for source in sources:
         if isinstance(source, str) and is_pattern(source):
             _check_pattern(source)
             continue
         _check_name(source, "a source topic")
         if policy.verdict == "dlq":
-            _check_name(dead_letter_topic(source), "the topic of dead letters")
+            _check_name(dead_letter_topic(source), "the dead-letter topic")
     for destination in destinations:
         _check_name(destination, "a destination topic")
     if not sources:
@@ -379,7 +379,7 @@ def _definition(
     return tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(destinations)), policy
 
 
-def _listed(topics: object) -> list[str]:
+def _to_list(topics: object) -> list[str]:
     names = [topics] if isinstance(topics, str) or not isinstance(topics, Iterable) else list(topics)
     return cast("list[str]", names)  # the caller checks each name
 
@@ -391,13 +391,15 @@ def _check_pattern(source: str) -> None:
         raise ConfigurationError(f"the pattern {source!r} is not a regular expression: {error}") from error
 
 
-def _annotation(function: Callable[..., object], default: object, frame: types.FrameType, more: int = 0) -> object:
+def _resolve_first_annotation(
+    function: Callable[..., object], default: object, frame: types.FrameType, more: int = 0
+) -> object:
     if not callable(function):
         raise ConfigurationError(f"{function!r} is not a function")
     return parameter_annotation(function, default, frame, more)
 
 
-def _stores(
+def _find_stores(
     function: Callable[..., object],
     sources: Sequence[str],
     frame: types.FrameType,
@@ -405,12 +407,12 @@ def _stores(
     was: Mapping[str, str],
     batch: bool = False,
 ) -> tuple[Store, ...]:
-    stores = with_ttl(function_name(function), stores_of(function, frame, batch), ttl)
-    stores = with_names(function_name(function), stores, was)
+    stores = with_ttl(function_name(function), find_stores(function, frame, batch), ttl)
+    stores = with_old_names(function_name(function), stores, was)
     if stores and (len(sources) > 1 or is_pattern(sources[0])):
         raise ConfigurationError(
-            f"{function_name(function)} has state, and reads {', '.join(sources)}: a function with state reads one "
-            "topic by its name"
+            f"{function_name(function)} has state, but reads {', '.join(sources)}: a function with state must read one "
+            "topic, given by its name"
         )
     return stores
 
@@ -430,9 +432,9 @@ def _check_destination(function: Callable[..., object], destinations: Sequence[s
     returned = inspect.signature(function).return_annotation
     if destinations or _may_send_nothing(returned):
         return
-    told = returned.strip("'\"") if isinstance(returned, str) else annotation_name(returned)
+    shown = returned.strip("'\"") if isinstance(returned, str) else annotation_name(returned)
     raise ConfigurationError(
-        f"{function_name(function)} returns {told} by its annotation, but has no destination: name one with "
+        f"{function_name(function)} returns {shown} by its annotation, but has no destination: name one with "
         'to="topic", or annotate -> None if it sends nothing'
     )
 

@@ -1,4 +1,4 @@
-"""Layers of changes on top of other entries, read together with them in order.
+"""Keeps layers of changes on top of other entries, and reads both together in order.
 
 Owns the order: names are sorted on the first read in order, and stay sorted from then on, because functions read the
 same row again and again. It must never interpret a value.
@@ -19,11 +19,13 @@ Value = bytes | None
 
 # greater than any field: the fields of int keys have 8 bytes, others begin with a zero byte
 AFTER_FIELDS: Final = b"\xff" * 9
-_FEW: Final = 32  # up to this many names are sorted at each scan, which is faster than keeping them sorted
+_SORT_EACH_TIME: Final = 32  # up to this many names are sorted at each scan, which is faster than keeping them sorted
 
 
 class Span(NamedTuple):
-    """A range of fields from `start` (included) to `stop` (excluded, None: no end); `back`: in reverse order."""
+    """Describes a range of fields from `start` (included) to `stop` (excluded, None: no end).
+
+    `back`: in reverse order."""
 
     start: bytes = b""
     stop: bytes | None = None
@@ -35,7 +37,7 @@ class Span(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The range of a row's live fields, from `low` (included) to `high` (excluded); empty if `low` >= `high`.
+    """Holds the range of a row's live fields, from `low` (included) to `high` (excluded); empty if `low` >= `high`.
 
     Bounds are kept in memory. A scan within them does not read deleted and expired entries again and again if a row is
     deleted from one end. Bounds that are too wide only cost time.
@@ -56,23 +58,23 @@ class Bounds(NamedTuple):
             return Bounds(field + b"\0", self.high)
         return Bounds(self.low, field) if field + b"\0" == self.high else self
 
-    def met(self, passed: bytes, name: bytes, back: bool) -> Bounds:
+    def without_gap(self, passed: bytes, name: bytes, back: bool) -> Bounds:
         """Return the bounds after an iteration found no live field between the name `passed` and `name`."""
         if back:
             return Bounds(self.low, name) if name < self.high <= passed else self
         return Bounds(name, self.high) if passed <= self.low < name else self
 
-    def ended(self, passed: bytes, name: bytes, back: bool) -> Bounds:
+    def at_end(self, passed: bytes, name: bytes, back: bool) -> Bounds:
         """Return the bounds after an iteration ended at `name`."""
-        found = self.met(passed, name, back)
+        found = self.without_gap(passed, name, back)
         if found.low < found.high:
             return found
         at = self.low if self.high == AFTER_FIELDS else self.high  # a list continues its numbers from here
         return Bounds(at, at)
 
 
-class Below(Protocol):
-    """The entries below a layer of changes."""
+class LowerCells(Protocol):
+    """Describes the entries below a layer of changes."""
 
     def get(self, cell: bytes) -> Value: ...
 
@@ -81,7 +83,7 @@ class Below(Protocol):
 
 
 class Overlay(dict[bytes, X], Generic[X]):
-    """The changed fields of one row. Change it only with `put` and `drop`, because it may be sorted already."""
+    """Holds the changed fields of one row. Change it only with `put` and `drop`, because it may be sorted already."""
 
     _names: Any = None  # a SortedList, once there are many fields and the row was read in order
     _dropped = 0
@@ -103,13 +105,13 @@ class Overlay(dict[bytes, X], Generic[X]):
         low, high, back = span
         high = AFTER_FIELDS if high is None else high
         if self._names is None:
-            if len(self) <= _FEW:
+            if len(self) <= _SORT_EACH_TIME:
                 return iter(sorted([field for field in self if low <= field < high], reverse=back))
             self._names = _sorted_list()(self)
         found: Iterator[bytes] = self._names.irange(low, high, (True, False), back)
         return found
 
-    def over(self, below: Iterator[tuple[bytes, Y]], span: Span) -> Iterator[tuple[bytes, X | Y]]:
+    def merged_with(self, below: Iterator[tuple[bytes, Y]], span: Span) -> Iterator[tuple[bytes, X | Y]]:
         """Yield fields and values in the order of the span, with the changes in place of the entries below.
 
         Changes made during the iteration appear if they lie ahead.
@@ -138,9 +140,9 @@ class Overlay(dict[bytes, X], Generic[X]):
 
 
 class Layer:
-    """Changes of cells on top of other cells, which stay as they are."""
+    """Keeps changes of cells on top of other cells, which stay unchanged."""
 
-    def __init__(self, below: Below) -> None:
+    def __init__(self, below: LowerCells) -> None:
         self._below = below
         self.changed: dict[bytes, Value] = {}
         self._rows: dict[bytes, Overlay[Value]] | None = None  # the same by row and field, once a row was read in order
@@ -151,12 +153,12 @@ class Layer:
 
     def put(self, cell: bytes, value: Value) -> None:
         """Change a cell of a row that is never read in order."""
-        if value is None and self._came(cell):
+        if value is None and self._is_new(cell):
             del self.changed[cell]
         else:
             self.changed[cell] = value
 
-    def _came(self, cell: bytes) -> bool:
+    def _is_new(self, cell: bytes) -> bool:
         """Return whether the cell exists only in these changes, so that a delete needs no entry."""
         return cell in self.changed and self._below.get(cell) is None
 
@@ -168,7 +170,7 @@ class Layer:
             own = self._rows[row] = Overlay()
         for field, value in changes.items():
             cell = row + field
-            if value is None and self._came(cell):
+            if value is None and self._is_new(cell):
                 del self.changed[cell]
                 if own is not None:
                     own.drop(field)
@@ -186,7 +188,7 @@ class Layer:
         if self._rows is None:
             self._rows = by_row(self.changed.items())
         own, below = self._rows.get(row), self._below.scan(row, span)
-        return own.over(below, span) if own else below
+        return own.merged_with(below, span) if own else below
 
     def bounds(self, row: bytes) -> Bounds | None:
         """Return the row's bounds; None if they are unknown."""

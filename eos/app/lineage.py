@@ -1,4 +1,4 @@
-"""Lineage: headers that connect an output to its input, and counts that connect an offset to its outputs.
+"""Adds lineage: headers that connect an output to its input, and counts that connect an offset to its outputs.
 
 With `eos.lineage=true` each output carries a header with its input record, its index among the record's outputs, and
 its number among all outputs of that input partition. The metadata of each committed offset has the number of inputs
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from eos.app.routes import Route
 from eos.encoding.lineage import HEADER, KEY, Source, Tally, encode, tally_of
 from eos.errors import ConfigurationError
-from eos.records import Committed, Each, Record, Send, metadata_of
+from eos.records import Committed, Each, Record, Send, read_metadata
 
 TopicPartition = tuple[str, int]
 
@@ -39,10 +39,10 @@ class Ledger:
         self, starts: Mapping[TopicPartition, Committed], uncommitted: Collection[TopicPartition]
     ) -> Collection[TopicPartition]:
         for partition, at in starts.items():
-            self.begin(partition, max(at.offset, 0), metadata_of(at))
+            self.begin(partition, max(at.offset, 0), read_metadata(at))
         return starts.keys()
 
-    def handled(self, partition: TopicPartition, outputs: int) -> int:
+    def count(self, partition: TopicPartition, outputs: int) -> int:
         """Count one more input with this many outputs, and return the number of the first output."""
         before = self.tally(partition)
         self._open[partition] = Tally(before.begin, before.inputs + 1, before.outputs + outputs)
@@ -74,26 +74,26 @@ def check_route(route: Route) -> None:
     """Raise ConfigurationError for a batch function: its outputs do not name their input record."""
     if route.batch:
         raise ConfigurationError(
-            f"eos.lineage=true needs to know which record an output came from, and the batch function {route.name} "
-            "does not tell: decorate it with @app.process"
+            f"eos.lineage=true needs to know which record an output came from, but the batch function {route.name} "
+            "does not show it: decorate it with @app.process"
         )
 
 
-def each_with_lineage(each: Each, ledger: Ledger) -> Each:
+def with_lineage(each: Each, ledger: Ledger) -> Each:
     """Return `each` (see Route.each) with the lineage header added to outputs; it also counts them."""
 
     def marked(records: list[Record]) -> Iterator[Sequence[Send]]:
         for record, sends in zip(records, each(records), strict=True):
-            first = ledger.handled((record.topic, record.partition), len(sends))
+            first = ledger.count((record.topic, record.partition), len(sends))
             sources = [
                 Source(record.topic, record.partition, record.offset, i, len(sends), first + i)
                 for i in range(len(sends))
             ]
-            yield [_marked(send, source) for send, source in zip(sends, sources, strict=True)]
+            yield [_with_header(send, source) for send, source in zip(sends, sources, strict=True)]
 
     return marked
 
 
-def _marked(send: Send, source: Source) -> Send:
+def _with_header(send: Send, source: Source) -> Send:
     topic, value, key, partition, timestamp_ms, headers = send
     return topic, value, key, partition, timestamp_ms, [*(headers or ()), (HEADER, encode(source))]

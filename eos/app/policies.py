@@ -1,4 +1,4 @@
-"""Error policies: they decide what happens to a record that its function, its decoder or the broker refuses.
+"""Defines error policies: what happens to a record that its function, its decoder or the broker refuses.
 
 Owns the policies as data, the backoff between two attempts, and the name of a dead-letter topic. It must never run a
 function, send anything or inspect an error: eos/engine/handling.py applies a policy.
@@ -23,7 +23,7 @@ Verdict = Literal["stop", "skip", "dlq"]
 
 @dataclass(frozen=True)
 class Policy:
-    """An immutable error policy: `stop`, `skip`, `dlq`, or one that `retry(...)` returns.
+    """Holds an immutable error policy: `stop`, `skip`, `dlq`, or one that `retry(...)` returns.
 
     The pause between attempt k, counted from 1, and the next is `min(backoff_max_ms, backoff_ms * 2**(k - 1))`
     milliseconds. No transaction is open in the pause, and the records after the failed one wait.

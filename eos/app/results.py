@@ -14,7 +14,7 @@ import msgspec
 
 from eos import log
 from eos.app.annotations import may_return_none
-from eos.encoding.sends import NEVER_SENT, checked_time, key_bytes, out_converter, value_bytes
+from eos.encoding.sends import NEVER_SENT, check_timestamp, key_bytes, out_converter, value_bytes
 from eos.encoding.serde import IS_JSON, JSON, Encode, function_name, underlying
 from eos.hotloop.python import HOLDS_SEVERAL, Target, looks_like_a_pair
 from eos.records import KEEP, Header, Out, Record, Send
@@ -23,7 +23,7 @@ from eos.records import KEEP, Header, Out, Record, Send
 Normalise = Callable[["Record", object], Sequence[Send]]
 
 
-def target_of(
+def hot_loop_target(
     name: str, destinations: tuple[str, ...], hints: Hints, passing: frozenset[str] = frozenset()
 ) -> Target | None:
     """Return what the hot loop needs to send usual results; None for a function without a destination."""
@@ -42,10 +42,10 @@ def target_of(
     def key_of(key: object) -> bytes | None:
         return key_bytes(key, name)
 
-    return destinations[0], frozenset(destinations), passing or None, Out, KEEP, value_of, key_of, hints.none_is_usual
+    return destinations[0], frozenset(destinations), passing or None, Out, KEEP, value_of, key_of, hints.allows_none
 
 
-def encoded(encode: Encode, result: Any) -> Any:
+def encode_result(encode: Encode, result: Any) -> Any:
     """Return a function's result with all its values encoded by the user's own encoder."""
 
     def one(item: Any) -> Any:
@@ -59,7 +59,7 @@ def encoded(encode: Encode, result: Any) -> Any:
     return [one(item) for item in result] if HOLDS_SEVERAL[type(result)] else one(result)
 
 
-def normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: frozenset[str]) -> Normalise:
+def make_normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: frozenset[str]) -> Normalise:
     """Return a function that converts the result of a function of one record into Sends."""
     convert = out_converter(name, destinations)
     topic = destinations[0] if destinations else None
@@ -71,31 +71,31 @@ def normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: 
             send = convert(Out(item), record, 0)  # raises: there is no destination
         else:
             value = item if type(item) is bytes else value_bytes(item, name)
-            send = topic, value, record.key, -1, checked_time(max(record.timestamp, 0), name), None
-        return _with_passed(send, record.headers, passing) if record.headers and passing else send
+            send = topic, value, record.key, -1, check_timestamp(max(record.timestamp, 0), name), None
+        return _with_passed_headers(send, record.headers, passing) if record.headers and passing else send
 
     def normalise(record: Record, result: object) -> Sequence[Send]:
         if result is None:
             if destinations and record.value is None:
-                hints.tombstone(record)
-            elif not hints.none_is_usual:
-                hints.nothing(record)
+                hints.warn_tombstone(record)
+            elif not hints.allows_none:
+                hints.warn_none(record)
             return ()
         if not HOLDS_SEVERAL[type(result)]:
             return (one(record, result),)
         # A list, not a generator: all outputs or none, even if the user's generator raises half way.
         items: list[Any] = result if type(result) is list else list(cast("Iterable[Any]", result))
         if type(result) is tuple and looks_like_a_pair(items, Out):
-            hints.pair(record)
+            hints.warn_pair(record)
         sends = [one(record, item) for item in items if item is not None]
         if record.value is None and len(sends) < len(items):
-            hints.tombstone(record)
+            hints.warn_tombstone(record)
         return sends
 
     return normalise
 
 
-def _with_passed(send: Send, headers: Sequence[Header], passing: frozenset[str]) -> Send:
+def _with_passed_headers(send: Send, headers: Sequence[Header], passing: frozenset[str]) -> Send:
     """Return the output with the input's headers that are passed on, placed before its own."""
     own = send[5] or []
     given = {name for name, _ in own}
@@ -104,49 +104,49 @@ def _with_passed(send: Send, headers: Sequence[Header], passing: frozenset[str])
 
 
 # Keyed by where a function is defined, not by the function: a pickled copy is the same function.
-_said: set[tuple[object, ...]] = set()
+_warned: set[tuple[object, ...]] = set()
 
 _TOMBSTONE = (
     "the function returned None for a record whose value is None, and None means no output: to pass tombstones on "
-    "return Out(None), or record.out(record.value); to drop them without this line return ()"
+    "return Out(None), or record.out(record.value); to drop them without this warning return ()"
 )
 _NOTHING = (
-    "its return annotation has no None, so a `return` may be missing: records that it returns None for lead to no "
-    "output; where that is meant annotate `| None`"
+    "its return annotation does not include None, so a `return` may be missing: None means no output; if that is "
+    "intended, annotate `| None`"
 )
 _PAIR = (
     "each item of a returned tuple is a record of its own: for one record with a key return Out(value, key=key); for "
-    "several without this line return a list"
+    "several records without this warning return a list"
 )
 
 
 class Hints:
-    """Warnings about the results of one function, each logged once per process."""
+    """Warns about the results of one function, once per process for each kind of warning."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         code = getattr(underlying(function), "__code__", None)
         self._name = function_name(function)
-        self.none_is_usual = may_return_none(function)
-        self._done: set[str] = set()  # events that were logged or checked already
-        self._defined = (self._name, getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", 0))
+        self.allows_none = may_return_none(function)
+        self._logged: set[str] = set()  # events that were logged or checked already
+        self._location = (self._name, getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", 0))
 
-    def tombstone(self, record: Record) -> None:
+    def warn_tombstone(self, record: Record) -> None:
         """Warn that the result None dropped a tombstone."""
-        self._say("a tombstone led to no output", _TOMBSTONE, record)
+        self._warn_once("tombstone dropped", _TOMBSTONE, record)
 
-    def nothing(self, record: Record) -> None:
+    def warn_none(self, record: Record) -> None:
         """Warn that a function returned None against its annotation."""
-        self._say("a function returned None against its annotation", _NOTHING, record)
+        self._warn_once("function returned None against its annotation", _NOTHING, record)
 
-    def pair(self, record: Record) -> None:
+    def warn_pair(self, record: Record) -> None:
         """Warn that a returned tuple looks like a key and a value."""
-        self._say("a tuple is not a key and a value", _PAIR, record)
+        self._warn_once("tuple sent as separate records", _PAIR, record)
 
-    def _say(self, event: str, why: str, record: Record) -> None:
-        if event in self._done:
+    def _warn_once(self, event: str, why: str, record: Record) -> None:
+        if event in self._logged:
             return
-        self._done.add(event)
-        if (event, *self._defined) not in _said:
-            _said.add((event, *self._defined))
+        self._logged.add(event)
+        if (event, *self._location) not in _warned:
+            _warned.add((event, *self._location))
             where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-            log.warning(event, function=self._name, **where, why=why)
+            log.warning(event, function=self._name, **where, reason=why)

@@ -1,4 +1,4 @@
-"""One function of an App with its topics, compiled into the form that a worker, Spark and tests call.
+"""Compiles one function of an App with its topics into the form that a worker, Spark and tests call.
 
 Owns how records pass through a function (one by one, in batches or concurrently), and which outputs are sent if it
 fails. A record's outputs exist only once its function has returned (a generator: is exhausted). A function that fails
@@ -20,23 +20,23 @@ import msgspec
 
 from eos import hotloop
 from eos.app import concurrent
-from eos.app.ageing import ttls_of
+from eos.app.expiry import ttls_of
 from eos.app.layers import Layer
 from eos.app.policies import Policy, stop
-from eos.app.results import Hints, Normalise, encoded, normaliser, target_of
+from eos.app.results import Hints, Normalise, encode_result, hot_loop_target, make_normaliser
 from eos.app.state import Store
 from eos.app.stores import CellsOf, Finish, Stores
 from eos.encoding.sends import out_converter
 from eos.encoding.serde import Decode, Encode, annotation_name, decoder, function_name, underlying, without_none
 from eos.errors import ConfigurationError, IllegalState, raise_if_interrupted
 from eos.hotloop.python import END_OF_TIME, Target
-from eos.records import Each, Fed, Feed, Out, Record, Send, Sink
+from eos.records import Each, Feed, FeedResult, Out, Record, Send, Sink
 
 _timestamp = operator.attrgetter("timestamp")
 
 
 class Route:
-    """One function with its topics, compiled: the form that an engine calls.
+    """Holds one function with its topics, compiled into the form that an engine calls.
 
     `outputs(record)` returns what to send for one record. A route with `batch` also has `outputs_batch(records)` for
     many records; its `outputs` runs a batch of one, to find the record that fails. `feed(records, sink)` does the same
@@ -51,8 +51,23 @@ class Route:
     """
 
     __slots__ = (
-        "annotation", "batch", "concurrent", "decode", "destinations", "each", "encode", "feed", "function", "name",
-        "on_error", "outputs", "outputs_batch", "passing", "record_too", "sources", "stores",
+        "annotation",
+        "batch",
+        "concurrent",
+        "decode",
+        "destinations",
+        "each",
+        "encode",
+        "feed",
+        "function",
+        "name",
+        "on_error",
+        "outputs",
+        "outputs_batch",
+        "passing",
+        "sources",
+        "stores",
+        "with_record",
     )  # fmt: skip
 
     feed: Feed
@@ -74,14 +89,14 @@ class Route:
         stores: tuple[Store, ...] = (),
         cells_of: CellsOf | None = None,
         name: str | None = None,
-        record_too: bool = False,
+        with_record: bool = False,
     ) -> None:
-        self.passing, self.stores, self.record_too = passing, stores, record_too
+        self.passing, self.stores, self.with_record = passing, stores, with_record
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
         self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
         # The user's own encoder becomes a part of the function, so the path of all other functions stays short.
-        finish = None if encode is None else functools.partial(encoded, encode)
+        finish = None if encode is None else functools.partial(encode_result, encode)
         kept = Stores(self.name, stores, cells_of)
         hints = Hints(function)
         if batch:
@@ -94,20 +109,20 @@ class Route:
             self.each = _one_by_one(self.outputs)
             return
         decoded, typed = _record_decoder(annotation, self.name, decode, _first_parameter(function))
-        if typed or record_too:
-            function, decoded = _of_record(function, decoded, typed, record_too), None
-        normalise = normaliser(self.name, destinations, hints, passing)
+        if typed or with_record:
+            function, decoded = _taking_record(function, decoded, typed, with_record), None
+        normalise = make_normaliser(self.name, destinations, hints, passing)
         if self.concurrent:
             compile_ = functools.partial(_compile_keyed, kept) if stores else _compile_concurrent
             self.outputs, self.each = compile_(function, decoded, finish, normalise)
-            self.feed = feed_each(self.each)
+            self.feed = feed_from(self.each)
         elif stores:
-            target = target_of(self.name, destinations, hints, passing)
+            target = hot_loop_target(self.name, destinations, hints, passing)
             self.outputs, self.feed = _compile_stateful(kept.single(function), decoded, finish, normalise, target)
             self.each = _one_by_one(self.outputs)
         else:
             run = function if finish is None else lambda given: finish(function(given))
-            target = target_of(self.name, destinations, hints, passing)
+            target = hot_loop_target(self.name, destinations, hints, passing)
             self.outputs, self.feed = _compile_single(run, decoded, normalise, target)
             self.each = _one_by_one(self.outputs)
         # Not a loop over `outputs`: its errors could not name the record.
@@ -125,7 +140,7 @@ class Route:
         "passing",
         "stores",
         "name",
-        "record_too",
+        "with_record",
     )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -133,7 +148,7 @@ class Route:
         # again.
         return functools.partial(Route, **{part: getattr(self, part) for part in self._PARTS}), ()
 
-    def bound(self, passing: Iterable[str] = (), cells_of: CellsOf | None = None) -> Route:
+    def bind(self, passing: Iterable[str] = (), cells_of: CellsOf | None = None) -> Route:
         """Return the same route for one engine.
 
         Outputs get the input's headers with the `passing` names, unless an Out has its own header of that name. A batch
@@ -176,14 +191,14 @@ def _record_decoder(annotation: object, name: str, decode: Decode | None, parame
     if kind is Record:
         if decode is not None:
             raise ConfigurationError(
-                f"{name} gets the Record as it is, so decode= has nothing to do: annotate its result"
+                f"{name} gets the Record unchanged, so decode= has no effect: annotate the type that decode= returns"
             )
         return None, False
     if typing.get_origin(kind) is Record:
         return decode or decoder(typing.get_args(kind)[0], of), True
     if decode is not None:
         return decode, False
-    if Record in _mentioned(annotation):
+    if Record in _mentioned_types(annotation):
         raise ConfigurationError(
             f"{name} is annotated {annotation_name(annotation)}, but gets one record at a time: annotate Record, or "
             "decorate with process_batch"
@@ -191,8 +206,8 @@ def _record_decoder(annotation: object, name: str, decode: Decode | None, parame
     return decoder(annotation, of), False
 
 
-def _of_record(
-    function: Callable[..., Any], decode: Decode | None, typed: bool, record_too: bool
+def _taking_record(
+    function: Callable[..., Any], decode: Decode | None, typed: bool, with_record: bool
 ) -> Callable[..., Any]:
     """Return a function of the Record for one that gets its decoded value: alone, with the record, or in the record."""
 
@@ -200,14 +215,14 @@ def _of_record(
         given = record if decode is None else decode(record.value)
         if typed:
             given = msgspec.structs.replace(record, value=given)
-        return function(given, record, *states) if record_too else function(given, *states)
+        return function(given, record, *states) if with_record else function(given, *states)
 
     return run
 
 
-def _mentioned(annotation: object) -> set[object]:
+def _mentioned_types(annotation: object) -> set[object]:
     inner = typing.get_args(annotation)
-    return {a for a in inner if isinstance(a, type)}.union(*map(_mentioned, inner))
+    return {a for a in inner if isinstance(a, type)}.union(*map(_mentioned_types, inner))
 
 
 def _check_batch_annotation(annotation: object, name: str) -> None:
@@ -228,13 +243,15 @@ def _compile_single(
     def outputs(record: Record) -> Sequence[Send]:
         return normalise(record, function(record if decode is None else decode(record.value)))
 
-    return outputs, feed_by(function, decode, target, normalise)
+    return outputs, make_feed(function, decode, target, normalise)
 
 
-def feed_by(function: Callable[[Any], Any], decode: Decode | None, target: Target | None, normalise: Normalise) -> Feed:
+def make_feed(
+    function: Callable[[Any], Any], decode: Decode | None, target: Target | None, normalise: Normalise
+) -> Feed:
     """Return the feed that uses the hot loop; the loop calls `normalise` for unusual results."""
 
-    def feed(records: list[Record], sink: Sink) -> Fed:
+    def feed(records: list[Record], sink: Sink) -> FeedResult:
         partly = 0  # outputs sent for a record that failed afterwards
         produce, refused = sink.produce, sink.on_produce_error
 
@@ -242,7 +259,7 @@ def feed_by(function: Callable[[Any], Any], decode: Decode | None, target: Targe
             nonlocal partly
             sends = normalise(record, result)
             for send in sends:
-                put(send, sink)
+                send_to(send, sink)
                 partly += 1
             partly = 0
             return len(sends)
@@ -250,12 +267,12 @@ def feed_by(function: Callable[[Any], Any], decode: Decode | None, target: Targe
         sent, handled, error = hotloop.feed_values(records, function, decode, target, produce, refused, other)
         if error is not None:
             raise_if_interrupted(error)
-        return Fed(sent + partly, handled, error, None if error is None else records[handled])
+        return FeedResult(sent + partly, handled, error, None if error is None else records[handled])
 
     return feed
 
 
-class _Made(list[Send]):
+class _UnusualOutputs(list[Send]):
     """Outputs of a record that the hot loop cannot send itself."""
 
 
@@ -274,27 +291,27 @@ def _compile_stateful(
     def outputs(record: Record) -> Sequence[Send]:
         return cast("Sequence[Send]", run(record, record if decode is None else decode(record.value), made))
 
-    def usual(record: Record, result: Any) -> bytes | _Made | None:
+    def usual(record: Record, result: Any) -> bytes | _UnusualOutputs | None:
         if finish is None and target is not None and record.timestamp < END_OF_TIME:
             if type(result) is bytes or (result is None and record.value is not None and target[-1]):
                 return result
             if type(result) is str:
                 return result.encode()
-        return _Made(made(record, result))
+        return _UnusualOutputs(made(record, result))
 
-    def one(record: Record) -> bytes | _Made | None:
+    def one(record: Record) -> bytes | _UnusualOutputs | None:
         # no cast(): it would be a call for each record
-        found: bytes | _Made | None = run(record, record if decode is None else decode(record.value), usual)
+        found: bytes | _UnusualOutputs | None = run(record, record if decode is None else decode(record.value), usual)
         return found
 
-    return outputs, feed_by(one, None, target, _made)
+    return outputs, make_feed(one, None, target, _as_sends)
 
 
-def _made(record: Record, made: Any) -> Sequence[Send]:
-    return cast("_Made", made)
+def _as_sends(record: Record, made: Any) -> Sequence[Send]:
+    return cast("_UnusualOutputs", made)
 
 
-def put(send: Send, sink: Sink) -> None:
+def send_to(send: Send, sink: Sink) -> None:
     topic, value, key, partition, timestamp_ms, headers = send
     try:
         sink.produce(topic, value, key, partition, None, None, timestamp_ms, headers)
@@ -311,22 +328,22 @@ def _one_by_one(outputs: Callable[[Record], Sequence[Send]]) -> Each:
     return each
 
 
-def feed_each(each: Each) -> Feed:
+def feed_from(each: Each) -> Feed:
     """Return a feed for outputs that come record by record; it is not the fast path."""
 
-    def feed(records: list[Record], sink: Sink) -> Fed:
+    def feed(records: list[Record], sink: Sink) -> FeedResult:
         sent = 0
         coming = iter(records)
         try:
             for _, sends in zip(coming, each(records), strict=False):
                 for send in sends:
-                    put(send, sink)
+                    send_to(send, sink)
                     sent += 1
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
             raise_if_interrupted(error)
             handled = len(records) - operator.length_hint(coming) - 1
-            return Fed(sent, handled, error, records[handled])
-        return Fed(sent, len(records), None)
+            return FeedResult(sent, handled, error, records[handled])
+        return FeedResult(sent, len(records), None)
 
     return feed
 
@@ -468,15 +485,15 @@ def _compile_batch(
 ) -> tuple[Callable[[list[Record]], list[Send]], Feed]:
     """Return `outputs_batch` and `feed` of a function of many records."""
     convert = out_converter(name, destinations)
-    target = target_of(name, destinations, hints)
+    target = hot_loop_target(name, destinations, hints)
 
     def run(records: list[Record]) -> list[Any]:
         return checked(function(records.copy()), records)  # a copy, because the function may change the list
 
     def checked(result: Any, records: list[Record]) -> list[Any]:
         if result is None:
-            if not hints.none_is_usual:
-                hints.nothing(records[0])
+            if not hints.allows_none:
+                hints.warn_none(records[0])
             return []
         if isinstance(result, (Out, str, bytes, bytearray, Mapping)) or not isinstance(result, Iterable):
             raise TypeError(
@@ -501,7 +518,7 @@ def _compile_batch(
     def outputs_batch(records: list[Record]) -> list[Send]:
         return converted(run(records), _latest_ms(records))
 
-    def feed(records: list[Record], sink: Sink) -> Fed:
+    def feed(records: list[Record], sink: Sink) -> FeedResult:
         sent, culprit = 0, records[0] if len(records) == 1 else None
         try:
             outs = run(records)
@@ -512,14 +529,14 @@ def _compile_batch(
                 fed = hotloop.feed_outs(outs, target, latest_ms, sink.produce, sink.on_produce_error)
             if fed is not None:
                 sent, failed = fed
-                return Fed(sent, len(records), None) if failed is None else Fed(sent, 0, failed, culprit)
+                return FeedResult(sent, len(records), None) if failed is None else FeedResult(sent, 0, failed, culprit)
             for send in converted(outs, latest_ms):
-                put(send, sink)
+                send_to(send, sink)
                 sent += 1
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
             raise_if_interrupted(error)
-            return Fed(sent, 0, error, culprit)
-        return Fed(sent, len(records), None)
+            return FeedResult(sent, 0, error, culprit)
+        return FeedResult(sent, len(records), None)
 
     if stores is None:
         return outputs_batch, feed
@@ -528,15 +545,15 @@ def _compile_batch(
     def outputs_keyed(records: list[Record]) -> list[Send]:
         return keyed(records, lambda result: converted(checked(result, records), _latest_ms(records)))
 
-    def feed_keyed(records: list[Record], sink: Sink) -> Fed:
+    def feed_keyed(records: list[Record], sink: Sink) -> FeedResult:
         try:
             sends = outputs_keyed(records)
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
             raise_if_interrupted(error)
-            return Fed(0, 0, error, records[0] if len(records) == 1 else None)
+            return FeedResult(0, 0, error, records[0] if len(records) == 1 else None)
         for send in sends:
-            put(send, sink)
-        return Fed(len(sends), len(records), None)
+            send_to(send, sink)
+        return FeedResult(len(sends), len(records), None)
 
     return outputs_keyed, feed_keyed
 

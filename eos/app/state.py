@@ -1,4 +1,4 @@
-"""The state of a function, by the key of its record: the objects that the function uses while it runs.
+"""Defines the state of a function by the key of its record: the objects that the function uses while it runs.
 
 A parameter after the first that is annotated `State[T]`, `MapState[K, V]` or `ListState[T]` is a store
 (eos/app/stores.py). Changes to it count only if the function returns. eos/state keeps them, behind the interface
@@ -16,24 +16,24 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar, overload
 
-from eos.app.cells import begin_of, named
-from eos.app.layers import AFTER_FIELDS, Below, Bounds, Overlay, Span, Value
-from eos.encoding.serde import DecodeError, annotation_name, codec, encode, remedy_of
+from eos.app.cells import parse_cell, store_prefix
+from eos.app.layers import AFTER_FIELDS, Bounds, LowerCells, Overlay, Span, Value
+from eos.encoding.serde import DecodeError, annotation_name, codec, encode, suggest_encoding
 from eos.errors import ConfigurationError, IllegalState
 
 T = TypeVar("T")
 D = TypeVar("D")
 K = TypeVar("K", str, bytes, int)
 V = TypeVar("V")
-Offer = tuple[Any, bytes | None]
+Default = tuple[Any, bytes | None]
 """A mutable default that `get` returned, and bytes that show whether it was changed since."""
 
 # Types whose values cannot be changed in place.
-_FIXED: Final = frozenset({int, str, bytes, float, bool, types.NoneType})
-LONGEST_FIELD: Final = 400
+_IMMUTABLE: Final = frozenset({int, str, bytes, float, bool, types.NoneType})
+MAX_KEY_BYTES: Final = 400
 
 
-class _Mark:
+class _Sentinel:
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -41,12 +41,12 @@ class _Mark:
         return self._name
 
 
-_UNREAD, _ABSENT = _Mark("UNREAD"), _Mark("ABSENT")
-_NOWHERE: Final = (_ABSENT, None)  # an absent value, and its bytes
+_UNREAD, _ABSENT = _Sentinel("UNREAD"), _Sentinel("ABSENT")
+_NO_VALUE: Final = (_ABSENT, None)  # an absent value, and its bytes
 
 
-class Cells(Below, Protocol):
-    """The values of one task (a function and a partition), as the open transaction sees them."""
+class Cells(LowerCells, Protocol):
+    """Gives access to the values of one task (a function and a partition), as the open transaction sees them."""
 
     def put(self, cell: bytes, value: Value) -> None:
         """Change a cell of a row that is never read in order."""
@@ -59,7 +59,7 @@ class Cells(Below, Protocol):
 
 
 class TaskCells(Cells, Protocol):
-    """All cells of a task, with the task's time."""
+    """Gives access to all cells of a task, with the task's time."""
 
     time_ms: int
     """The latest timestamp of the task's records so far, in milliseconds since the epoch."""
@@ -69,7 +69,7 @@ class TaskCells(Cells, Protocol):
 
 
 class Store(NamedTuple):
-    """A parameter that is state of this `kind`; `annotations` are the types that it holds."""
+    """Describes a parameter that is state of this `kind`; `annotations` are the types that it holds."""
 
     name: str
     kind: type[State[Any]] | type[MapState[Any, Any]] | type[ListState[Any]]
@@ -82,7 +82,7 @@ class Store(NamedTuple):
     """The name that it was first stored under, if that is another one."""
 
     @property
-    def kept_as(self) -> str:
+    def stored_name(self) -> str:
         """Return its name in the changelog."""
         return self.was or self.name
 
@@ -93,21 +93,21 @@ class Store(NamedTuple):
 
 
 class CompiledStore:
-    """The parts that all states of one parameter share, compiled once per function."""
+    """Holds what all states of one parameter share, compiled once per function."""
 
-    __slots__ = ("begin", "decode", "encode", "field", "renews", "store", "sure", "unfield", "unordered")
+    __slots__ = ("begin", "decode", "decode_key", "encode", "exact_type", "field", "renews", "store", "unordered")
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.decode, self.encode, self.sure, self.unordered = codec(store.annotations[-1])
-        self.begin = begin_of(store.kept_as)
+        self.decode, self.encode, self.exact_type, self.unordered = codec(store.annotations[-1])
+        self.begin = store_prefix(store.stored_name)
         # setting an equal value is a change too, because it extends the value's life
         self.renews = store.ttl_ms is not None
-        self.field, self.unfield = FIELDS[store.annotations[0] if store.kind is MapState else int]
+        self.field, self.decode_key = FIELDS[store.annotations[0] if store.kind is MapState else int]
 
 
-class _Held:
-    """The base of all kinds of state: it holds the cells from construction until the function has returned.
+class _KeyedState:
+    """Is the base of all kinds of state: it holds the cells from construction until the function has returned.
 
     Each record gets its own objects, so an object that the function kept raises IllegalState from then on.
     """
@@ -120,7 +120,7 @@ class _Held:
         """Create the state of one key; `rest` is the part of the row's name that the key gives."""
         self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
 
-    def _leave(self) -> None:
+    def _close(self) -> None:
         self._cells = None
 
     def _encode(self) -> None:
@@ -135,7 +135,7 @@ class _Held:
         if self._cells is None:
             raise IllegalState(
                 f"the state {self._compiled.store.name} was used after its function had returned",
-                remedy="use a state only while its function runs on the record, and do not keep it",
+                remedy="use a state only while its function handles the record, and do not keep it",
             )
         return self._cells
 
@@ -150,12 +150,12 @@ class _Held:
         except DecodeError as error:
             kind = annotation_name(compiled.store.annotations[-1])
             raise ConfigurationError(
-                f"the state {compiled.store.name} of the key {named(self._row)[1]!r} is no {kind} ({error}): its type "
-                "was another one when it was kept"
+                f"the state {compiled.store.name} of the key {parse_cell(self._row)[1]!r} is not of type {kind} "
+                f"({error}): it was stored with another type"
             ) from error
         return value, compiled.encode(value) if compiled.unordered else kept
 
-    def _encoded(self, value: Any, before: object) -> bytes | None:
+    def _encode_value(self, value: Any, before: object) -> bytes | None:
         """Return the value's bytes; None if it is absent.
 
         Raises TypeError for a value that could not be decoded again, unless it is unchanged: it would end the worker at
@@ -166,39 +166,39 @@ class _Held:
         compiled = self._compiled
         try:
             after = compiled.encode(value)
-            if after != before and type(value) is not compiled.sure:
+            if after != before and type(value) is not compiled.exact_type:
                 compiled.decode(after)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            remedy = remedy_of(value, kept=True)
-            told = f"the state {compiled.store.name} cannot be {reprlib.repr(value)}: {error}"
-            raise TypeError(f"{told}: {remedy}" if remedy else told) from error
+            remedy = suggest_encoding(value, kept=True)
+            message = f"the state {compiled.store.name} cannot be {reprlib.repr(value)}: {error}"
+            raise TypeError(f"{message}: {remedy}" if remedy else message) from error
         return after
 
-    def _settable(self, value: object) -> None:
+    def _check_value(self, value: object) -> None:
         if value is None:
             name = self._compiled.store.name
-            raise TypeError(f"the state {name} cannot be None: {self._deleting} says that there is none")
+            raise TypeError(f"the state {name} cannot be None: use {self._delete_call} to delete it")
 
-    _deleting: ClassVar[str]
+    _delete_call: ClassVar[str]
 
 
-class State(_Held, Generic[T]):
-    """A single value per key: read it with `get()`, change it with `set(value)` and `delete()`.
+class State(_KeyedState, Generic[T]):
+    """Keeps a single value per key: read it with `get()`, change it with `set(value)` and `delete()`.
 
     `get()` returns None, or the given default, if the key has no value. A value that is changed in place is stored too,
     even a default: `seen.get([]).append(x)` is enough. Values are stored as JSON; bytes and str are stored as they are.
     Do not keep the object: it raises IllegalState once its function has returned.
     """
 
-    __slots__ = ("_after", "_before", "_offered", "_value")
+    __slots__ = ("_after", "_before", "_defaults", "_value")
 
-    _deleting = "delete()"
+    _delete_call = "delete()"
 
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
         self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
         self._value: Any = _UNREAD
         self._before: Any = _UNREAD  # the value's bytes
-        self._offered: list[Offer] | None = None
+        self._defaults: list[Default] | None = None
 
     @overload
     def get(self) -> T | None: ...
@@ -214,70 +214,70 @@ class State(_Held, Generic[T]):
             kept = cells.get(self._row)
             self._value, self._before = (_ABSENT, None) if kept is None else self._read(kept)
             value = self._value
-        if self._offered:
-            value = self._value = _changed_one(self._compiled.store, self._offered, value)
+        if self._defaults:
+            value = self._value = _take_changed(self._compiled.store, self._defaults, value)
         if value is not _ABSENT:
             return value
-        if type(default) not in _FIXED:
-            self._offered = self._offered or []
-            _offer(self._offered, default)
+        if type(default) not in _IMMUTABLE:
+            self._defaults = self._defaults or []
+            _remember_default(self._defaults, default)
         return default
 
     def set(self, value: T) -> None:
         """Set the value of this key. Raise TypeError for None; `delete()` removes a value."""
         if self._cells is None or value is None:
             self._open()
-            self._settable(value)
-        self._value, self._offered = value, None
+            self._check_value(value)
+        self._value, self._defaults = value, None
         if self._compiled.renews:
             self._before = _UNREAD
 
     def delete(self) -> None:
         """Delete the value of this key."""
         self._open()
-        self._value, self._offered = _ABSENT, None
+        self._value, self._defaults = _ABSENT, None
 
     def _encode(self) -> None:
         value = self._value
-        if self._offered:
-            value = _changed_one(self._compiled.store, self._offered, value)
-        self._after: Any = _UNREAD if value is _UNREAD else self._encoded(value, self._before)
+        if self._defaults:
+            value = _take_changed(self._compiled.store, self._defaults, value)
+        self._after: Any = _UNREAD if value is _UNREAD else self._encode_value(value, self._before)
 
     def _write(self, cells: Cells) -> None:
         if self._after != self._before:
             cells.put(self._row, self._after)
 
 
-class MapState(_Held, MutableMapping[K, V]):
-    """A map per key, used like a dict; its own keys are str, bytes or int, and it is read in their order.
+class MapState(_KeyedState, MutableMapping[K, V]):
+    """Keeps a map per key, used like a dict; its own keys are str, bytes or int, and it is read in their order.
 
     `range(start, stop)` reads a part of it. A value that is changed in place is stored too, even one that was passed to
     `get` as its default. Do not keep the object: it raises IllegalState once its function has returned.
     """
 
-    __slots__ = ("_bounds", "_changed", "_offered", "_own", "_seen")
+    __slots__ = ("_bounds", "_changed", "_defaults", "_own", "_seen")
 
-    _deleting = "`del` of its key"
+    _delete_call = "`del` of its key"
 
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
         self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
         # field -> its value and bytes in the cells, or _NOWHERE
         self._seen: dict[bytes, tuple[Any, bytes | None]] = {}
         self._own: Overlay[Any] = Overlay()  # field -> the value that the function set, or _ABSENT
-        self._offered: dict[bytes, list[Offer]] = {}
+        self._defaults: dict[bytes, list[Default]] = {}
         self._bounds: Bounds | None = None  # known once the map was read in order
 
     def _below(self, field: bytes) -> tuple[Any, bytes | None]:
         if field not in self._seen:
             kept = self._open().get(self._row + field)
-            self._seen[field] = _NOWHERE if kept is None else self._read(kept)
+            self._seen[field] = _NO_VALUE if kept is None else self._read(kept)
         return self._seen[field]
 
     def _value(self, field: bytes) -> Any:
         """Return the field's value, or _ABSENT."""
         if self._cells is None:
             self._open()
-        if self._offered and field in self._offered:
+        if self._defaults and field in self._defaults:
             self._take_changed_default(field)
         return self._own[field] if field in self._own else (self._seen.get(field) or self._below(field))[0]
 
@@ -304,25 +304,25 @@ class MapState(_Held, MutableMapping[K, V]):
         value = self._value(field)
         if value is not _ABSENT:
             return value
-        if type(default) not in _FIXED:
-            _offer(self._offered.setdefault(field, []), default)
+        if type(default) not in _IMMUTABLE:
+            _remember_default(self._defaults.setdefault(field, []), default)
         return default
 
     def __setitem__(self, key: K, value: V) -> None:
         if self._cells is None or value is None:
             self._open()
-            self._settable(value)
+            self._check_value(value)
         field = self._compiled.field(key)
-        if self._offered:
-            self._offered.pop(field, None)
+        if self._defaults:
+            self._defaults.pop(field, None)
         self._set(field, value)
 
     def __delitem__(self, key: K) -> None:
         field = self._compiled.field(key)
         if self._value(field) is _ABSENT:
             raise KeyError(key)
-        self._offered.pop(field, None)
-        if self._below(field) is _NOWHERE:
+        self._defaults.pop(field, None)
+        if self._below(field) is _NO_VALUE:
             self._own.drop(field)
         else:
             self._own.put(field, _ABSENT)
@@ -341,8 +341,8 @@ class MapState(_Held, MutableMapping[K, V]):
         )
 
     def _entries(self, start: bytes, stop: bytes | None, back: bool) -> Iterator[tuple[K, Any]]:
-        cells, own, seen, unfield = self._open(), self._own, self._seen, self._compiled.unfield
-        if self._offered:
+        cells, own, seen, unfield = self._open(), self._own, self._seen, self._compiled.decode_key
+        if self._defaults:
             self._take_changed_defaults()
         if self._bounds is None:
             self._bounds = self._read_bounds(cells)
@@ -352,7 +352,7 @@ class MapState(_Held, MutableMapping[K, V]):
             return
         passed = stop if back else start
         span = Span(start, stop, back)
-        for field, kept in own.over(cells.scan(self._row, span), span):
+        for field, kept in own.merged_with(cells.scan(self._row, span), span):
             if field in own:
                 value = own[field]
             elif field in seen:
@@ -361,17 +361,17 @@ class MapState(_Held, MutableMapping[K, V]):
                 value = _ABSENT
             else:
                 value, before = self._read(kept)
-                if type(value) not in _FIXED:
+                if type(value) not in _IMMUTABLE:
                     seen[field] = value, before
             after, bounds = field + b"\0", self._bounds
             if bounds.high <= passed if back else passed <= bounds.low:
-                self._bounds = bounds.met(passed, after if (value is _ABSENT) is not back else field, back)
+                self._bounds = bounds.without_gap(passed, after if (value is _ABSENT) is not back else field, back)
             passed = field if back else after
             if value is not _ABSENT:
                 yield unfield(field), value
                 # before the cells are read: after the function has returned they may belong to another transaction
                 self._open()
-        self._bounds = self._bounds.ended(passed, start if back else stop, back)
+        self._bounds = self._bounds.at_end(passed, start if back else stop, back)
 
     def _read_bounds(self, cells: Cells) -> Bounds:
         bounds = cells.bounds(self._row) or Bounds()
@@ -392,29 +392,33 @@ class MapState(_Held, MutableMapping[K, V]):
             del self[key]
 
     def _take_changed_defaults(self) -> None:
-        for field in list(self._offered):
+        for field in list(self._defaults):
             self._take_changed_default(field)
 
     def _take_changed_default(self, field: bytes) -> None:
         """Set the default of this field that was changed in place, if there is one."""
-        offered, before = self._offered[field], self._own.get(field, _ABSENT)
-        if (value := _changed_one(self._compiled.store, offered, before)) is not before:
+        defaults, before = self._defaults[field], self._own.get(field, _ABSENT)
+        if (value := _take_changed(self._compiled.store, defaults, before)) is not before:
             self._set(field, value)
-        if not offered:
-            del self._offered[field]
+        if not defaults:
+            del self._defaults[field]
 
     def _encode(self) -> None:
-        if self._offered:
+        if self._defaults:
             self._take_changed_defaults()
         own, seen, renews = self._own, self._seen, self._compiled.renews
         changed: dict[bytes, bytes | None] = {}
         for field, value in own.items():
             before = seen[field][1] if field in seen else _UNREAD
-            after = self._encoded(value, before)
+            after = self._encode_value(value, before)
             if after != before or (renews and after is not None):
                 changed[field] = after
         for field, (value, kept) in seen.items():
-            if type(value) not in _FIXED and field not in own and (after := self._encoded(value, kept)) != kept:
+            if (
+                type(value) not in _IMMUTABLE
+                and field not in own
+                and (after := self._encode_value(value, kept)) != kept
+            ):
                 changed[field] = after
         self._changed = changed
 
@@ -423,8 +427,8 @@ class MapState(_Held, MutableMapping[K, V]):
             cells.write(self._row, self._changed, self._bounds)
 
 
-class ListState(_Held, Generic[T]):
-    """A list per key: `append`, `extend`, `popleft`, `clear` and iteration.
+class ListState(_KeyedState, Generic[T]):
+    """Keeps a list per key, with `append`, `extend`, `popleft`, `clear` and iteration.
 
     An append writes only its own value, however long the list is. A value that is changed in place is stored too. Do
     not keep the object: it raises IllegalState once its function has returned.
@@ -467,8 +471,8 @@ class ListState(_Held, Generic[T]):
     def __bool__(self) -> bool:
         return next(iter(self), _ABSENT) is not _ABSENT
 
-    def _leave(self) -> None:
-        self._map._leave()
+    def _close(self) -> None:
+        self._map._close()
 
     def _encode(self) -> None:
         self._map._encode()
@@ -479,70 +483,70 @@ class ListState(_Held, Generic[T]):
 
 class _Numbered(MapState[int, Any]):
     __slots__ = ()
-    _deleting = "popleft() or clear()"
+    _delete_call = "popleft() or clear()"
 
     def append(self, value: Any) -> None:
         """Set the value after the last one."""
         cells = self._open()
-        self._settable(value)
+        self._check_value(value)
         if self._bounds is None:
             self._bounds = self._read_bounds(cells)
         if self._bounds.high == AFTER_FIELDS:
             next(self._entries(b"", None, back=True), None)
         high = self._bounds.high  # the last number and a zero byte; or a number that is free again; or empty
-        field = self._compiled.field(self._compiled.unfield(high[:8]) + len(high) - 8 if high else 0)
-        self._seen.setdefault(field, _NOWHERE)
+        field = self._compiled.field(self._compiled.decode_key(high[:8]) + len(high) - 8 if high else 0)
+        self._seen.setdefault(field, _NO_VALUE)
         self._set(field, value)
 
 
 # ---- a map's own keys ------------------------------------------------------------------------------------------------
 
 
-def _checked(key: Any, kind: type) -> Any:
+def _check_type(key: Any, kind: type) -> Any:
     if type(key) is not kind:
-        raise TypeError(f"{key!r} is no {kind.__name__}, which the map's keys are")
+        raise TypeError(f"{key!r} is not of type {kind.__name__}, as the map's keys are")
     return key
 
 
-def _short(field: bytes) -> bytes:
-    if len(field) - 1 > LONGEST_FIELD:
-        raise ValueError(f"a map's key has {LONGEST_FIELD} bytes at the most, and this one {len(field) - 1}")
+def _check_length(field: bytes) -> bytes:
+    if len(field) - 1 > MAX_KEY_BYTES:
+        raise ValueError(f"a map's key has at most {MAX_KEY_BYTES} bytes, but this one has {len(field) - 1}")
     return field
 
 
 def _int_field(key: int) -> bytes:
-    if not -(1 << 63) <= _checked(key, int) < 1 << 63:
-        raise ValueError(f"a map's key has 64 bits, and {key} does not fit")
+    if not -(1 << 63) <= _check_type(key, int) < 1 << 63:
+        raise ValueError(f"a map's int key has 64 bits, and {key} does not fit")
     return int(key + (1 << 63)).to_bytes(8, "big")
 
 
 FIELDS: Final[Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]]] = {
     # None is empty, which is no field.
-    str: (lambda key: _short(b"\0" + _checked(key, str).encode()), lambda field: field[1:].decode()),
-    bytes: (lambda key: _short(b"\0" + _checked(key, bytes)), lambda field: field[1:]),
+    str: (lambda key: _check_length(b"\0" + _check_type(key, str).encode()), lambda field: field[1:].decode()),
+    bytes: (lambda key: _check_length(b"\0" + _check_type(key, bytes)), lambda field: field[1:]),
     int: (_int_field, lambda field: int.from_bytes(field, "big") - (1 << 63)),
 }
 """Converts a map's key to bytes that sort as the keys do, and back, by the type of the key."""
 
 
-def _offer(offered: list[Offer], default: Any) -> None:
+def _remember_default(defaults: list[Default], default: Any) -> None:
     """Remember the default, which the function may change in place from now on."""
-    if all(given is not default for given, _ in offered):
-        offered.append((default, _told_apart(default)))
+    if all(given is not default for given, _ in defaults):
+        defaults.append((default, _fingerprint(default)))
 
 
-def _changed_one(store: Store, offered: list[Offer], value: Any) -> Any:
+def _take_changed(store: Store, defaults: list[Default], value: Any) -> Any:
     """Return the value, or the default that was changed in place if there was no value; that default is then taken."""
-    changed = [offer for offer in offered if _told_apart(offer[0]) != offer[1]]
+    changed = [offer for offer in defaults if _fingerprint(offer[0]) != offer[1]]
     if not changed:
         return value
     if value is not _ABSENT or len(changed) > 1:
-        raise TypeError(f"two defaults of the state {store.name} were changed, and only one can be its value")
-    offered[:] = [offer for offer in offered if offer is not changed[0]]
+        raise TypeError(f"two defaults of the state {store.name} were changed, but only one can become its value")
+    defaults[:] = [offer for offer in defaults if offer is not changed[0]]
     return changed[0][0]
 
 
-def _told_apart(default: Any) -> bytes | None:
+def _fingerprint(default: Any) -> bytes | None:
     """Return bytes that differ once the default was changed in place; None if a change cannot be detected.
 
     A default may be any object. One that cannot be stored, even a cache, is refused only once it was changed.

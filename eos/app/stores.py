@@ -13,9 +13,9 @@ import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from eos.app.ageing import Aged, ttls_of
-from eos.app.annotations import resolved
-from eos.app.cells import rest_of
+from eos.app.annotations import resolve_annotation
+from eos.app.cells import encode_key
+from eos.app.expiry import UnexpiredCells, ttls_of
 from eos.app.layers import Layer
 from eos.app.state import (
     FIELDS,
@@ -35,14 +35,14 @@ CellsOf = Callable[[Record], TaskCells]
 """Returns the cells of the record's task."""
 Finish = Callable[[Record, Any], Any]
 """Makes the outputs from a function's result for a record; an exception is the function's failure."""
-_Written = tuple[Record, int, list[Any]]
+_Changed = tuple[Record, int, list[Any]]
 """States with the changes of a function, a record of their key, and the task's time at that record."""
 
 _KINDS: Final = (State, MapState, ListState)
 _MAPPINGS: Final = (dict, collections.abc.Mapping)
 
 
-def stores_of(function: Callable[..., Any], frame: types.FrameType | None, batch: bool = False) -> tuple[Store, ...]:
+def find_stores(function: Callable[..., Any], frame: types.FrameType | None, batch: bool = False) -> tuple[Store, ...]:
     """Return the parameters after the first that are annotated as state.
 
     Raises ConfigurationError for one that cannot be stored.
@@ -51,13 +51,13 @@ def stores_of(function: Callable[..., Any], frame: types.FrameType | None, batch
         first, *parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError, NameError):
         return ()  # the check of the first parameter reports it
-    _require_a_record(function_name(function), first, resolved(function, first.annotation, frame))
+    _check_first_parameter(function_name(function), first, resolve_annotation(function, first.annotation, frame))
     found = []
     for parameter in parameters:
         if parameter.annotation is inspect.Parameter.empty:
             continue
-        annotation = resolved(function, parameter.annotation, frame)
-        if (store := _store(function_name(function), parameter.name, annotation, batch)) is None:
+        annotation = resolve_annotation(function, parameter.annotation, frame)
+        if (store := _parse_store(function_name(function), parameter.name, annotation, batch)) is None:
             continue
         if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
             raise ConfigurationError(
@@ -67,15 +67,15 @@ def stores_of(function: Callable[..., Any], frame: types.FrameType | None, batch
     return tuple(found)
 
 
-def _require_a_record(function: str, first: inspect.Parameter, annotation: Any) -> None:
+def _check_first_parameter(function: str, first: inspect.Parameter, annotation: Any) -> None:
     if annotation in _KINDS or typing.get_origin(annotation) in _KINDS:
         raise ConfigurationError(
-            f"the first parameter of {function}, {first.name}, is annotated as state",
-            remedy=f"the first one gets the record's value: def {function}(value: str, {first.name}: ...)",
+            f"the first parameter of {function}, {first.name}, is annotated as state, but gets the record's value",
+            remedy=f"put a parameter before it: def {function}(value: str, {first.name}: ...)",
         )
 
 
-def _store(function: str, name: str, annotation: Any, batch: bool) -> Store | None:
+def _parse_store(function: str, name: str, annotation: Any, batch: bool) -> Store | None:
     """Return the store that an annotation describes; None if it is not state."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     many = origin in _MAPPINGS and len(inner) == 2 and (inner[1] in _KINDS or typing.get_origin(inner[1]) in _KINDS)
@@ -88,19 +88,19 @@ def _store(function: str, name: str, annotation: Any, batch: bool) -> Store | No
         origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in _KINDS:
         example = "MapState[str, int]" if annotation is MapState else f"{annotation.__name__}[int]"
-        raise ConfigurationError(f"{function} has state {name} of no type: annotate it {example}, or what its value is")
+        raise ConfigurationError(f"the state {name} of {function} has no type: annotate it, for example {example}")
     if origin not in _KINDS:
         return None
     if many is not batch:
-        told = annotation_name(annotation).replace("eos.app.state.", "")
+        kind = annotation_name(annotation).replace("eos.app.state.", "")
         raise ConfigurationError(
-            f"{function} gets many records, and the state {name} is one key's: annotate it dict[bytes, {told}]"
+            f"{function} gets many records, but the state {name} is for one key: annotate it dict[bytes, {kind}]"
             if batch
-            else f"{function} gets one record, and the state {name} is a mapping of many keys': annotate it {told}"
+            else f"{function} gets one record, but the state {name} is a mapping for many keys: annotate it {kind}"
         )
     if origin is MapState and inner[0] not in FIELDS:
         raise ConfigurationError(
-            f"the keys of the map {name} of {function} are {annotation_name(inner[0])}: they can be "
+            f"the keys of the map {name} of {function} are {annotation_name(inner[0])}, but must be one of "
             f"{', '.join(kind.__name__ for kind in FIELDS)}",
             remedy="annotate str and use str(key)",
         )
@@ -108,23 +108,23 @@ def _store(function: str, name: str, annotation: Any, batch: bool) -> Store | No
     return Store(name, origin, inner, many)
 
 
-def with_names(function: str, stores: tuple[Store, ...], was: Mapping[str, str]) -> tuple[Store, ...]:
+def with_old_names(function: str, stores: tuple[Store, ...], was: Mapping[str, str]) -> tuple[Store, ...]:
     """Return the stores with the old names that the function's `was=` gives them. Raise ConfigurationError."""
     names = [store.name for store in stores]
     for name, before in was.items():
         if name not in names:
             its = f"its state is {', '.join(names)}" if names else "it has no state"
-            raise ConfigurationError(f"was= of {function} names {name!r}, and {its}")
+            raise ConfigurationError(f"was= of {function} names {name!r}, but {its}")
         if not (isinstance(before, str) and before.isidentifier()):
-            raise ConfigurationError(f"was= of {function} says {before!r} of {name}: it must be the name that it had")
+            raise ConfigurationError(f"was= of {function} has {before!r} for {name}: it must be the old name")
     named = tuple(store._replace(was=was.get(store.name)) for store in stores)
-    kept = [store.kept_as for store in named]
+    kept = [store.stored_name for store in named]
     if twice := [name for name in kept if kept.count(name) > 1]:
         raise ConfigurationError(f"was= of {function} gives the name {twice[0]} to two of its states")
     return named
 
 
-def plain(store: Store, values: Iterable[tuple[bytes, bytes]]) -> Any:
+def to_plain(store: Store, values: Iterable[tuple[bytes, bytes]]) -> Any:
     """Return the state of a key as plain Python (a value, a dict or a list), given its fields and values in order."""
     decode = decoder(store.annotations[-1])
     decoded = [(field, decode(value)) for field, value in values]
@@ -135,7 +135,7 @@ def plain(store: Store, values: Iterable[tuple[bytes, bytes]]) -> Any:
     return found if store.kind is ListState else found[0]
 
 
-def cuts(records: list[Record], times: Mapping[int, int]) -> Iterator[list[Record]]:
+def split_at_repeated_keys(records: list[Record], times: Mapping[int, int]) -> Iterator[list[Record]]:
     """Split the records of one partition where a key appears again at a later time of its task.
 
     Each part then gives the same result as its records one by one. `times`: by a record's id; empty without a
@@ -156,25 +156,25 @@ def cuts(records: list[Record], times: Mapping[int, int]) -> Iterator[list[Recor
 
 
 class Stores:
-    """The stores of the function `name`, and access to their cells; without `cells_of` the function cannot run."""
+    """Gives a function access to its stores; without `cells_of` the function cannot run."""
 
     def __init__(self, name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> None:
-        self._name, self.task_of = name, cells_of or self._nowhere
+        self._name, self.task_of = name, cells_of or self._refuse_to_run
         self.ttls = ttls_of(stores)
         self._kinds = [(store.kind, CompiledStore(store)) for store in stores]
 
-    def _nowhere(self, record: Record) -> TaskCells:
-        raise IllegalState(f"{self._name} has state: run it by `eos run`, `eos.run` or `eos.testing.run`")
+    def _refuse_to_run(self, record: Record) -> TaskCells:
+        raise IllegalState(f"{self._name} has state: run it with `eos run`, `eos.run` or `eos.testing.run`")
 
-    def _place(self, record: Record) -> tuple[TaskCells, bytes]:
+    def _locate(self, record: Record) -> tuple[TaskCells, bytes]:
         """Return the cells of the record's task, and the part of a row's name that the record's key gives."""
         task, key = self.task_of(record), record.key
         if key is None:
-            raise ValueError(f"{self._name} keeps state by key, and this record has no key")
-        return task, rest_of(key)
+            raise ValueError(f"{self._name} keeps state by key, but this record has no key")
+        return task, encode_key(key)
 
-    def _aged(self, below: Cells, now_ms: int) -> Cells:
-        return Aged(below, self.ttls, now_ms) if self.ttls else below
+    def _with_expiry(self, below: Cells, now_ms: int) -> Cells:
+        return UnexpiredCells(below, self.ttls, now_ms) if self.ttls else below
 
     def times_of(self, records: Iterable[Record]) -> dict[int, int]:
         """Return the task's time at each record, by the record's id; empty without a time-to-live.
@@ -190,25 +190,25 @@ class Stores:
 
     def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
         """Return a function that calls one of a single record with the state of its key."""
-        place, kinds, ttls = self._place, self._kinds, self.ttls
+        place, kinds, ttls = self._locate, self._kinds, self.ttls
 
         def run(record: Record, given: Any, finish: Finish) -> Any:
-            task, rest = place(record)
+            task, suffix = place(record)
             cells: Cells = task
             if ttls:
                 now = task.at(record.timestamp)
-                cells = Aged(task, ttls, now)
-            held = []
+                cells = UnexpiredCells(task, ttls, now)
+            states = []
             for kind, compiled in kinds:  # a comprehension would be a call for each record
-                held.append(kind(compiled, cells, rest))
+                states.append(kind(compiled, cells, suffix))
             try:
-                outputs = finish(record, function(given, *held))
-                for one in held:
+                outputs = finish(record, function(given, *states))
+                for one in states:
                     one._encode()
             finally:
-                for one in held:
-                    one._leave()
-            for one in held:
+                for one in states:
+                    one._close()
+            for one in states:
                 one._write(cells)
             if ttls:
                 task.time_ms = now
@@ -224,19 +224,19 @@ class Stores:
 
         def run(records: list[Record], finish: Callable[[Any], list[Any]]) -> list[Any]:
             outputs: list[Any] = []
-            written: list[_Written] = []
-            of_partition: dict[int, list[Record]] = {}
+            written: list[_Changed] = []
+            by_partition: dict[int, list[Record]] = {}
             for record in records:
-                of_partition.setdefault(record.partition, []).append(record)
+                by_partition.setdefault(record.partition, []).append(record)
             times = self.times_of(records)
-            for few in of_partition.values():
-                seen = Layer(self.task_of(few[0]))  # later calls see the changes of earlier ones
-                for part in cuts(few, times):
+            for part_records in by_partition.values():
+                seen = Layer(self.task_of(part_records[0]))  # later calls see the changes of earlier ones
+                for part in split_at_repeated_keys(part_records, times):
                     outputs += self._one_call(function, part, finish, seen, times, written)
-            for record, now, held in written:
-                self.write(held, self.task_of(record), now)
-            for few in of_partition.values() if times else ():
-                self.task_of(few[-1]).time_ms = times[id(few[-1])]
+            for record, now, states in written:
+                self.write(states, self.task_of(record), now)
+            for part_records in by_partition.values() if times else ():
+                self.task_of(part_records[-1]).time_ms = times[id(part_records[-1])]
             return outputs
 
         return run
@@ -248,25 +248,26 @@ class Stores:
         finish: Callable[[Any], list[Any]],
         seen: Layer,
         times: Mapping[int, int],
-        written: list[_Written],
+        written: list[_Changed],
     ) -> list[Any]:
         """Call the function with records of which each key has one time, and write the changes to `seen`."""
         of_key = {record.key: record for record in records}
-        rests = {key: self._place(record)[1] for key, record in of_key.items()}
+        suffixes = {key: self._locate(record)[1] for key, record in of_key.items()}
         nows = {key: times.get(id(record), 0) for key, record in of_key.items()}
-        cells = {key: self._aged(seen, now) for key, now in nows.items()}
+        cells = {key: self._with_expiry(seen, now) for key, now in nows.items()}
         by_store: list[dict[bytes | None, Any]] = [
-            {key: kind(compiled, cells[key], rest) for key, rest in rests.items()} for kind, compiled in self._kinds
+            {key: kind(compiled, cells[key], suffix) for key, suffix in suffixes.items()}
+            for kind, compiled in self._kinds
         ]
-        every = [(key, one) for by_key in by_store for key, one in by_key.items()]
+        all_states = [(key, one) for by_key in by_store for key, one in by_key.items()]
         try:
             outputs = finish(function(records, *map(dict, by_store)))
-            for _, one in every:
+            for _, one in all_states:
                 one._encode()
         finally:
-            for _, one in every:
-                one._leave()
-        for key, one in every:
+            for _, one in all_states:
+                one._close()
+        for key, one in all_states:
             if times:
                 one._write(cells[key])
             written.append((of_key[key], nows[key], [one]))
@@ -282,22 +283,22 @@ class Stores:
         """
 
         async def run(record: Record, given: Any, finish: Finish, seen: Layer, now: int) -> tuple[Any, list[Any]]:
-            _, rest = self._place(record)
-            cells = self._aged(seen, now)
-            held = [kind(compiled, cells, rest) for kind, compiled in self._kinds]
+            _, suffix = self._locate(record)
+            cells = self._with_expiry(seen, now)
+            states = [kind(compiled, cells, suffix) for kind, compiled in self._kinds]
             try:
-                outputs = finish(record, await function(given, *held))
-                for one in held:
+                outputs = finish(record, await function(given, *states))
+                for one in states:
                     one._encode()
             finally:
-                for one in held:
-                    one._leave()
-            return outputs, held
+                for one in states:
+                    one._close()
+            return outputs, states
 
         return run
 
-    def write(self, held: Iterable[Any], cells: Cells, now: int) -> None:
+    def write(self, states: Iterable[Any], cells: Cells, now: int) -> None:
         """Write the changes of a function in its states, at a time of its task."""
-        aged = self._aged(cells, now)
-        for one in held:
+        aged = self._with_expiry(cells, now)
+        for one in states:
             one._write(aged)

@@ -159,7 +159,7 @@ def invoke(arguments: list[str]) -> int:
         _report_failure(str(error), error.exit_code, trace)
         return error.exit_code
     except Exception:  # noqa: BLE001 - an internal error ends with its traceback and exit code 70
-        if log.for_machines():
+        if log.logs_json():
             _report_failure("internal error; please report this", INTERNAL, traceback.format_exc())
         else:
             print("eos: internal error; please report this with the lines below", file=sys.stderr)
@@ -172,8 +172,8 @@ def invoke(arguments: list[str]) -> int:
 
 def _report_failure(sentence: str, code: int, trace: str) -> None:
     """Report why the command failed: to people a traceback and a sentence, to machines one log line."""
-    if log.for_machines():
-        log.last_words("command failed", error=sentence, exit_code=code, **({"traceback": trace} if trace else {}))
+    if log.logs_json():
+        log.log_final_error("command failed", error=sentence, exit_code=code, **({"traceback": trace} if trace else {}))
         return
     print(log.printable(f"{trace}eos: {sentence}", "\n\t"), file=sys.stderr)
 

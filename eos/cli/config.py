@@ -29,10 +29,10 @@ def config(
 ) -> None:
     """Show every setting with its value, origin and meaning. Secrets are hidden."""
     if markdown:
-        print(configuration.markdown(), end="")
+        print(configuration.render_markdown(), end="")
         return
     flags = collect_flags(bootstrap_servers, set_, instance)
-    given = settings.sources(flags)
+    given = settings.read_sources(flags)
     values: dict[str, object] = {}
     for _, more in given:
         values |= more
@@ -40,11 +40,11 @@ def config(
     if target is not None:
         app = load_app(target)
         named = {"group.id": app.id, "transactional.id": f"{app.id}-{loaded.instance}"}
-        if app.reads_several:
+        if app.reads_several_topics:
             named |= dict(loaded.for_several_topics().values.items() - loaded.values.items())
         loaded = loaded.with_values(**named)
         given = [*given, (f"the App {target}", named)]
-    found = configuration.rows(loaded, given)
+    found = configuration.list_settings(loaded, given)
     if json:
         print_json([dataclasses.asdict(row) for row in found])
         return

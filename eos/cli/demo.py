@@ -36,17 +36,17 @@ def demo(
     try:
         # Imported here: the other commands must start without numpy and the rest of the extra `demo`.
         from eos.demo.show import Show
-        from eos.demo.story import tell
+        from eos.demo.story import run_demo
 
         if spark:
-            from eos.demo.spark import tell
+            from eos.demo.spark import run_demo
         if state:
-            from eos.demo.state import tell
+            from eos.demo.state import run_demo
     except ModuleNotFoundError as error:
         raise Unavailable(f"the demo needs {error.name}: pip install 'eos-kafka[demo,embedded]'") from error
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    tell(Show(), bootstrap_servers, flights)
+    run_demo(Show(), bootstrap_servers, flights)
     return 0
 
 

@@ -273,7 +273,7 @@ def _app(target: str, settings: Settings) -> App:
     loaded = load_app(target)
     loaded.check()
     if loaded.patterns:
-        loaded.take_in(topic_names(settings, _TIMEOUT_S))
+        loaded.add_topics(topic_names(settings, _TIMEOUT_S))
     return loaded
 
 

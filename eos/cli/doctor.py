@@ -14,12 +14,12 @@ from eos.cli.txn import abort_command
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable
 from eos.kafka.admin import facts, preflight
 from eos.kafka.admin.facts import Facts
-from eos.kafka.admin.preflight import Finding, Level, Need
+from eos.kafka.admin.preflight import Finding, Level, Requirements
 from eos.kafka.admin.transactions import OpenTransaction, Verdict, find_open
 from eos.kafka.client import settings
 from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin
 from eos.kafka.client.settings import Settings
-from eos.records import place_of
+from eos.records import format_position
 from eos.state import changelog, notes
 from eos.worker import chains
 from eos.worker.loading import load_app
@@ -50,11 +50,11 @@ def doctor(
     return failed[0].error.exit_code if failed else 0
 
 
-def _need_of(app: App | None, loaded: Settings) -> Need:
+def _need_of(app: App | None, loaded: Settings) -> Requirements:
     if app is None:
-        return preflight.need_of(loaded, (), ())
+        return preflight.requirements_of(loaded, (), ())
     named = loaded.with_values(**{"group.id": app.id, "transactional.id": f"{app.id}-{loaded.instance}"})
-    return preflight.need_of(named, app.topics, app.destinations)
+    return preflight.requirements_of(named, app.topics, app.destinations)
 
 
 def _findings(loaded: Settings, app: App | None) -> list[Finding]:
@@ -62,7 +62,7 @@ def _findings(loaded: Settings, app: App | None) -> list[Finding]:
     try:
         by_pattern = [] if app is None else _add_matching_topics(loaded, app)
         need = _need_of(app, loaded)
-        known = preflight.look(loaded, need, _TIMEOUT_S)
+        known = preflight.gather_facts(loaded, need, _TIMEOUT_S)
     except (Unavailable, NotAuthorised) as error:
         check = "brokers" if isinstance(error, Unavailable) else "authorised"
         return [Finding(check, Level.FAILED, str(error.args[0]), error.remedy, type(error))]
@@ -77,10 +77,12 @@ def _state_findings(loaded: Settings, app: App) -> list[Finding]:
         changelog.changelogs_of(app.id, app.stateful)
         if app.stateful:
             with ClusterAdmin(loaded) as admin:
-                notes.all_kept({route.sources[0]: route for route in app.stateful}, admin.metadata_by_partition(app.id))
+                notes.require_all_offset_notes(
+                    {route.sources[0]: route for route in app.stateful}, admin.metadata_by_partition(app.id)
+                )
         client = facts.connect(loaded, _TIMEOUT_S) if app.stateful else None
         for route in app.stateful:
-            fit = changelog.fit_of(client, app.id, route)
+            fit = changelog.check_fit(client, app.id, route)
             state = f"will be created at start with {fit.partitions} partitions" if fit.missing else "exists"
             found.append(Finding("state", Level.OK, f"{route.name}: its changelog {fit.topic} {state}"))
     except (ConfigurationError, Unavailable, NotAuthorised) as error:
@@ -106,7 +108,7 @@ def _add_matching_topics(loaded: Settings, app: App) -> list[Finding]:
         return []
     existing = topic_names(loaded, _TIMEOUT_S)
     waiting = lacking(app, existing)
-    app.take_in(existing - waiting.keys())
+    app.add_topics(existing - waiting.keys())
     found = [
         Finding("topics", Level.WARNING, why_not_read(topic, letters), f"create {letters}")
         for topic, letters in waiting.items()
@@ -118,7 +120,7 @@ def _add_matching_topics(loaded: Settings, app: App) -> list[Finding]:
     return found
 
 
-def _transactions(loaded: Settings, need: Need, known: Facts) -> list[Finding]:
+def _transactions(loaded: Settings, need: Requirements, known: Facts) -> list[Finding]:
     """Return findings about open transactions on the App's topics and the offsets log; without an App on all topics."""
     searched: list[list[str] | None] = [None]
     if need.topics:
@@ -142,7 +144,7 @@ def _transaction_findings(admin: ClusterAdmin, topics: list[str] | None) -> list
 
 def _transaction_finding(t: OpenTransaction) -> Finding:
     who = t.transactional_id or f"producer id {t.producer.producer_id}"
-    sentence = f"{place_of(*t.partition)}: transaction of {who} is {t.verdict.value}: {t.reason}"
+    sentence = f"{format_position(*t.partition)}: transaction of {who} is {t.verdict.value}: {t.reason}"
     if t.verdict is Verdict.HANGING:
         return Finding(
             "transactions", Level.FAILED, f"{sentence}; {t.held_back} offsets are held back", abort_command(t)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from eos import log
 from eos.encoding import lineage
-from eos.encoding.dead_letters import parts_of
-from eos.records import Header, place_of
+from eos.encoding.dead_letters import split_headers
+from eos.records import Header, format_position
 
 Json = str | dict[str, str] | None
 
@@ -28,7 +28,7 @@ def bytes_as_text(data: bytes) -> str:
 
 def headers_as_text(headers: Sequence[Header]) -> list[str]:
     """Return `name=value` for each header, followed by sentences for lineage and for a dead letter."""
-    own, failure = parts_of(headers)
+    own, failure = split_headers(headers)
     if "topic" not in failure:
         return [_header_as_text(name, value) for name, value in headers]
     owner = "/".join(failure[name] for name in ("app", "function") if name in failure)
@@ -46,7 +46,7 @@ def _header_as_text(name: str, value: bytes | None) -> str:
     if (source := _decode_lineage(name, value)) is None:
         return f"{log.printable(name)}={'(null)' if value is None else bytes_as_text(value)}"
     which = f"output {source.i + 1} of {source.n}" if source.n > 1 else "output"
-    place = place_of(log.printable(source.topic), source.partition, source.offset)
+    place = format_position(log.printable(source.topic), source.partition, source.offset)
     return f"({which} of {place}, number {source.number})"
 
 

@@ -20,12 +20,12 @@ from eos.cli.options import BootstrapServers, Set, Yes, confirm, load_settings, 
 from eos.encoding import lineage
 from eos.errors import UsageError
 from eos.kafka.admin.facts import connect, describe_topic
-from eos.kafka.admin.reset import STAY, GroupOffsets, Move, Target, parse_skip, parse_target, require_one_each
-from eos.kafka.admin.tail import Span, spans_by
+from eos.kafka.admin.reset import UNCHANGED, GroupOffsets, Move, Target, parse_skip, parse_target, require_exact_skips
+from eos.kafka.admin.tail import OffsetRange, topic_offsets_with
 from eos.kafka.client.settings import Settings
-from eos.records import metadata_with, noted
+from eos.records import merge_metadata, parse_metadata
 from eos.state import notes
-from eos.state.anew import Anew
+from eos.state.full_reset import FullReset
 from eos.worker.loading import load_app
 from eos.worker.new_topics import require_topics, topic_names
 
@@ -77,17 +77,17 @@ def reset(
         _restart_app(load_settings(bootstrap_servers, set_), _app(target), parse_where(from_), wait, dry_run, yes)
         return
     stays = accept_changelog and not from_ and not skip
-    where = STAY if stays else parse_skip(skip) if skip else parse_where(from_ or [])
+    where = UNCHANGED if stays else parse_skip(skip) if skip else parse_where(from_ or [])
     loaded = load_settings(bootstrap_servers, set_)
     app = None if target is None else _app(target)
     name, topics = _group(loaded, app, group, topic or [])
     offsets = GroupOffsets(loaded, name, topics)
-    offsets.require_nobody(wait)
+    offsets.require_no_members(wait)
     moves = [update_metadata(move, bool(skip), accept_changelog) for move in offsets.plan(where)]
     if not moves:
         raise UsageError(f"group {name} has no committed offset of {', '.join(topics)}")
     if skip:
-        require_one_each(loaded, moves)
+        require_exact_skips(loaded, moves)
     if app is not None and from_:
         moves = _with_notes_of_state(loaded, app, moves)
     print_table(_table(moves))
@@ -116,8 +116,8 @@ def _restart_app(loaded: Settings, app: App, where: Target, wait: float, dry_run
         raise UsageError(f"{app.id} has no state and no topic between its functions: use --from without --with-state")
     _add_matching_topics(loaded, app)
     offsets = GroupOffsets(loaded, app.id, set(app.topics) - app.chained)
-    offsets.require_nobody(wait)
-    plan = Anew(loaded, app, where, offsets)
+    offsets.require_no_members(wait)
+    plan = FullReset(loaded, app, where, offsets)
     print_table(_table(plan.moves))
     for topic in plan.changelogs:
         print(f"to be emptied: {topic}, a changelog")
@@ -140,7 +140,7 @@ def _app(target: str) -> App:
 
 def _add_matching_topics(loaded: Settings, app: App) -> None:
     if app.patterns:
-        app.take_in(topic_names(loaded, _TIMEOUT_S))
+        app.add_topics(topic_names(loaded, _TIMEOUT_S))
         require_topics(app, loaded.bootstrap_servers)
 
 
@@ -169,8 +169,8 @@ def _with_notes_of_state(loaded: Settings, app: App, moves: list[Move]) -> list[
     client = connect(loaded, _TIMEOUT_S)
 
     @cache
-    def kept(changelog: str) -> Mapping[int, Span]:
-        return spans_by(client, loaded, changelog) if describe_topic(client, changelog).exists else {}
+    def kept(changelog: str) -> Mapping[int, OffsetRange]:
+        return topic_offsets_with(client, loaded, changelog) if describe_topic(client, changelog).exists else {}
 
     @cache
     def partitions(topic: str) -> int:
@@ -182,8 +182,8 @@ def _with_notes_of_state(loaded: Settings, app: App, moves: list[Move]) -> list[
             return move
         span = kept(changelog_of(app.id, route)).get(partition)
         if move.before is None and (span is None or span.low == span.end):
-            note = notes.noted_of(route, 0, partitions(topic)).noted()
-            return dataclasses.replace(move, metadata=metadata_with(move.metadata, note))
+            note = notes.make_offset_note(route, 0, partitions(topic)).entries()
+            return dataclasses.replace(move, metadata=merge_metadata(move.metadata, note))
         raise UsageError(
             f"{route.name} of {app.id} has state, and records that are read again would change it a second time",
             remedy="--with-state empties the state too; --skip skips a record; `eos reset --group` moves only the "
@@ -198,7 +198,7 @@ def update_metadata(move: Move, skipping: bool, accept_changelog: bool) -> Move:
 
     A record that `--skip` skips counts as handled without outputs. After any other move lineage starts its count again.
     """
-    found = noted(move.metadata)
+    found = parse_metadata(move.metadata)
     tally = lineage.tally_of(move.metadata)
     if accept_changelog and (found or not move.metadata):  # metadata of another program stays
         found[notes.KEY] = notes.ACCEPTED
@@ -206,7 +206,7 @@ def update_metadata(move: Move, skipping: bool, accept_changelog: bool) -> Move:
         del found[lineage.KEY]
         if skipping:
             found[lineage.KEY] = [tally.begin, tally.inputs + 1, tally.outputs]
-    if found == noted(move.metadata):
+    if found == parse_metadata(move.metadata):
         return move
     return dataclasses.replace(move, metadata=json.dumps(found, separators=(",", ":")))
 

@@ -32,10 +32,10 @@ from eos.cli.options import (
 from eos.errors import Interruption, PoisonRecord, UsageError
 from eos.health.board import Board
 from eos.health.observer import Observer
-from eos.health.report import Reporter, pipe_of_supervisor
+from eos.health.report import Reporter, supervisor_pipe
 from eos.health.status import Status
 from eos.kafka.client import settings
-from eos.records import place_of
+from eos.records import format_position
 from eos.signals import Handlers, StopSignals
 from eos.worker.loading import load_app, refuse_ids
 from eos.worker.running import prepare
@@ -80,7 +80,7 @@ def run(
     worker = own_name()
     if log_format == "human":
         prefix_own_output(worker)
-    pipe = pipe_of_supervisor()
+    pipe = supervisor_pipe()
     show = log_format == "human" and sys.stderr.isatty() and pipe is None
     log.configure(log_format, log_level, sys.stderr, worker)
     loaded = settings.load(flags)
@@ -110,7 +110,7 @@ def suggest_remedy(poison: PoisonRecord, target: str, servers: str | None = None
     """
     if poison.offset < 0:
         return ""
-    skip = f"eos reset {target} --skip '{place_of(poison.topic, poison.partition, poison.offset)}' --wait 30"
+    skip = f"eos reset {target} --skip '{format_position(poison.topic, poison.partition, poison.offset)}' --wait 30"
     skip += f" --bootstrap-servers {servers}" if servers else ""
     return f"`{skip}` skips it, on_error=eos.dlq writes such records to a dead-letter topic (docs/howto/failures.md)"
 

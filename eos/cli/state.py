@@ -17,7 +17,7 @@ from rich.table import Table
 from eos.app.definition import App
 from eos.app.routes import changelog_of
 from eos.app.state import Store
-from eos.app.stores import plain
+from eos.app.stores import to_plain
 from eos.cli.options import (
     BootstrapServers,
     Json,
@@ -36,7 +36,7 @@ from eos.errors import ConfigurationError, UsageError
 from eos.kafka.admin.reset import GroupOffsets
 from eos.kafka.client.settings import Settings
 from eos.state import changelog
-from eos.state.begin import Beginning
+from eos.state.begin_empty import EmptyStates
 from eos.worker.loading import load_app
 
 _SHOWN = 20
@@ -118,8 +118,8 @@ def begin(
     settings, loaded = load_settings(bootstrap_servers, set_), load_app(target)
     (route,) = [route for route in loaded.stateful if route.name in _functions(loaded, [function]).names]
     offsets = GroupOffsets(settings, loaded.id, route.sources)
-    offsets.require_nobody(wait)
-    plan = Beginning(settings, loaded, route, offsets)
+    offsets.require_no_members(wait)
+    plan = EmptyStates(settings, loaded, route, offsets)
     for name in plan.fresh:
         print(f"{name} of {function} will begin empty")
     for name in plan.gone:
@@ -142,8 +142,8 @@ class _StatefulFunctions:
     def rows(self, name: str, settings: Settings, keys: list[str] | None) -> Iterator[Row]:
         """Yield the function's state, ordered by partition and key. Raises Unavailable, ConfigurationError."""
         route, wanted = self._routes[name], None if keys is None else {key.encode() for key in keys}
-        stores = {store.kept_as: store for store in route.stores}
-        for partition, kept in changelog.kept(settings, changelog_of(self._app_id, route)):
+        stores = {store.stored_name: store for store in route.stores}
+        for partition, kept in changelog.read_state(settings, changelog_of(self._app_id, route)):
             for key, state in kept:
                 if wanted is None or key in wanted:
                     known = {store: fields for store, fields in state.items() if store in stores}
@@ -152,7 +152,7 @@ class _StatefulFunctions:
 
 def _decode(store: Store, fields: list[tuple[bytes, bytes]]) -> Any:
     try:
-        return plain(store, fields)
+        return to_plain(store, fields)
     except DecodeError as error:
         raise ConfigurationError(
             f"the stored state {store.name} does not have the type that the App declares: {error}"

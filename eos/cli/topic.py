@@ -32,10 +32,10 @@ from eos.cli.options import (
 from eos.cli.rendering import bytes_as_json, bytes_as_text, header_as_json, headers_as_text
 from eos.errors import Unavailable, UsageError, not_authorised
 from eos.kafka.admin import facts, tail
-from eos.kafka.admin.tail import Mark, Seen
+from eos.kafka.admin.tail import Mark, MarkedRecord
 from eos.kafka.client.settings import Settings
 from eos.plain import Delivery, transaction
-from eos.records import Header, UnreadableHeaders, is_topic_name, place_of, readable
+from eos.records import Header, UnreadableHeaders, format_position, is_topic_name, readable_headers
 
 _TIMEOUT_S = 5.0
 _MOST_PLACES = 10
@@ -55,7 +55,7 @@ def list_(
     """List topics with their partitions and replicas."""
     settings = load_settings(bootstrap_servers, set_)
     client = facts.connect(settings, _TIMEOUT_S)
-    found = facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).topics
+    found = facts.cluster_metadata(client, settings.bootstrap_servers, _TIMEOUT_S).topics
     rows = [
         {
             "topic": name,
@@ -93,7 +93,7 @@ def create_and_print(settings: Settings, names: list[str], partitions: int, brok
     for name in names:
         _check_name(name)
     client = facts.connect(settings, _TIMEOUT_S)
-    brokers = brokers or len(facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
+    brokers = brokers or len(facts.cluster_metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
     created = facts.create_topics(settings, dict.fromkeys(names, partitions), brokers)
     for name in dict.fromkeys(names):
         print(f"{name}: {f'created with {partitions} partitions' if name in created else 'exists'}")
@@ -183,7 +183,7 @@ def send(
     settings = load_settings(bootstrap_servers, set_)
     # Read before the transaction begins: slow typing on stdin must not exceed its timeout.
     given = [*map(os.fsencode, values)] if values else [line.rstrip(b"\n") for line in sys.stdin.buffer]
-    held = tail.spans(settings, topic, _TIMEOUT_S)
+    held = tail.topic_offsets(settings, topic, _TIMEOUT_S)
     records = [(None if key is None else os.fsencode(key), value) for value in given]
     if key_separator is not None:
         records = [_split_key(value, os.fsencode(key_separator), number) for number, value in enumerate(given, 1)]
@@ -224,13 +224,13 @@ def tail_(
         raise UsageError("--from-beginning and --last exclude each other")
     _check_name(topic)
     settings = load_settings(bootstrap_servers, set_)
-    held = tail.spans(settings, topic, _TIMEOUT_S)
+    held = tail.topic_offsets(settings, topic, _TIMEOUT_S)
     show = _show_json if json else _show
-    ends = tail.ends_of(held, uncommitted)
+    ends = tail.end_offsets(held, uncommitted)
     shown = 0
     with until_output_closed():
         if not from_beginning:
-            for seen in tail.last(settings, topic, held, _LAST if last is None else last, uncommitted):
+            for seen in tail.read_last(settings, topic, held, _LAST if last is None else last, uncommitted):
                 show(seen)
                 shown += 1
         starts = {p: span.low for p, span in held.items()} if from_beginning else ends
@@ -266,22 +266,25 @@ def _read(
 # ---- output ---------------------------------------------------------------------------------------------------
 
 
-def _show(seen: Seen) -> None:
+def _show(seen: MarkedRecord) -> None:
     record = seen.record
     time_ = "-" if record.timestamp < 0 else _local_time(record.timestamp)
     mark = "" if seen.mark is Mark.COMMITTED else f"  ({seen.mark.value})"
     key = "-" if record.key is None else bytes_as_text(record.key)
     value = "(tombstone)" if record.value is None else bytes_as_text(record.value)
     found = record.headers
-    texts = [*headers_as_text(readable(found)), *([f"({found.why})"] if isinstance(found, UnreadableHeaders) else [])]
+    texts = [
+        *headers_as_text(readable_headers(found)),
+        *([f"({found.why})"] if isinstance(found, UnreadableHeaders) else []),
+    ]
     headers = "".join(f"  {text}" for text in texts)
     print(
-        f"{place_of(record.topic, record.partition, record.offset)}  {time_}  {key}  {value}{headers}{mark}",
+        f"{format_position(record.topic, record.partition, record.offset)}  {time_}  {key}  {value}{headers}{mark}",
         flush=True,
     )
 
 
-def _show_json(seen: Seen) -> None:
+def _show_json(seen: MarkedRecord) -> None:
     record = seen.record
     unreadable = {"unreadable": record.headers.why} if isinstance(record.headers, UnreadableHeaders) else {}
     print_json(
@@ -292,7 +295,7 @@ def _show_json(seen: Seen) -> None:
             "timestamp": record.timestamp,
             "key": bytes_as_json(record.key),
             "value": bytes_as_json(record.value),
-            "headers": [[name, header_as_json(name, value)] for name, value in readable(record.headers)],
+            "headers": [[name, header_as_json(name, value)] for name, value in readable_headers(record.headers)],
             **unreadable,
             "state": seen.mark.value,
         }
@@ -305,12 +308,12 @@ def _local_time(timestamp_ms: int) -> str:
 
 
 def _print_sent(topic: str, sent: Iterable[Delivery]) -> None:
-    places = [place_of(topic, one.partition, one.offset) for one in sent]
+    places = [format_position(topic, one.partition, one.offset) for one in sent]
     more = f", ... ({len(places)} records)" if len(places) > _MOST_PLACES else ""
     print(f"sent in one transaction: {', '.join(places[:_MOST_PLACES])}{more}")
 
 
-def _print_remaining(topic: str, held: dict[int, tail.Span], shown: int, uncommitted: bool) -> None:
+def _print_remaining(topic: str, held: dict[int, tail.OffsetRange], shown: int, uncommitted: bool) -> None:
     """Print how many records are not shown, and why."""
     waiting = sum(span.end - span.stable for span in held.values())
     if waiting and not uncommitted:

@@ -27,17 +27,17 @@ from eos.cli.options import (
     print_table,
 )
 from eos.errors import Unavailable, UsageError
-from eos.kafka.admin.fence import end_of
+from eos.kafka.admin.fence import abort_open_transaction
 from eos.kafka.admin.transactions import (
     ENDED,
     STATES,
     OpenTransaction,
     abort_hanging,
     find_open,
-    hanging_among,
+    only_hanging,
 )
-from eos.kafka.client.cluster import ClusterAdmin, Described, Listed
-from eos.records import place_of
+from eos.kafka.client.cluster import ClusterAdmin, ListedTransaction, TransactionalIdState
+from eos.records import format_position
 
 HANGING_FOUND = 1
 
@@ -99,7 +99,7 @@ def describe(
     table.add_row("timeout", f"{row.timeout_ms} ms")
     table.add_row("open for", _open_for(row))
     for partition in sorted(row.partitions):
-        table.add_row("partition", place_of(*partition))
+        table.add_row("partition", format_position(*partition))
     _print_table(table, "", 1)
 
 
@@ -116,7 +116,7 @@ def find_hanging(
     """Show open transactions that no coordinator will end. Exits with 1 if there are any."""
     with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
         found = find_open(admin, topic or None)
-    hanging = hanging_among(found)
+    hanging = only_hanging(found)
     shown = found if open_too else hanging
     if json:
         print_json([_open(t) for t in shown])
@@ -147,7 +147,7 @@ def abort(
     with ClusterAdmin(loaded) as admin:
         if transactional_id is not None:
             confirm(f"end the open transaction of {transactional_id} and fence its owner", yes)
-            before, after = end_of(admin, loaded, transactional_id)
+            before, after = abort_open_transaction(admin, loaded, transactional_id)
             if json:
                 print_json([_ended({"transactional_id": transactional_id}, before, after)])
                 return
@@ -161,21 +161,23 @@ def abort(
 
 def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, json: bool) -> None:
     here = [t for t in find_open(admin, [topic]) if t.partition == (topic, partition)]
-    hanging = hanging_among(here)
+    hanging = only_hanging(here)
     if not hanging:
         why = f": {here[0].reason} (transactional.id {here[0].transactional_id})" if here else ""
-        raise Unavailable(f"no hanging transaction on {place_of(topic, partition)}{why}")
+        raise Unavailable(f"no hanging transaction on {format_position(topic, partition)}{why}")
     done: list[dict[str, Any]] = []
     try:
         for found in hanging:
             who = f"producer id {found.producer.producer_id}, epoch {found.producer.epoch}"
-            confirm(f"write an abort marker to {place_of(*found.partition)} for {who} ({found.reason})", yes)
+            confirm(f"write an abort marker to {format_position(*found.partition)} for {who} ({found.reason})", yes)
             abort_hanging(admin, found)
             ids = (found.producer.producer_id, found.producer.epoch)
             where = {"topic": topic, "partition": partition}
-            done.append(_ended(where, Described(found.verdict.value, *ids), Described("aborted", *ids)))
+            done.append(
+                _ended(where, TransactionalIdState(found.verdict.value, *ids), TransactionalIdState("aborted", *ids))
+            )
             if not json:
-                print(f"{place_of(*found.partition)}: aborted the transaction of {who}")
+                print(f"{format_position(*found.partition)}: aborted the transaction of {who}")
     finally:
         if json and done:  # an error must not hide the transactions that were aborted before it
             print_json(done)
@@ -199,15 +201,15 @@ def abort_command(hanging: OpenTransaction) -> str:
     return f"eos txn abort --topic {topic} --partition {partition}"
 
 
-def _listed(row: Listed) -> dict[str, Any]:
+def _listed(row: ListedTransaction) -> dict[str, Any]:
     return dataclasses.asdict(row) | {"partitions": [list(p) for p in sorted(row.partitions)]}
 
 
-def _ended(what: dict[str, Any], before: Described, after: Described | None) -> dict[str, Any]:
+def _ended(what: dict[str, Any], before: TransactionalIdState, after: TransactionalIdState | None) -> dict[str, Any]:
     return what | {"before": _known(before), "after": _known(after)}
 
 
-def _known(seen: Described | None) -> dict[str, Any] | None:
+def _known(seen: TransactionalIdState | None) -> dict[str, Any] | None:
     return None if seen is None else {"state": seen.state, "producer_id": seen.producer_id, "epoch": seen.epoch}
 
 
@@ -233,7 +235,7 @@ def _print_table(table: Table, nothing: str, rows: int) -> None:
     print_table(table)
 
 
-def _open_for(row: Listed) -> str:
+def _open_for(row: ListedTransaction) -> str:
     """Return how long a transaction has been open. The start time of an ended one is that of the last transaction."""
     if row.state in ENDED or row.start_ms < 0:
         return "-"

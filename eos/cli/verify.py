@@ -66,7 +66,7 @@ def verify(
         found = verify_cluster(
             *(loaded.bootstrap_servers, inputs, outputs, group_id, loaded.connection()),
             progress=progress,
-            waits=lambda sentence: console.print(f"eos: {sentence}", markup=False, highlight=False, soft_wrap=True),
+            on_wait=lambda sentence: console.print(f"eos: {sentence}", markup=False, highlight=False, soft_wrap=True),
         )
     return _print_result(found, group_id, outputs, app)
 
@@ -76,7 +76,7 @@ def _topics(loaded: Settings, app: App) -> tuple[list[str], list[str], str]:
     app.check()
     refuse_ids(loaded, "eos verify")
     if app.patterns:
-        app.take_in(NewTopics(loaded.without("eos.create.topics"), app).now())
+        app.add_topics(NewTopics(loaded.without("eos.create.topics"), app).now())
     return app.topics, sorted(app.destinations), app.id
 
 

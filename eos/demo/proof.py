@@ -24,7 +24,7 @@ from eos.testing.history import Log, committed_offsets, end_offsets, read_topic
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `why` names the error if it does not hold."""
+    """Holds one line of the table; `why` names the error if it does not hold."""
 
     check: str
     expected: str
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The records read after the run: flights and outputs with read_committed, and a count with read_uncommitted."""
+    """Holds the records read after the run: flights and committed outputs, and a count with read_uncommitted."""
 
     flights: Log
     outputs: Log  # of topics.OUTPUTS, in this order
@@ -55,34 +55,34 @@ def read(servers: str) -> Found:
     )
 
 
-def exactly_once(expected: Expectation, found: Found) -> list[Row]:
+def exactly_once_rows(expected: Expectation, found: Found) -> list[Row]:
     """Return the rows about the App's output."""
-    report = lineage(expected, found)
+    report = check_lineage(expected, found)
     by_topic = [
         [key for key, topic in zip(found.outputs.keys, found.outputs.topic, strict=True) if topic == index]
         for index in range(len(topics.OUTPUTS))
     ]
     return [
-        _same_keys("flights loaded", expected.keys, found.flights.keys),
-        _same_keys(f"records in {topics.DELAYS}", expected.keys, by_topic[0]),
-        _same_keys(f"records in {topics.LATE} (> {LATE_MINUTES} min)", expected.late, by_topic[1]),
-        _rule("records lost", report, "no_losses"),
-        _rule("records doubled", report, "no_duplicates"),
-        _rule("records out of nowhere", report, "no_strangers"),
-        _rule("records out of order", report, "order"),
-        _rule("flights in only one of two topics", report, "atomic"),
-        _rule("offsets that disagree with the output", report, "offsets_match_outputs"),
-        _rule("partitions with a hanging transaction", report, "stable_end"),
-        minutes(expected, found.outputs),
+        _compare_keys("flights loaded", expected.keys, found.flights.keys),
+        _compare_keys(f"records in {topics.DELAYS}", expected.keys, by_topic[0]),
+        _compare_keys(f"records in {topics.LATE} (> {LATE_MINUTES} min)", expected.late, by_topic[1]),
+        _rule_row("records lost", report, "no_losses"),
+        _rule_row("records doubled", report, "no_duplicates"),
+        _rule_row("records without an input", report, "no_unexpected_outputs"),
+        _rule_row("records out of order", report, "order"),
+        _rule_row("flights in only one of two topics", report, "atomic"),
+        _rule_row("offsets that disagree with the output", report, "offsets_match_outputs"),
+        _rule_row("partitions with a hanging transaction", report, "stable_end"),
+        compare_minutes(expected, found.outputs),
     ]
 
 
-def lineage(expected: Expectation, found: Found) -> Report:
+def check_lineage(expected: Expectation, found: Found) -> Report:
     """Return the checker's report; an output's source is the flight that its key names, its copy its topic's index."""
     flights, outputs = found.flights, found.outputs
     row_of = {key: row for row, key in enumerate(flights.keys)}
     rows = np.array([row_of.get(key, -1) for key in outputs.keys], np.int64)
-    # Index -1 finds the extra row at the end: a key that no flight has violates no_strangers.
+    # Index -1 finds the extra row at the end: a key that no flight has violates no_unexpected_outputs.
     partitions, offsets = np.append(flights.partition, -1), np.append(flights.offset, -1)
     late = np.fromiter((key in expected.late for key in flights.keys), np.bool_, len(flights.keys))
     return checker.check(
@@ -104,7 +104,7 @@ def lineage(expected: Expectation, found: Found) -> Report:
     )
 
 
-def minutes(expected: Expectation, outputs: Log) -> Row:
+def compare_minutes(expected: Expectation, outputs: Log) -> Row:
     """Compare the sum of delays of each airline, from the values in DELAYS, with the expectation."""
     seen: Counter[str] = Counter()
     for value, topic in zip(outputs.values, outputs.topic, strict=True):
@@ -124,7 +124,7 @@ def minutes(expected: Expectation, outputs: Log) -> Row:
     )
 
 
-def faults(found: Found, kills: int, pauses: int, contrast: Contrast) -> list[Row]:
+def fault_rows(found: Found, kills: int, pauses: int, contrast: Contrast) -> list[Row]:
     """Return the rows about the faults, without which the others prove nothing: the faults hit and do damage."""
     return [
         at_least_one("SIGKILLs inside an open transaction", kills),
@@ -134,7 +134,7 @@ def faults(found: Found, kills: int, pauses: int, contrast: Contrast) -> list[Ro
     ]
 
 
-def _same_keys(check: str, expected: Sequence[bytes] | set[bytes], seen: Sequence[bytes | None]) -> Row:
+def _compare_keys(check: str, expected: Sequence[bytes] | set[bytes], seen: Sequence[bytes | None]) -> Row:
     """Compare two collections of keys as multisets."""
     missing, extra = Counter[bytes | None](expected), Counter(seen)
     missing, extra = missing - extra, extra - missing
@@ -143,11 +143,13 @@ def _same_keys(check: str, expected: Sequence[bytes] | set[bytes], seen: Sequenc
     return Row(check, f"{len(expected):,}", f"{len(seen):,}", bool(expected) and not why, "; ".join(why))
 
 
-def _rule(check: str, report: Report, rule: str) -> Row:
+def _rule_row(check: str, report: Report, rule: str) -> Row:
     verdict = report[rule]
     why = "" if verdict.holds else verdict.sentence
     return Row(check, "0", f"{verdict.violations:,} of {verdict.examined:,}", verdict.holds, why)
 
 
 def at_least_one(check: str, count: int) -> Row:
-    return Row(check, "at least 1", f"{count:,}", count >= 1, "" if count >= 1 else "there was none: nothing is shown")
+    return Row(
+        check, "at least 1", f"{count:,}", count >= 1, "" if count >= 1 else "there was none, so nothing is shown"
+    )

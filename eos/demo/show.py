@@ -25,7 +25,7 @@ _PLAIN_EVERY_S = 5.0
 
 
 class Show:
-    """One demo on one console; `total_s` is the time in seconds since its creation."""
+    """Shows one demo on one console; `total_s` is the time in seconds since its creation."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()

@@ -1,4 +1,4 @@
-"""`eos demo --spark`: flights -> worker -> Kafka -> stateful Spark query -> Kafka, with the driver killed mid-batch.
+"""Runs `eos demo --spark`: a worker and a stateful Spark query over flights, with the driver killed mid-batch.
 
 Owns the order of this demo and its proof. The expectation is computed directly from the CSV file. Nothing here shares
 code with examples/departures.py and examples/delays_by_hour.py, which it judges. It must never leave a process behind.
@@ -18,7 +18,7 @@ import psutil
 from confluent_kafka.admin import NewTopic
 
 from eos.demo import data, topics
-from eos.demo.faults import MOST_ATTEMPTS, Hit, NotProven, Witness
+from eos.demo.faults import MAX_ATTEMPTS, Hit, NotProven, Witness
 from eos.demo.process import Child
 from eos.demo.proof import Row, at_least_one
 from eos.demo.show import Show
@@ -33,9 +33,9 @@ _TOPICS = (
     NewTopic(DEPARTURES, topics.PARTITIONS),
     NewTopic(HOURS, topics.PARTITIONS, config={"cleanup.policy": "compact"}),
 )
-_WORK_S = 400.0
+_WORK_TIMEOUT_S = 400.0
 _BATCHES = 6  # about this many, whatever the number of flights: a kill must come between the first and the last
-_JVM_S = 60.0
+_JVM_EXIT_TIMEOUT_S = 60.0
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
 Totals = tuple[int, int, int]  # flights, minutes, late ones
@@ -43,13 +43,13 @@ Totals = tuple[int, int, int]  # flights, minutes, late ones
 
 @dataclass(frozen=True)
 class Killed:
-    """The kill that hit: the transaction that it left open, and the number of batches committed before."""
+    """Describes the kill that hit: the transaction that it left open, and the number of batches committed before."""
 
     hit: Hit
     batches: int
 
 
-def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
+def run_demo(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
     """Run the whole demo and return the table's rows. Raise EosError: Unavailable, NotProven, ..."""
     if not _EXAMPLES.is_dir():
         raise Unavailable("this demo runs the programs in examples/: run it from a checkout (make demo-spark)")
@@ -59,7 +59,7 @@ def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
     with (
         directory_for_logs() as directory,
         kafka_for(show, bootstrap_servers) as servers,
-        topics.made(servers, delete=bootstrap_servers is not None, wanted=_TOPICS, groups=("departures",)),
+        topics.created_topics(servers, delete=bootstrap_servers is not None, wanted=_TOPICS, groups=("departures",)),
     ):
         with show.bar("loading", flights) as progress:
             loaded = topics.load(servers, flights, progress)
@@ -86,14 +86,14 @@ def _run_worker(show: Show, servers: str, directory: Path) -> None:
         with show.busy("a worker: eos run examples/departures.py"):
             _wait_for_exit(worker)
     count = sum(end_offsets(servers, DEPARTURES, topics.QUIET).stable.values())
-    show.step(f"a worker has made departures of them: eos run examples/departures.py ({count:,} offsets)")
+    show.step(f"a worker has converted them to departures: eos run examples/departures.py ({count:,} offsets)")
 
 
 def _wait_for_exit(child: Child) -> None:
-    deadline = time.monotonic() + _WORK_S
+    deadline = time.monotonic() + _WORK_TIMEOUT_S
     while (code := child.exit_code()) is None:
         if time.monotonic() > deadline:
-            raise NotProven(f"{child.name} did not end within {_WORK_S:.0f} s: {child.log_path}")
+            raise NotProven(f"{child.name} did not end within {_WORK_TIMEOUT_S:.0f} s: {child.log_path}")
         time.sleep(0.05)
     if code != 0:
         raise NotProven(f"{child.name} ended with exit code {code}: {child.log_path}")
@@ -109,26 +109,26 @@ def _run_spark(show: Show, servers: str, directory: Path, flights: int) -> Kille
     ):
         killed = _kill_in_mid_batch(show, driver, witness)
         driver.start()
-        show.event("the driver is started again: its first act is to end what it left open")
-        with show.busy("the query goes on"):
+        show.event("the driver is started again: first it ends the transaction that it left open")
+        with show.busy("the query continues"):
             _wait_for_exit(driver)
         show.event(f"the query is done: {_batches(driver)} batches committed")
         return killed
 
 
 def _kill_in_mid_batch(show: Show, driver: Child, witness: Witness) -> Killed:
-    for attempt in range(1, MOST_ATTEMPTS + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         before = _batches(driver)
         driver.start()
-        # The first batch after each start is let through, so that a kill that missed does not lead to an endless loop.
+        # The first batch after each start may commit, so that missed kills do not lead to an endless loop.
         with show.busy("the driver starts and commits its first batch"):
             _wait_for(driver, lambda before=before: _batches(driver) > before)
         _wait_for(driver, lambda: witness.has_records_of(TRANSACTIONAL_ID))
         jvms = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()
         # After all processes of the driver have ended, a commit on its way has arrived.
-        psutil.wait_procs(jvms, _JVM_S)
-        if hit := witness.left_open_by(TRANSACTIONAL_ID, attempt):
+        psutil.wait_procs(jvms, _JVM_EXIT_TIMEOUT_S)
+        if hit := witness.find_left_open_by(TRANSACTIONAL_ID, attempt):
             batches = _batches(driver)
             show.event(
                 f"SIGKILL to the driver after {batches} batches, in a transaction ({TRANSACTIONAL_ID}: "
@@ -136,17 +136,17 @@ def _kill_in_mid_batch(show: Show, driver: Child, witness: Witness) -> Killed:
                 "red",
             )
             return Killed(hit, batches)
-    raise NotProven(f"{MOST_ATTEMPTS} times SIGKILL did not hit an open transaction of the query: {driver.log_path}")
+    raise NotProven(f"{MAX_ATTEMPTS} times SIGKILL did not hit an open transaction of the query: {driver.log_path}")
 
 
 def _wait_for(driver: Child, probe: object) -> None:
     assert callable(probe)
-    deadline = time.monotonic() + _WORK_S
+    deadline = time.monotonic() + _WORK_TIMEOUT_S
     while not probe():
         if (code := driver.exit_code()) is not None:
             raise NotProven(f"the query ended with exit code {code} before it was killed: {driver.log_path}")
         if time.monotonic() > deadline:
-            raise NotProven(f"the query did not get on within {_WORK_S:.0f} s: {driver.log_path}")
+            raise NotProven(f"the query made no progress within {_WORK_TIMEOUT_S:.0f} s: {driver.log_path}")
         time.sleep(0.01)
 
 
@@ -199,9 +199,11 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
     totals = [[sum(row[at] for row in rows.values()) for at in range(3)] for rows in (expected, found)]
     named = ("flights counted", "minutes of delay", "late flights")
     return [
-        Row("departures made by the worker", f"{departed:,}", f"{len(departures):,}", departed == len(departures) > 0),
         Row(
-            "airport hours with other numbers",
+            "departures written by the worker", f"{departed:,}", f"{len(departures):,}", departed == len(departures) > 0
+        ),
+        Row(
+            "airport hours with wrong numbers",
             "0",
             f"{len(wrong):,} of {len(expected):,}",
             not wrong and bool(found),

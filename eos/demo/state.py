@@ -1,4 +1,4 @@
-"""`eos demo --state`: delays per airline and day in keyed state, with two kills and a deleted folder.
+"""Runs `eos demo --state`: delays per airline and day in keyed state, with two kills and a deleted folder.
 
 Two workers are each killed in an open transaction, and the folder of one is deleted. This module owns the order of this
 demo and its proof. The expectation is computed directly from the CSV file. Nothing here shares code with
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from confluent_kafka.admin import NewTopic
 
-from eos.app.cells import named
+from eos.app.cells import parse_cell
 from eos.demo import data, topics
 from eos.demo.faults import Hit, NotProven, Witness, kill_in_a_transaction
 from eos.demo.process import Child
@@ -43,14 +43,14 @@ Totals = dict[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Killed:
-    """The transactions that the kills left open, and the changes each worker read again with and without its folder."""
+    """Holds the transactions that the kills left open, and the changes read again with and without a folder."""
 
     hits: tuple[Hit, Hit]
     read_with_folder: int
     read_without: int
 
 
-def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
+def run_demo(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
     """Run the whole demo and return the table's rows. Raise EosError: Unavailable, NotProven, ..."""
     show.title(
         f"eos demo --state: {flights:,} real flights summed by key, two SIGKILLs and a lost folder; are the sums right?"
@@ -58,7 +58,7 @@ def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
     with (
         directory_for_logs() as directory,
         kafka_for(show, bootstrap_servers) as servers,
-        topics.made(servers, delete=bootstrap_servers is not None, wanted=_TOPICS, groups=(APP,)),
+        topics.created_topics(servers, delete=bootstrap_servers is not None, wanted=_TOPICS, groups=(APP,)),
     ):
         with show.bar("loading", flights) as progress:
             loaded = topics.load(servers, flights, progress)
@@ -134,7 +134,7 @@ def _kill(show: Show, worker: Child, witness: Witness, folder: Path | None) -> t
         show.event(f"the folder of worker {worker.name} is deleted", "red")
     before = len(worker.log())
     worker.start()
-    witness.wait_for_log(worker, "state restored", behind=before)
+    witness.wait_for_log(worker, "state restored", skip=before)
     keys, read = map(int, re.findall(r"state restored .* keys=(\d+) read=(\d+)", worker.log()[before:])[0])
     how = "without its folder" if folder else "with its folder"
     show.event(f"worker {worker.name} is started again {how}: {keys:,} sums, {read:,} changes read from the changelog")
@@ -162,8 +162,8 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
     between = read_topic(servers, BY_AIRLINE, config=topics.QUIET)
     uncommitted = len(read_topic(servers, (BY_AIRLINE, BY_DAY), "read_uncommitted", topics.QUIET))
     changes = read_topic(servers, CHANGELOG, config=topics.QUIET)
-    found, uneven = _last_of_each(outputs)
-    cells = [(named(cell or b""), value) for cell, value in zip(changes.keys, changes.values, strict=True)]
+    found, uneven = _last_totals(outputs)
+    cells = [(parse_cell(cell or b""), value) for cell, value in zip(changes.keys, changes.values, strict=True)]
     kept = {key.decode(): _total(value) for (store, key, _), value in cells if store}
     ends = end_offsets(servers, [t.topic for t in _TOPICS], topics.QUIET)
     hanging = sum(ends.stable[place] != ends.log_end[place] for place in ends.log_end)
@@ -171,8 +171,8 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
     hits = sum(hit.found.state == "Ongoing" and hit.partitions > 0 for hit in killed.hits)
     return [
         Row("departures summed", f"{departed:,}", f"{len(outputs):,}", departed == len(outputs) > 0),
-        _same("airlines and days with another sum in the output", expected, found),
-        _same("airlines and days with another sum in the changelog", expected, kept),
+        _compare_totals("airlines and days with a wrong sum in the output", expected, found),
+        _compare_totals("airlines and days with a wrong sum in the changelog", expected, kept),
         Row("minutes of delay", f"{minutes[0]:,}", f"{minutes[1]:,}", minutes[0] == minutes[1]),
         Row("sums that skip or repeat a flight", "0", f"{uneven:,} of {len(outputs):,}", uneven == 0 < len(outputs)),
         Row(
@@ -194,7 +194,7 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
     ]
 
 
-def _same(check: str, expected: Totals, found: Totals) -> Row:
+def _compare_totals(check: str, expected: Totals, found: Totals) -> Row:
     wrong = sorted(key for key in {*expected, *found} if expected.get(key) != found.get(key))
     why = f"for example {wrong[0]}: {expected.get(wrong[0])} expected, {found.get(wrong[0])} seen" if wrong else ""
     return Row(check, "0", f"{len(wrong):,} of {len(expected):,}", bool(expected) and not wrong, why)
@@ -205,7 +205,7 @@ def _total(value: bytes | None) -> tuple[int, int, int]:
     return total.get("flights", 0), total.get("minutes", 0), total.get("longest", 0)
 
 
-def _last_of_each(outputs: Log) -> tuple[Totals, int]:
+def _last_totals(outputs: Log) -> tuple[Totals, int]:
     """Return the last sum of each key, and how many sums do not have exactly one flight more than the one before."""
     found: Totals = {}
     uneven = 0

@@ -1,4 +1,4 @@
-"""The order of the demo: Kafka, flights, two workers and their faults, the contrast, the proof.
+"""Runs the demo in order: Kafka, flights, two workers and their faults, the contrast, the proof.
 
 Owns the order and the supervision of the workers. It must never judge (proof.py does), and never leave a process
 behind.
@@ -23,7 +23,7 @@ from eos.demo.faults import Hit, NotProven, Witness, kill_in_a_transaction, paus
 from eos.demo.process import Child
 from eos.demo.proof import Row
 from eos.demo.show import Show
-from eos.kafka.client.cluster import Described
+from eos.kafka.client.cluster import TransactionalIdState
 
 TRANSACTION_TIMEOUT_MS = 5_000
 # A run has about this many transactions, whatever the number of flights: small ones, so that a fault finds one open.
@@ -31,36 +31,36 @@ _TRANSACTIONS = 1_000
 _KILL_AT, _PAUSE_AT = 0.03, 0.10  # as parts of the flights handled
 # This part of the flights is loaded before the workers start. The rest is loaded after the faults, and small pieces of
 # it earlier if the workers reach the end: a fault must find unhandled input, however many attempts it needs.
-_AT_FIRST, _PIECE = 0.5, 0.01
-_WORK_S = 150.0
-_RESTART_ME = 75
+_INITIAL_PART, _ADDED_PART = 0.5, 0.01
+_WORK_TIMEOUT_S = 150.0
+_TEMPORARY_FAILURE = 75
 
 
 @dataclass(frozen=True)
 class Faults:
-    """The faults that hit the workers; `timed_out`: the paused worker's transaction after the broker aborted it."""
+    """Holds the faults that hit the workers; `timed_out`: the paused worker's transaction after its timeout."""
 
     kill: Hit
     pause: Hit
-    timed_out: Described
+    timed_out: TransactionalIdState
 
 
-def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
+def run_demo(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
     """Run the whole demo and return the table's rows. Raise EosError: Unavailable, NotProven, ..."""
     show.title(f"eos demo: {flights:,} real flights, two workers, a SIGKILL and a SIGSTOP; what does Kafka hold then?")
     with (
         directory_for_logs() as directory,
         kafka_for(show, bootstrap_servers) as servers,
-        topics.made(servers, delete=bootstrap_servers is not None),
+        topics.created_topics(servers, delete=bootstrap_servers is not None),
     ):
         source = topics.Flights(servers, flights)
         with show.bar("loading", flights) as progress:
-            source.load(int(_AT_FIRST * flights), progress)
+            source.load(int(_INITIAL_PART * flights), progress)
         show.step(
             f"{source.loaded:,} flights of 2013 are in topic {topics.FLIGHTS}, {topics.PARTITIONS} partitions; "
             "the others follow while the workers run"
         )
-        show.step(f"two workers: eos run {_shown_target()} --instance a (or b)")
+        show.step(f"two workers: eos run {_displayed_target()} --instance a (or b)")
         show.code(example())
         faults = _run_workers(show, servers, directory, source, flights)
         show.step("for contrast: a plain at-least-once loop handles a quarter of the flights")
@@ -68,7 +68,7 @@ def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
         show.step("the proof: read_committed output against a computation straight from the CSV file")
         rows = _prove(show, servers, flights, faults, loop)
         show.table(rows)
-        _say_verdict(show, rows, faults, loop)
+        _print_verdict(show, rows, faults, loop)
     return rows
 
 
@@ -116,7 +116,7 @@ def target(name: str = "flights") -> str:
     return f"eos.demo.{name}:app" if example(name).parent == Path(__file__).parent else f"{example(name)}:app"
 
 
-def _shown_target() -> str:
+def _displayed_target() -> str:
     """Return the argument as one would type it here; the workers themselves run in another directory."""
     return target().removeprefix(f"{Path.cwd()}{os.sep}")
 
@@ -138,7 +138,7 @@ def _run_workers(show: Show, servers: str, directory: Path, source: topics.Fligh
     def handled(count: int) -> None:
         progress(count)
         if count >= source.loaded:
-            source.load(int(_PIECE * flights))
+            source.load(int(_ADDED_PART * flights))
 
     with (
         _worker(servers, "a", directory, flights) as a,
@@ -183,12 +183,12 @@ class Workers:
         for worker, code in codes.items():
             if code in self._done:
                 continue
-            if code == _RESTART_ME:
+            if code == _TEMPORARY_FAILURE:
                 worker.start()
             elif code not in (None, -9):  # -9: the demo's own kill; kill_in_a_transaction or _kill restarts the worker
                 raise NotProven(f"worker {worker.name} ended with exit code {code}: {worker.log_path}")
-        if time.monotonic() - self.began > _WORK_S:
-            raise NotProven(f"after {_WORK_S:.0f} s only {self._follower.committed():,} flights are handled")
+        if time.monotonic() - self.began > _WORK_TIMEOUT_S:
+            raise NotProven(f"after {_WORK_TIMEOUT_S:.0f} s only {self._follower.committed():,} flights are handled")
         return self._done.issuperset(codes.values())
 
     def wait_for(self, records: int) -> None:
@@ -198,7 +198,7 @@ class Workers:
 
     def stop(self) -> None:
         """Stop each worker with SIGTERM and wait until it exits by itself; all flights are handled by then."""
-        self._done.add(_RESTART_ME)
+        self._done.add(_TEMPORARY_FAILURE)
         for worker in self._workers:
             worker.stop()
         self.wait_for_exit()
@@ -212,21 +212,21 @@ def _kill(show: Show, worker: Child, witness: Witness) -> Hit:
     hit = kill_in_a_transaction(worker, witness)
     show.event(f"SIGKILL to worker {worker.name} in a transaction ({_describe(hit)})", "red")
     worker.start()
-    show.event(f"worker {worker.name} is started again: its first act is to abort what it left open")
+    show.event(f"worker {worker.name} is started again: first it aborts the transaction that it left open")
     return hit
 
 
-def _pause(show: Show, worker: Child, witness: Witness) -> tuple[Hit, Described]:
+def _pause(show: Show, worker: Child, witness: Witness) -> tuple[Hit, TransactionalIdState]:
     hit = pause_in_a_transaction(worker, witness)
     began = time.monotonic()
     show.event(f"SIGSTOP to worker {worker.name} in a transaction ({_describe(hit)})", "red")
     timed_out = witness.wait_until_ended(hit)
     paused_s = time.monotonic() - began
-    show.event(f"{paused_s:.1f} s later the broker gives worker {worker.name} up and aborts its transaction", "yellow")
+    show.event(f"{paused_s:.1f} s later the broker aborts the transaction of worker {worker.name}", "yellow")
     worker.resume()
-    show.event(f"SIGCONT: worker {worker.name} is back and knows nothing of that")
+    show.event(f"SIGCONT: worker {worker.name} continues, unaware of the abort")
     witness.wait_for_log(worker, "rebuilt from the committed offsets")
-    show.event(f"worker {worker.name} finds its commit refused and goes on from the committed offsets")
+    show.event(f"the commit of worker {worker.name} is refused, and it continues from the committed offsets")
     return hit, timed_out
 
 
@@ -249,10 +249,10 @@ def _prove(show: Show, servers: str, flights: int, faults: Faults, loop: contras
         expected, found = data.expectation(flights), proof.read(servers)
         kills = int(faults.kill.found.state == "Ongoing" and faults.kill.partitions > 0)
         pauses = int(faults.pause.found.state == "Ongoing" and faults.timed_out.state == "CompleteAbort")
-        return [*proof.exactly_once(expected, found), *proof.faults(found, kills, pauses, loop)]
+        return [*proof.exactly_once_rows(expected, found), *proof.fault_rows(found, kills, pauses, loop)]
 
 
-def _say_verdict(show: Show, rows: list[Row], faults: Faults, loop: contrast.Contrast) -> None:
+def _print_verdict(show: Show, rows: list[Row], faults: Faults, loop: contrast.Contrast) -> None:
     wrong = [row.check for row in rows if not row.holds]
     if wrong:
         raise NotProven(f"not exactly once, or not shown to be: {'; '.join(wrong)}")

@@ -1,4 +1,4 @@
-"""The demo's topics: it creates, loads and follows them, and deletes them on an external cluster.
+"""Creates, loads and follows the demo's topics, and deletes them on an external cluster.
 
 Owns the names. It must never write to or delete a topic that existed before.
 """
@@ -21,14 +21,14 @@ OUTPUTS = (DELAYS, LATE)
 TOPICS = (FLIGHTS, *OUTPUTS, CONTRAST)
 PARTITIONS = 8
 GROUP, CONTRAST_GROUP = "late-flights", "at-least-once"  # the first is the App's id
-_TIMEOUT_S, _REACH_S = 30.0, 10.0
+_TIMEOUT_S, _CONNECT_TIMEOUT_S = 30.0, 10.0
 
 # librdkafka writes the errors that it retries to stderr, in the middle of the screen.
 QUIET: dict[str, str | int] = {"log_level": 0}
 
 
 @contextlib.contextmanager
-def made(
+def created_topics(
     servers: str,
     delete: bool,
     wanted: Sequence[NewTopic] | None = None,
@@ -43,7 +43,7 @@ def made(
     if wanted is None:
         wanted, groups = [NewTopic(name, PARTITIONS) for name in TOPICS], (GROUP, CONTRAST_GROUP)
     try:
-        existing = sorted(set(admin.list_topics(timeout=_REACH_S).topics) & {new.topic for new in wanted})
+        existing = sorted(set(admin.list_topics(timeout=_CONNECT_TIMEOUT_S).topics) & {new.topic for new in wanted})
     except KafkaException as error:
         raise Unavailable(f"{servers} cannot be reached: {error.args[0].str()}") from error
     if existing:

@@ -1,4 +1,4 @@
-"""Dead letters: unchanged copies of records that could not be handled, with headers that name position and error.
+"""Defines dead letters: unchanged copies of records that could not be handled, with headers about position and error.
 
 Owns the format only; it must never send a dead letter. eos/engine/handling.py and eos/session/transaction.py send it in
 the transaction that commits the record's offset.
@@ -8,7 +8,7 @@ with the record's own timestamp, a replay of old records would leave dead letter
 record's headers come first, then these, all as UTF-8 text: `eos-dlq-topic`, `-partition`, `-offset`, `-timestamp`
 (milliseconds since the epoch, -1 unknown), `-app` and `-function` (the owner of the dead letter), `-exception` (the
 class with its module), `-message` and, if the user's own code raised, `-trace` (its innermost frames, one per line, the
-raising frame last). A replay adds `-replays` (how often the letter was replayed and failed). `-topic` is the first of
+raising frame last). A replay adds `-replays` (how often the record was replayed and failed). `-topic` is the first of
 them. Headers before the last `-topic` are the record's own, even if they are headers of an earlier dead letter, and are
 ignored.
 """
@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from eos.encoding.frames import Frame, text_of
+from eos.encoding.frames import Frame, format_frames
 from eos.encoding.lineage import HEADER as LINEAGE
 from eos.errors import safe_str
-from eos.records import Header, Record, Send, readable
+from eos.records import Header, Record, Send, readable_headers
 
 PREFIX = "eos-dlq-"
 DEAD_LETTER_SUFFIX: Final = ".dlq"
-MESSAGE_BYTES = 1_000  # of the exception's message, which may quote the whole record
+MAX_MESSAGE_BYTES = 1_000  # of the exception's message, which may quote the whole record
 
 
 def dead_letter_topic(source: str) -> str:
@@ -33,7 +33,7 @@ def dead_letter_topic(source: str) -> str:
     return source + DEAD_LETTER_SUFFIX
 
 
-def dead_letter(
+def make_dead_letter(
     record: Record, error: BaseException, frames: Sequence[Frame] = (), app: str = "", function: str = ""
 ) -> Send:
     """Return the dead letter of a record that failed with `error`; `frames` are the frames of the user's code."""
@@ -44,32 +44,32 @@ def dead_letter(
         "timestamp": str(record.timestamp),
         **{name: text for name, text in (("app", app), ("function", function)) if text},
         "exception": class_name(error),
-        "message": message_of(error),
+        "message": short_message(error),
     }
-    if trace := text_of(frames):
+    if trace := format_frames(frames):
         why["trace"] = trace
-    # The record's own lineage describes an earlier step. The lineage of this step is added when the letter is sent.
-    headers: list[Header] = [header for header in readable(record.headers) if header[0] != LINEAGE]
+    # The record's own lineage describes an earlier step. The lineage of this step is added when the record is sent.
+    headers: list[Header] = [header for header in readable_headers(record.headers) if header[0] != LINEAGE]
     headers += [(PREFIX + name, text.encode(errors="replace")) for name, text in why.items()]
     return dead_letter_topic(record.topic), record.value, record.key, -1, 0, headers
 
 
-def parts_of(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
+def split_headers(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
     """Split a dead letter's headers into the record's own and the worker's notes, by name without PREFIX.
 
     A record that no worker wrote has only headers of its own.
     """
     first = max((at for at, (name, _) in enumerate(headers) if name == f"{PREFIX}topic"), default=len(headers))
-    told = {
+    notes = {
         name.removeprefix(PREFIX): value.decode(errors="replace")
         for name, value in headers[first:]
         if name.startswith(PREFIX) and value
     }
-    return list(headers[:first]), told
+    return list(headers[:first]), notes
 
 
-# The names in dead letters stay the same when a class moves to another module.
-_AS_WRITTEN = {
+# Keeps the names in dead letters stable although these classes have moved to other modules.
+_STORED_NAMES = {
     "eos.encoding.serde.DecodeError": "eos.serde.DecodeError",
     "eos.engine.handling.RecordRefused": "eos.handling.RecordRefused",
     "eos.engine.handling.DeadLetterRefused": "eos.handling.DeadLetterRefused",
@@ -81,10 +81,12 @@ def class_name(error: BaseException) -> str:
     kind = type(error)
     module = "eos" if kind.__module__ == "eos.errors" else kind.__module__
     name = f"{module}.{kind.__qualname__}"
-    return kind.__qualname__ if kind.__module__ in ("builtins", None) else _AS_WRITTEN.get(name, name)
+    return kind.__qualname__ if kind.__module__ in ("builtins", None) else _STORED_NAMES.get(name, name)
 
 
-def message_of(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     """Return the exception's message cut to MESSAGE_BYTES, for dead letters and log lines."""
     whole = safe_str(error).encode(errors="replace")
-    return whole.decode() if len(whole) <= MESSAGE_BYTES else whole[:MESSAGE_BYTES].decode(errors="ignore") + "..."
+    return (
+        whole.decode() if len(whole) <= MAX_MESSAGE_BYTES else whole[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."
+    )

@@ -1,4 +1,4 @@
-"""The frames of a user's code in which an exception was raised, for log lines and the headers of dead letters.
+"""Finds the frames of a user's code that raised an exception, for log lines and the headers of dead letters.
 
 Owns the choice of frames and their text. It must never run a user's code or keep a traceback, and its text is bounded:
 an exception may have passed through a thousand frames.
@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 from eos.errors import causes
 
-INNERMOST = 5  # this many frames at most
-TEXT_BYTES = 1_000  # of all frames together; a line of code may be long
-_LINE_CHARACTERS = 200
+MAX_FRAMES = 5  # this many frames at most
+MAX_TEXT_BYTES = 1_000  # of all frames together; a line of code may be long
+_MAX_LINE_CHARACTERS = 200
 
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _LIBRARIES = tuple(str(path) + os.sep for path in (*site.getsitepackages(), sysconfig.get_paths()["purelib"]))
 _STANDARD = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen ")
-_CAUSES = 5
+_MAX_CAUSES = 5
 
 
 class Frame(NamedTuple):
@@ -36,9 +36,9 @@ class Frame(NamedTuple):
 
 
 @functools.lru_cache(1_000)
-def _written(frame: Frame) -> str:
+def _format_frame(frame: Frame) -> str:
     """Return a frame as text: `/srv/shop/orders.py:42 in total: return order.price / order.count`."""
-    code = linecache.getline(frame.file, frame.line).strip()[:_LINE_CHARACTERS]
+    code = linecache.getline(frame.file, frame.line).strip()[:_MAX_LINE_CHARACTERS]
     return f"{frame.file}:{frame.line} in {frame.function}" + (f": {code}" if code else "")
 
 
@@ -48,20 +48,20 @@ def frames_of(error: BaseException) -> list[Frame]:
     If the exception has none, as when a user's decoder raised, they come from its cause. A program that is installed as
     a library counts as the user's code too.
     """
-    for cause in islice(causes(error), _CAUSES):
-        theirs = list(_outside_of(cause))
+    for cause in islice(causes(error), _MAX_CAUSES):
+        theirs = list(_user_frames(cause))
         own = [frame for frame in theirs if not _is_library(frame[0].co_filename)] or theirs
         if own:
-            return [_frame(code, line) for code, line in own[-INNERMOST:]]
+            return [_to_frame(code, line) for code, line in own[-MAX_FRAMES:]]
     return []
 
 
-def text_of(frames: Sequence[Frame], separator: str = "\n") -> str:
+def format_frames(frames: Sequence[Frame], separator: str = "\n") -> str:
     """Return the innermost frames as text, as many as fit into TEXT_BYTES."""
     lines: list[str] = []
-    left = TEXT_BYTES
+    left = MAX_TEXT_BYTES
     for frame in reversed(frames):
-        line = _written(frame)
+        line = _format_frame(frame)
         left -= len(line.encode(errors="replace")) + len(separator)
         if left < 0:
             break
@@ -69,7 +69,7 @@ def text_of(frames: Sequence[Frame], separator: str = "\n") -> str:
     return separator.join(reversed(lines))
 
 
-def _outside_of(error: BaseException) -> Iterator[tuple[CodeType, int]]:
+def _user_frames(error: BaseException) -> Iterator[tuple[CodeType, int]]:
     """Yield the code and line of frames that belong neither to eos nor to the standard library."""
     trace = error.__traceback__
     while trace is not None:
@@ -79,7 +79,7 @@ def _outside_of(error: BaseException) -> Iterator[tuple[CodeType, int]]:
         trace = trace.tb_next
 
 
-def _frame(code: CodeType, line: int) -> Frame:
+def _to_frame(code: CodeType, line: int) -> Frame:
     return Frame(code.co_filename, line, code.co_qualname.rpartition("<locals>.")[2])
 
 

@@ -1,4 +1,4 @@
-"""The two formats of lineage: the header of an output that names its input, and the counts in the offset metadata.
+"""Encodes and decodes lineage: the header of an output that names its input, and the counts in the offset metadata.
 
 Owns both formats; eos/app/lineage.py counts. Header `eos-lineage`: 28 bytes, little endian, `<iqiiq` (source partition,
 source offset, i, n, number), then the source topic in UTF-8. Metadata: the key `lineage` of the JSON in the offset
@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from eos.records import noted
+from eos.records import parse_metadata
 
 HEADER = "eos-lineage"
 KEY = "lineage"
@@ -21,7 +21,7 @@ FORMAT = struct.Struct("<iqiiq")
 
 
 class Source(NamedTuple):
-    """The input record of an output, which is output `i` of `n`, and the `number`-th of its input partition."""
+    """Names the input record of an output, which is output `i` of `n`, and the `number`-th of its input partition."""
 
     topic: str
     partition: int
@@ -45,7 +45,7 @@ def decode(header: bytes) -> Source:
 
 @dataclass
 class Tally:
-    """The counts of one input partition: since offset `begin`, `inputs` were handled and produced `outputs`."""
+    """Holds the counts of one input partition: since offset `begin`, `inputs` were handled and produced `outputs`."""
 
     begin: int
     inputs: int = 0
@@ -54,7 +54,7 @@ class Tally:
 
 def tally_of(metadata: str | None) -> Tally | None:
     """Return the counts in a committed offset's metadata; None if it has none."""
-    found = noted(metadata)
+    found = parse_metadata(metadata)
     try:
         begin, inputs, outputs = map(operator.index, found[KEY])
         if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:

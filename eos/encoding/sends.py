@@ -30,36 +30,36 @@ def out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Re
     def convert(out: Out, record: Record | None, kept_ms: int) -> Send:
         topic = default if out.topic is None else out.topic
         if topic is None:
-            raise ConfigurationError(f"{name} gave something to send, but no destination: name it with to=")
+            raise ConfigurationError(f"{name} returned an output, but has no destination: name one with to=")
         if topic not in allowed:
-            named = ", ".join(map(repr, destinations)) or "nothing"
+            named = ", ".join(map(repr, destinations)) or "empty"
             raise ConfigurationError(
-                f"{name} sent to the topic {topic!r}, which its to= does not name (it names {named})"
+                f"{name} sent to the topic {topic!r}, which is not in its to= ({named}): add it there"
             )
         value, key, timestamp = out.value, out.key, out.timestamp
         if key is KEEP:
-            key = (record or _no_key(name)).key
-        timestamp_ms = checked_time(max(kept_ms, 0) if timestamp is KEEP else timestamp, name)
+            key = (record or _raise_no_key(name)).key
+        timestamp_ms = check_timestamp(max(kept_ms, 0) if timestamp is KEEP else timestamp, name)
         return (
             topic,
             value if type(value) is bytes else value_bytes(value, name),
             key if type(key) is bytes else key_bytes(key, name),
-            -1 if out.partition is None else _integer(out.partition, 2**31, "partition", name),
+            -1 if out.partition is None else _check_integer(out.partition, 2**31, "partition", name),
             timestamp_ms,
-            _headers(out.headers, name) if out.headers else None,
+            _encode_headers(out.headers, name) if out.headers else None,
         )
 
     return convert
 
 
-def _no_key(name: str) -> NoReturn:
+def _raise_no_key(name: str) -> NoReturn:
     raise ConfigurationError(
-        f"{name} gave an Out without a key: in a batch function no input says which one to keep",
-        remedy="return record.out(value), or Out(value, key=...) with the key None for a record without one",
+        f"{name} returned an Out without a key: in a batch function no single input has a key to keep",
+        remedy="return record.out(value), or Out(value, key=...), with key=None for a record without a key",
     )
 
 
-def send_of(
+def make_send(
     name: str, topic: str, value: object, key: object, partition: int | None, timestamp_ms: int, headers: Headers
 ) -> Send:
     """Return the Send for a value that a user's own loop sends, by the rules of an Out.
@@ -70,9 +70,9 @@ def send_of(
         topic,
         value if type(value) is bytes else value_bytes(value, name),
         key if type(key) is bytes else key_bytes(key, name),
-        -1 if partition is None else _integer(partition, 2**31, "partition", name),
-        checked_time(timestamp_ms, name) if timestamp_ms else 0,
-        _headers(headers, name) if headers else None,
+        -1 if partition is None else _check_integer(partition, 2**31, "partition", name),
+        check_timestamp(timestamp_ms, name) if timestamp_ms else 0,
+        _encode_headers(headers, name) if headers else None,
     )
 
 
@@ -83,42 +83,43 @@ NEVER_SENT: Final = frozenset({Record, Out, Keep})
 def value_bytes(value: object, name: str) -> bytes | None:
     if type(value) in NEVER_SENT:
         raise TypeError(
-            f"{name} gave a {type(value).__name__} as a value: to pass a record on, use record.out(record.value)"
+            f"{name}: a value of type {type(value).__name__} cannot be sent: to pass a record on, use "
+            "record.out(record.value)"
         )
     return encode(value)
 
 
 def key_bytes(key: object, name: str) -> bytes | None:
     if type(key) in NEVER_SENT:
-        raise TypeError(f"{name} gave a {type(key).__name__} as a key: use record.key for that of a record")
+        raise TypeError(f"{name}: a key of type {type(key).__name__} cannot be sent: use record.key for a record's key")
     return encode_key(key)
 
 
-def _integer(number: object, end: int, what: str, name: str) -> int:
+def _check_integer(number: object, end: int, what: str, name: str) -> int:
     # Checked here, where the record is known. In the producer the error could not name the record.
     try:
         result = operator.index(number)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name} gave the {what} {number!r}, which is not an int") from None
+        raise TypeError(f"{name}: the {what} {number!r} is not an int") from None
     if not 0 <= result < end:
-        raise ValueError(f"{name} gave the {what} {number!r}, which is not in [0, {end})")
+        raise ValueError(f"{name}: the {what} {number!r} is not in [0, {end})")
     return result
 
 
-def checked_time(timestamp: object, name: str) -> int:
+def check_timestamp(timestamp: object, name: str) -> int:
     """Return the timestamp of an output. Raise ValueError for one that brokers always refuse.
 
     Brokers do not report which record of a batch is wrong, and finding it takes many transactions.
     """
     if type(timestamp) is int and timestamp >= END_OF_TIME:
         raise ValueError(
-            f"{name}: the timestamp {timestamp} lies after the year 9999 in milliseconds{_in_another_unit(timestamp)}: "
-            "give milliseconds since the epoch, or timestamp=0 for the time of producing"
+            f"{name}: the timestamp {timestamp} is after the year 9999 in milliseconds{_explain_unit(timestamp)}: "
+            "use milliseconds since the epoch, or timestamp=0 for the time of producing"
         )
-    return _integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
+    return _check_integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
 
 
-def _in_another_unit(timestamp: int) -> str:
+def _explain_unit(timestamp: int) -> str:
     for unit, per_s in (("microseconds", 10**6), ("nanoseconds", 10**9)):
         if timestamp // per_s < END_OF_TIME // 1000:
             moment = datetime.datetime.fromtimestamp(timestamp // per_s, datetime.UTC)
@@ -126,17 +127,17 @@ def _in_another_unit(timestamp: int) -> str:
     return ""
 
 
-def _headers(headers: Headers, name: str) -> list[Header]:
+def _encode_headers(headers: Headers, name: str) -> list[Header]:
     result: list[Header] = []
     for pair in headers.items() if isinstance(headers, Mapping) else headers:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(f"{name} gave the header {pair!r}: a header is a (str, bytes | str | None) pair")
+            raise TypeError(f"{name}: {pair!r} is not a header: a header is a (str, bytes | str | None) pair")
         header, value = pair
         if value is not None and not isinstance(value, (str, bytes, bytearray, memoryview)):
-            raise TypeError(f"{name} gave the header {header!r} a {type(value).__name__}, not bytes, str or None")
+            raise TypeError(f"{name}: the header {header!r} is of type {type(value).__name__}, not bytes, str or None")
         if b"\0" in header.encode():  # a name that UTF-8 cannot encode raises here
             raise ValueError(
-                f"{name} gave the header {header!r}: a name ends at a NUL for Kafka's client, so none may be in it"
+                f"{name}: the header name {header!r} contains NUL, where Kafka's client would cut it: remove it"
             )
         result.append((header, encode(value)))
     return result

@@ -1,4 +1,4 @@
-"""Decoders from type annotations, and encoders from Python values to bytes.
+"""Makes decoders from type annotations, and encodes Python values to bytes.
 
 Owns the rule by which an annotation chooses the decoder of a record's value, and the rule by which a value or key
 becomes bytes. It must never do I/O, know about topics or records, or decide about a record that does not decode: it
@@ -32,7 +32,7 @@ _JSON_KEY = msgspec.json.Encoder(order="deterministic")
 
 
 class DecodeError(ValueError):
-    """The value of a record does not match the function's annotation."""
+    """Reports a record's value that does not match the function's annotation."""
 
 
 # ---------------------------------------------------------------------------------------------- annotation
@@ -90,8 +90,8 @@ def decoder(annotation: object, of: str = "", kept: bool = False) -> Decode:
     union = typing.get_origin(inner) in (typing.Union, types.UnionType)
     if union and {bytes, str}.intersection(typing.get_args(inner)):
         raise ConfigurationError(
-            f"{of}the annotation {annotation_name(annotation)} is ambiguous: bytes and str mean the raw value when "
-            "they stand alone, the other types mean JSON; annotate Record or bytes and decode in the function"
+            f"{of}the annotation {annotation_name(annotation)} is ambiguous: bytes and str alone mean the raw value, "
+            "but the other types mean JSON; annotate Record or bytes and decode in the function"
         )
     if inner in (bytearray, memoryview):
         raise ConfigurationError(f"{of}{annotation_name(annotation)} would be read as JSON: annotate bytes")
@@ -102,14 +102,14 @@ def _json_decoder(annotation: object, nullable: bool, of: str, kept: bool) -> De
     name = annotation_name(annotation)
     try:
         decode = msgspec.json.Decoder(annotation).decode
-        foreign = _first(msgspec.inspect.CustomType, msgspec.inspect.type_info(annotation), set())
+        foreign = _find_type(msgspec.inspect.CustomType, msgspec.inspect.type_info(annotation), set())
     except (TypeError, NameError, AttributeError, SyntaxError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{of}no decoder for the annotation {name}: {error}") from error
     if foreign is not None:
         # msgspec accepts any class and then refuses every value of it. Report this now, not at the first record.
         raise ConfigurationError(
             f"{of}no decoder for the annotation {name}: msgspec cannot read {annotation_name(foreign.cls)} from JSON",
-            remedy=_readable(foreign.cls, kept),
+            remedy=_suggest_annotation(foreign.cls, kept),
         )
 
     def from_json(value: bytes | None) -> Any:
@@ -125,7 +125,7 @@ def _json_decoder(annotation: object, nullable: bool, of: str, kept: bool) -> De
     return from_json
 
 
-def _readable(kind: type, kept: bool) -> str:
+def _suggest_annotation(kind: type, kept: bool) -> str:
     """Return which annotation to use in place of a class that msgspec does not know."""
     if hasattr(kind, "model_validate_json"):
         name = annotation_name(kind)
@@ -136,7 +136,7 @@ def _readable(kind: type, kept: bool) -> str:
     return f"use {known}" if kept else f"use Record, {known}, or pass decode="
 
 
-def _first(kinds: type[_Node] | tuple[type[_Node], ...], node: object, seen: set[int]) -> _Node | None:
+def _find_type(kinds: type[_Node] | tuple[type[_Node], ...], node: object, seen: set[int]) -> _Node | None:
     """Return the first part of a msgspec type description that is one of these kinds; None if there is none.
 
     A CustomType is a class that msgspec knows only by `isinstance`.
@@ -153,7 +153,7 @@ def _first(kinds: type[_Node] | tuple[type[_Node], ...], node: object, seen: set
         children = (node.type,)  # its default is the user's object
     elif isinstance(node, msgspec.inspect.Type):
         children = tuple(getattr(node, name) for name in node.__struct_fields__)
-    return next((found for child in children if (found := _first(kinds, child, seen)) is not None), None)
+    return next((found for child in children if (found := _find_type(kinds, child, seen)) is not None), None)
 
 
 def _tombstone(name: str) -> DecodeError:
@@ -185,7 +185,7 @@ def _str(value: bytes | None) -> str:
         raise DecodeError(f"expected str as UTF-8: {error}") from error
 
 
-def checked_decoder(decode: Callable[[bytes], Any] | None, annotation: object) -> Decode | None:
+def wrap_decoder(decode: Callable[[bytes], Any] | None, annotation: object) -> Decode | None:
     """Return a user's decoder with the common rules.
 
     It gets bytes only, its exceptions become DecodeError, and the annotation decides about tombstones.
@@ -194,22 +194,23 @@ def checked_decoder(decode: Callable[[bytes], Any] | None, annotation: object) -
         return None
     if not callable(decode):
         raise ConfigurationError(f"decode={decode!r} is not a function of bytes")
-    return _OwnDecoder(decode, annotation_name(annotation), without_none(annotation)[1])
+    return _UserDecoder(decode, annotation_name(annotation), without_none(annotation)[1])
 
 
-def checked_encoder(encode: Callable[[Any], bytes] | None) -> Encode | None:
-    """Return a user's encoder that passes None (a tombstone) through, and raises TypeError for a result that is not
-    bytes.
+def wrap_encoder(encode: Callable[[Any], bytes] | None) -> Encode | None:
+    """Return a user's encoder that passes None (a tombstone) through.
+
+    It raises TypeError for a result that is not bytes.
     """
     if encode is None:
         return None
     if not callable(encode):
-        raise ConfigurationError(f"encode={encode!r} is not a function that gives bytes")
-    return _OwnEncoder(encode)
+        raise ConfigurationError(f"encode={encode!r} is not a function that returns bytes")
+    return _UserEncoder(encode)
 
 
-class _OwnDecoder:
-    """A user's decoder with the common rules; a class and not a closure, because Spark pickles routes."""
+class _UserDecoder:
+    """Wraps a user's decoder with the common rules; a class and not a closure, because Spark pickles routes."""
 
     def __init__(self, decode: Callable[[bytes], Any], name: str, nullable: bool) -> None:
         self._decode, self._name, self._nullable = decode, name, nullable
@@ -226,7 +227,7 @@ class _OwnDecoder:
             raise DecodeError(f"{function_name(self._decode)}: {type(error).__name__}: {safe_str(error)}") from error
 
 
-class _OwnEncoder:
+class _UserEncoder:
     def __init__(self, encode: Callable[[Any], bytes]) -> None:
         self._encode = encode
 
@@ -235,7 +236,7 @@ class _OwnEncoder:
             return None
         encoded = self._encode(value)
         if type(encoded) is not bytes:
-            raise TypeError(f"{function_name(self._encode)} gave a {type(encoded).__name__}, not bytes")
+            raise TypeError(f"{function_name(self._encode)} returned a {type(encoded).__name__}, not bytes")
         return encoded
 
 
@@ -253,16 +254,16 @@ def encode(value: object) -> bytes | None:
 
 
 class Codec(NamedTuple):
-    """The decoder and encoder for state values of one annotation; `decode` reads the bytes that `encode` wrote.
+    """Holds the decoder and encoder for state values of one annotation; `decode` reads the bytes that `encode` wrote.
 
-    `encode` raises TypeError or ValueError for a value that cannot be encoded. Every value whose exact type is `sure`
-    can be decoded again; for other types only `decode` shows it. `unordered`: a decoded value may encode to other
-    bytes.
+    `encode` raises TypeError or ValueError for a value that cannot be encoded. Every value whose exact type is
+    `exact_type` can be decoded again; for other types only `decode` shows it. `unordered`: a decoded value may encode
+    to other bytes.
     """
 
     decode: Decode
     encode: Callable[[Any], bytes]
-    sure: type | None
+    exact_type: type | None
     unordered: bool = False
 
 
@@ -270,20 +271,20 @@ def codec(annotation: object) -> Codec:
     """Return the codec for an annotation. Raise ConfigurationError if it has no decoder."""
     decode, (inner, _) = decoder(annotation), without_none(annotation)
     if inner is bytes or inner is str:
-        return Codec(decode, functools.partial(_raw, inner), inner)
+        return Codec(decode, functools.partial(_encode_raw, inner), inner)
     sets = (msgspec.inspect.SetType, msgspec.inspect.FrozenSetType)
-    unordered = _first(sets, msgspec.inspect.type_info(annotation), set()) is not None
+    unordered = _find_type(sets, msgspec.inspect.type_info(annotation), set()) is not None
     return Codec(decode, JSON.encode, inner if inner is int or inner is bool else None, unordered)
 
 
-def _raw(kind: type[bytes] | type[str], value: object) -> bytes:
+def _encode_raw(kind: type[bytes] | type[str], value: object) -> bytes:
     if isinstance(value, str if kind is str else (bytes, bytearray, memoryview)):
         return cast("bytes", encode(value))
     raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
 class _IsJson(dict[type, bool]):
-    """Records whether `encode` writes a type as JSON, worked out once per type."""
+    """Caches for each type whether `encode` writes it as JSON."""
 
     def __missing__(self, kind: type) -> bool:
         self[kind] = not issubclass(kind, (str, bytes, bytearray, memoryview, types.NoneType))
@@ -298,10 +299,10 @@ def encode_key(key: object) -> bytes | None:
     return _encode(key, _JSON_KEY, "sent as a key")
 
 
-_NO_NAN: Final = "JSON has no NaN and no infinity: use None or another value in its place"
+_NO_NAN: Final = "JSON has no NaN and no infinity: use None or another value instead"
 
 
-def remedy_of(value: object, kept: bool = False) -> str:
+def suggest_encoding(value: object, kept: bool = False) -> str:
     """Return the remedy for a value that JSON cannot hold, judged by its first such part; "" if none is known.
 
     `kept`: the value belongs to state and is not sent.
@@ -337,8 +338,8 @@ def _encode(value: object, encoder: msgspec.json.Encoder, use: str) -> bytes | N
     try:
         return encoder.encode(value)
     except TypeError as error:
-        remedy = remedy_of(value) or (
-            "send bytes, str, or what JSON can hold (a dict, a dataclass, a msgspec.Struct, a number, ...)"
+        remedy = suggest_encoding(value) or (
+            "send bytes, str, or a value that JSON can hold (a dict, a dataclass, a msgspec.Struct, a number, ...)"
         )
         own = "" if encoder is _JSON_KEY else ", or pass encode="
         raise TypeError(f"a {type(value).__name__} cannot be {use} ({error}): {remedy}{own}") from error

@@ -19,16 +19,16 @@ from typing import NamedTuple, Protocol
 
 from eos import log
 from eos.app.definition import App
-from eos.app.lineage import Ledger, check_route, each_with_lineage
+from eos.app.lineage import Ledger, check_route, with_lineage
 from eos.app.policies import Policy, stop
-from eos.app.routes import Route, feed_each
+from eos.app.routes import Route, feed_from
 from eos.app.stores import CellsOf
-from eos.encoding.dead_letters import class_name, dead_letter, message_of
-from eos.encoding.frames import Frame, frames_of, text_of
+from eos.encoding.dead_letters import class_name, make_dead_letter, short_message
+from eos.encoding.frames import Frame, format_frames, frames_of
 from eos.encoding.serde import DecodeError
 from eos.engine.slices import Partition, SliceSizes, by_route, spans_of
 from eos.errors import EosError, PoisonRecord, Temporary, causes, safe_str
-from eos.records import Each, Fed, Feed, Header, Record, Send, place_of
+from eos.records import Each, Feed, FeedResult, Header, Record, Send, format_position
 
 Position = tuple[str, int, int]  # topic, partition and offset of a record
 
@@ -67,7 +67,7 @@ class Feeds(Protocol):
     def count(self, *, skipped: int = 0, dead_letters: int = 0) -> None:
         """Count records that the policies skipped or sent to a dead-letter topic, for when the transaction commits."""
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed: ...
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult: ...
 
 
 class Collector:
@@ -79,7 +79,7 @@ class Collector:
         self.sends: list[Send] = []
         self.skipped = self.dead_letters = 0
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         return feed(records, self)
 
     def count(self, *, skipped: int = 0, dead_letters: int = 0) -> None:
@@ -150,7 +150,7 @@ class Handler:
             if ledger is not None:
                 check_route(route)
             cells = cells_of(route) if route.stores and cells_of is not None else None
-            made = route.bound(passing, cells) if passing or cells is not None else route
+            made = route.bind(passing, cells) if passing or cells is not None else route
             self._feeds[route] = made.feed if ledger is None else self._feed_of(made.each)
         # The failures of each record. Kept until its offset is committed, because an abort hands the
         # record out again.
@@ -177,9 +177,9 @@ class Handler:
         return now - since - (txn.waited_s - waited_s)
 
     def _feed_of(self, each: Each) -> Feed:
-        return feed_each(each if self._ledger is None else each_with_lineage(each, self._ledger))
+        return feed_from(each if self._ledger is None else with_lineage(each, self._ledger))
 
-    def _feed(self, txn: Feeds, feed: Feed, route: Route, records: list[Record]) -> Fed:
+    def _feed(self, txn: Feeds, feed: Feed, route: Route, records: list[Record]) -> FeedResult:
         """Feed the transaction and measure the time it takes."""
         began, waited_s = self._now(), txn.waited_s
         fed = txn.feed(feed, records)
@@ -295,7 +295,7 @@ class Handler:
             txn.count(skipped=1)
             self._record_log.line("record skipped", record, error, frames)
         else:
-            sends.append(dead_letter(record, error, frames, self._app.id, route.name))
+            sends.append(make_dead_letter(record, error, frames, self._app.id, route.name))
             self._dead.add(position)
             txn.count(dead_letters=1)
             self._record_log.line("dead letter", record, error, frames, to=sends[0][0])
@@ -315,7 +315,7 @@ class Handler:
         named = self._policy_of(route).on
         if cause is None or isinstance(error, named) or isinstance(cause, named):
             return error
-        where = place_of(*_position(record))
+        where = format_position(*_position(record))
         temporary = Temporary(
             f"{route.name} ran out of room on {where}: {_named(class_name(error), error)}",
             remedy="the record counts as unread; give the process more of what it names (memory, files, threads, disk)",
@@ -356,7 +356,7 @@ def _is_due(position: Position, owned: Collection[Partition], committed: Mapping
 
 
 def _poison(route: Route, record: Record, error: BaseException) -> PoisonRecord:
-    where = place_of(*_position(record))
+    where = format_position(*_position(record))
     sentence = f"{route.name} failed on {where}: {_named(type(error).__name__, error)}"
     return _with_cause(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
 
@@ -374,7 +374,7 @@ def _poison_batch(route: Route, records: list[Record], error: BaseException) -> 
 
 def _named(name: str, error: BaseException) -> str:
     """Return the name of a failure, with its message if it has one."""
-    return f"{name}: {message}" if (message := message_of(error)) else name
+    return f"{name}: {message}" if (message := short_message(error)) else name
 
 
 def _with_cause(poison: PoisonRecord, error: BaseException) -> PoisonRecord:
@@ -406,7 +406,7 @@ class _RecordLog:
             self._last = record, _named(class_name(error), error)
             return
         if first and frames:
-            more["trace"] = text_of(frames, " > ")
+            more["trace"] = format_frames(frames, " > ")
         elif frames:
             more["at"] = f"{frames[-1].file}:{frames[-1].line}"
         where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
@@ -430,7 +430,7 @@ class _RecordLog:
         if self._last is None:
             return
         record, error = self._last
-        last = place_of(*_position(record))
+        last = format_position(*_position(record))
         each = ", ".join(f"{event}: {count}" for event, count in self._unlogged.items())
         log.warning("more records failed", unlogged=sum(self._unlogged.values()), of=each, last=last, error=error)
         self._unlogged, self._last = {}, None

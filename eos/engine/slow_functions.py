@@ -22,7 +22,7 @@ from eos.app.routes import Route
 from eos.engine.slices import Partition, spans_of
 from eos.errors import ConfigurationError
 from eos.kafka.client.settings import Settings
-from eos.records import Record, place_of
+from eos.records import Record, format_position
 
 DEFAULT_MAX_POLL_INTERVAL_MS = 300_000  # librdkafka's default
 
@@ -166,7 +166,7 @@ class SlowFunctions:
 
 def _took(name: str, records: list[Record], took_s: float) -> str:
     first = records[0]
-    what = place_of(first.topic, first.partition, first.offset)
+    what = format_position(first.topic, first.partition, first.offset)
     if len(records) > 1:
         what = f"{len(records)} records from {what} on"
     return f"{name} took {took_s:.1f} s for {what}"

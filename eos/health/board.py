@@ -21,7 +21,7 @@ Point = tuple[float, int, int, int | None]
 
 
 class View(msgspec.Struct):
-    """The data of the page: the current workers, the points that the page does not have yet, and the incidents."""
+    """Holds the data of the page: the current workers, the points that the page lacks, and the incidents."""
 
     at: float
     workers: list[Status]
@@ -30,7 +30,7 @@ class View(msgspec.Struct):
 
 
 class Board:
-    """The statuses of all workers, and their history.
+    """Keeps the statuses of all workers with their history.
 
     `statuses` is called once a second and for each view; `incidents` returns the supervisor's own, if there is one.
     """
@@ -40,7 +40,7 @@ class Board:
         self._incidents = incidents
         self._history: dict[str, collections.deque[Point]] = {}
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="eos-board", daemon=True)
+        self._thread = threading.Thread(target=self._record_statuses, name="eos-board", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -48,7 +48,7 @@ class Board:
     def stop(self) -> None:
         self._stopping.set()
 
-    def _keep(self) -> None:
+    def _record_statuses(self) -> None:
         while not self._stopping.wait(_INTERVAL_S):
             self.note(self.statuses())
 

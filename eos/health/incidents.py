@@ -1,6 +1,6 @@
-"""Keeps the last log events that an operator should know, as text: a handler of the logger "eos".
+"""Keeps the last log events that an operator should see as text, with a handler of the logger "eos".
 
-An incident is always a log event, so no second place describes failures. It never does I/O.
+An incident is always a log event, so failures are described only once. It never does I/O.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any
 from eos import log
 from eos.health.status import Incident
 
-_KEPT = 50
-_MOST_CHARACTERS = 2_000  # of one incident: all are sent with every status, and an exception may quote a whole record
+_MAX_INCIDENTS = 50
+_MAX_CHARACTERS = 2_000  # of one incident: all are sent with every status, and an exception may quote a whole record
 # Events below the level of a warning that help to explain a failure.
-_TELLING = frozenset(
+_NOTABLE_EVENTS = frozenset(
     {"producer replaced", "partitions assigned", "partitions revoked", "partitions lost", "session started", "stopping"}
 )
-_WHOSE = frozenset({"transactional_id", "producer_id", "epoch", "state", "group"})
+_PRODUCER_FIELDS = frozenset({"transactional_id", "producer_id", "epoch", "state", "group"})
 
 
 class Incidents(logging.Handler):
-    """A context manager that collects warnings and a few other events inside its block, whatever the log level."""
+    """Collects warnings and a few other events inside its `with` block, whatever the log level."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self._kept: collections.deque[Incident] = collections.deque(maxlen=_KEPT)
+        self._kept: collections.deque[Incident] = collections.deque(maxlen=_MAX_INCIDENTS)
 
     def emit(self, record: logging.LogRecord) -> None:
         event = getattr(record, "event", record.getMessage())
-        if record.levelno >= logging.WARNING or event in _TELLING:
-            self.note(record.created, record.levelname.lower(), words(event, getattr(record, "fields", {})))
+        if record.levelno >= logging.WARNING or event in _NOTABLE_EVENTS:
+            self.note(record.created, record.levelname.lower(), describe_event(event, getattr(record, "fields", {})))
 
     def note(self, at: float, level: str, text: str) -> None:
-        cut = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+        cut = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
         self._kept.append(Incident(at, level, cut))
 
     def last(self) -> list[Incident]:
@@ -57,10 +57,12 @@ class Incidents(logging.Handler):
         log.logger.setLevel(self._level_before)
 
 
-def words(event: str, fields: Mapping[str, Any]) -> str:
+def describe_event(event: str, fields: Mapping[str, Any]) -> str:
     """Return an event as text, `event: reason (name value, ...)`, without the fields that name the producer."""
-    told = dict(fields)
-    reason = next((told.pop(name) for name in ("reason", "partitions", "error") if name in told), None)
-    rest = ", ".join(f"{name} {value}" for name, value in told.items() if name not in _WHOSE and value is not None)
+    left = dict(fields)
+    reason = next((left.pop(name) for name in ("reason", "partitions", "error") if name in left), None)
+    rest = ", ".join(
+        f"{name} {value}" for name, value in left.items() if name not in _PRODUCER_FIELDS and value is not None
+    )
     text = event if reason is None else f"{event}: {reason}"
     return f"{text} ({rest})" if rest else text

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from eos.health.status import Distribution, StateOf, Status
+from eos.health.status import Distribution, FunctionState, Status
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -21,7 +21,7 @@ LABELS = ("app", "worker")  # not `instance`, which is Prometheus's own name for
 _BY_CAUSE: list[tuple[str, str, str, tuple[str, ...], Callable[[Status], dict[str, int]]]] = [
     (
         "eos_transactions_aborted",
-        "Transactions that were aborted; their records were handed out again.",
+        "Transactions that were aborted; their records were handled again.",
         "cause",
         ("application", "rebalance", "refused", "delivery"),
         lambda s: s.aborts,
@@ -42,14 +42,14 @@ _BY_CAUSE: list[tuple[str, str, str, tuple[str, ...], Callable[[Status], dict[st
     ),
     (
         "eos_rebalances",
-        "How often the group gave or took partitions.",
+        "How often the group assigned or revoked partitions.",
         "kind",
         ("assigned", "revoked", "lost"),
         lambda s: s.rebalances,
     ),
     (
         "eos_poison_records",
-        "Records that their function, their decoder or the broker refused, by what became of them.",
+        "Records that their function, their decoder or the broker refused, by the policy applied.",
         "policy",
         ("stop", "dlq", "skip"),
         lambda s: s.poison,
@@ -60,12 +60,12 @@ _COUNTERS: list[tuple[str, str, Callable[[Status], float]]] = [
     ("eos_records_out", "Output records of committed transactions.", lambda s: s.records_out),
     ("eos_transactions_committed", "Transactions that were committed.", lambda s: s.transactions),
     ("eos_retries", "Times that a failing record was tried again.", lambda s: s.retries),
-    ("eos_records_repeated", "Input records that the client delivered again; dropped.", lambda s: s.repeated),
+    ("eos_records_repeated", "Input records that the client delivered twice and eos dropped.", lambda s: s.repeated),
     ("eos_worker_restarts", "Times that the supervisor started this worker again.", lambda s: s.restarts),
     ("eos_cpu_seconds", "CPU time of the worker's process.", lambda s: s.cpu_seconds),
 ]
 _GAUGES: list[tuple[str, str, Callable[[Status], float]]] = [
-    ("eos_live", "1 if the worker moves, else 0 (/livez).", lambda s: s.live),
+    ("eos_live", "1 if the worker makes progress, else 0 (/livez).", lambda s: s.live),
     ("eos_ready", "1 if the worker is in its group and its cluster answers, else 0 (/readyz).", lambda s: s.ready),
     ("eos_start_time_seconds", "When the worker's process started, since the epoch.", lambda s: s.started_at),
     ("eos_resident_memory_bytes", "Resident memory of the worker's process.", lambda s: s.memory_bytes),
@@ -84,16 +84,16 @@ _HISTOGRAMS: list[tuple[str, str, Callable[[Status], Distribution]]] = [
 ]
 _LAG = (
     "eos_lag_records",
-    "Offsets between what the group committed and the last stable offset of a partition that this worker owns.",
+    "Offsets between the group's committed offset and the last stable offset of a partition of this worker.",
 )
-_STATES: list[tuple[str, str, Callable[[StateOf], int]]] = [
-    ("eos_state_values", "Values that a function remembers, of the partitions of this worker.", lambda s: s.values),
-    ("eos_state_bytes", "What they take on disk; 0 where they are in memory.", lambda s: s.bytes),
-    ("eos_state_to_restore_records", "Records of its changelog that are still to be read.", lambda s: s.to_restore),
+_STATES: list[tuple[str, str, Callable[[FunctionState], int]]] = [
+    ("eos_state_values", "Values in a function's state, over the partitions of this worker.", lambda s: s.values),
+    ("eos_state_bytes", "Size of the state on disk; 0 if it is in memory.", lambda s: s.bytes),
+    ("eos_state_to_restore_records", "Records of the changelog that are still to be read.", lambda s: s.to_restore),
 ]
 
 
-def families(statuses: Iterable[Status]) -> Iterator[Metric]:
+def collect_metrics(statuses: Iterable[Status]) -> Iterator[Metric]:
     """Return the metrics that a scrape of these workers contains."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
@@ -152,7 +152,7 @@ def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
     return list(zip(bounds, itertools.accumulate(distribution.counts), strict=True))
 
 
-def names() -> set[str]:
+def metric_names() -> set[str]:
     """Return every name that a scrape can contain, with the suffixes of counters and histograms."""
     found = {f"{name}_total" for name, *_ in [*_COUNTERS, *_BY_CAUSE]}
     found |= {name for name, *_ in [*_GAUGES, *_STATES]} | {_LAG[0], "eos_info"}

@@ -20,7 +20,7 @@ import eos
 from eos import log
 from eos.errors import PoisonRecord
 from eos.health.incidents import Incidents
-from eos.health.status import Distribution, PartitionLag, Sample, StateOf, Status, judge, stuck_after_s
+from eos.health.status import Distribution, FunctionState, PartitionLag, Sample, Status, judge, stuck_after_s
 from eos.observe import Histogram
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 
 class Observer:
-    """Observes one worker from construction on; a context manager around the worker's run, on its thread."""
+    """Observes one worker from construction on. Use it as a context manager around the worker's run, on its thread."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -43,7 +43,7 @@ class Observer:
         self._sample: Sample | None = None
         self._next_sample = 0.0
         self._poisoned = 0
-        self._told_stuck = False
+        self._stuck_logged = False
         self._incidents = Incidents()
         worker.on_tick = self.tick
 
@@ -55,16 +55,16 @@ class Observer:
         self._next_sample = now + _SAMPLE_INTERVAL_S
         snapshot = self._session.snapshot()
         lags = [PartitionLag(*partition, records) for partition, records in sorted(snapshot.lags.items())]
-        states = tuple(StateOf(*state) for state in self._worker.states())
+        states = tuple(FunctionState(*state) for state in self._worker.states())
         self._sample = Sample(snapshot.is_member, snapshot.unlocated, lags, snapshot.restoring, states)
 
     def status(self) -> Status:
         """Return the current status; any thread may call this."""
         counters, sample = self._session.counters, self._sample
         pulse, now = self._session.pulse.now, time.monotonic()
-        stuck_at = self._where() if now - pulse[3] > self._limit_s else ""
+        stuck_at = self._current_line() if now - pulse[3] > self._limit_s else ""
         verdict = judge(pulse, now, self._limit_s, sample, stuck_at)
-        self._tell_stuck(verdict.live, verdict.reason)
+        self._log_if_stuck(verdict.live, verdict.reason)
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return Status(
             app=self._worker.app.id,
@@ -86,8 +86,8 @@ class Observer:
             replacements=dict(counters.replacements),
             rebalances=dict(counters.rebalances),
             poison={"stop": self._poisoned, "dlq": counters.dead_letters, "skip": counters.skipped},
-            commit_seconds=_frozen(counters.commit_seconds),
-            end_to_end_seconds=_frozen(counters.end_to_end_seconds),
+            commit_seconds=_to_distribution(counters.commit_seconds),
+            end_to_end_seconds=_to_distribution(counters.end_to_end_seconds),
             lags=sample.lags if sample else [],
             states=list(sample.states) if sample else [],
             memory_bytes=_memory_bytes(),
@@ -95,12 +95,12 @@ class Observer:
             incidents=self._incidents.last(),
         )
 
-    def _tell_stuck(self, live: bool, reason: str) -> None:
-        if not live and not self._told_stuck and reason.startswith("stuck"):
+    def _log_if_stuck(self, live: bool, reason: str) -> None:
+        if not live and not self._stuck_logged and reason.startswith("stuck"):
             log.warning("worker stuck", reason=reason)
-        self._told_stuck = not live
+        self._stuck_logged = not live
 
-    def _where(self) -> str:
+    def _current_line(self) -> str:
         """Return the line of code that the worker's thread is at: the user's own, if one is on the stack."""
         frame: FrameType | None = sys._current_frames().get(self._thread)
         if frame is None:
@@ -125,7 +125,7 @@ class Observer:
         self._incidents.__exit__()
 
 
-def _frozen(histogram: Histogram) -> Distribution:
+def _to_distribution(histogram: Histogram) -> Distribution:
     return Distribution(histogram.bounds, tuple(histogram.counts), histogram.total)
 
 

@@ -1,7 +1,7 @@
 """Sends a supervised worker's status to its supervisor: a JSON line twice a second, through a pipe.
 
-The pipe also shows whether the supervisor still runs. When it has ended, a supervised worker stops as on request, so
-that a killed supervisor leaves no orphan. This module owns the worker's end; eos/worker/supervisor.py owns the other.
+The pipe also shows whether the supervisor still runs. If the supervisor has ended, the worker stops as after SIGTERM,
+so a killed supervisor leaves no orphan. This module owns the worker's end; eos/worker/supervisor.py owns the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STOP_MARGIN_S = 5.0
 _TEMPORARY = 75
 
 
-def pipe_of_supervisor() -> int | None:
+def supervisor_pipe() -> int | None:
     """Return the pipe's file descriptor from the supervisor, None without one; child processes do not inherit it."""
     text = os.environ.pop(PIPE_VARIABLE, None)
     if text is None:
@@ -42,9 +42,9 @@ class Reporter:
     def __init__(self, pipe: int, status: Callable[[], Status], stop_s: float) -> None:
         self._pipe, self._status, self._stop_s = pipe, status, stop_s
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="eos-report", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="eos-report", daemon=True)
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         while self._report():
             if self._stopping.wait(INTERVAL_S):
                 return
@@ -64,12 +64,12 @@ class Reporter:
         return True
 
     def _end_this_process(self) -> None:
-        # The last resort needs no interpreter: a client call that holds the GIL for ever (observed: a rebalance
+        # This last resort needs no interpreter: a client call that holds the GIL forever (observed: a rebalance
         # callback inside the consumer's close) blocks signal handlers and this thread.
         faulthandler.dump_traceback_later(self._stop_s + 2 * _STOP_MARGIN_S, exit=True, file=sys.__stderr__ or 2)
-        log.warning("the supervisor is gone: stopping")
+        log.warning("supervisor ended, stopping")
         os.kill(os.getpid(), signal.SIGTERM)
-        # The worker stops by itself in time, unless it is stuck where no signal reaches it.
+        # The worker stops by itself in time, unless a call blocks its signal handlers.
         time.sleep(self._stop_s + _STOP_MARGIN_S)
         os._exit(_TEMPORARY)
 

@@ -1,4 +1,4 @@
-"""The HTTP server of a worker or a supervisor: /livez, /readyz, /metrics, the page at / and its data.
+"""Serves the HTTP requests of a worker or a supervisor: /livez, /readyz, /metrics, the page at / and its data.
 
 Owns the responses; their contents come from eos.health.status, and eos/probes.py serves them. No response contains a
 secret.
@@ -19,7 +19,7 @@ from eos.errors import ConfigurationError, UsageError
 from eos.health import metrics
 from eos.health.board import Board
 from eos.health.status import Status
-from eos.probes import Answer, HealthServer, Request, exposition
+from eos.probes import Answer, HealthServer, Request, render_metrics
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -51,7 +51,7 @@ def _answers(board: Board) -> Mapping[str, Callable[[Request], Answer]]:
         "/": lambda _: _page(),
         "/livez": lambda _: _probe([(s.live, s) for s in board.statuses()]),
         "/readyz": lambda _: _probe([(s.ready, s) for s in board.statuses()]),
-        "/metrics": lambda request: exposition(lambda: metrics.families(board.statuses()), request.accept),
+        "/metrics": lambda request: render_metrics(lambda: metrics.collect_metrics(board.statuses()), request.accept),
         "/status.json": lambda request: _status(board, request.query),
     }
 

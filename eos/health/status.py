@@ -1,4 +1,4 @@
-"""The status of one worker at one moment, and the rule for live and ready: data and pure functions, no I/O.
+"""Defines the status of a worker at one moment, and the rule for live and ready: data and pure functions, no I/O.
 
 A Status travels as JSON from a worker to its supervisor, and from either to the page; the metrics come from it too.
 Times are seconds since the epoch, durations are seconds.
@@ -12,21 +12,25 @@ import msgspec
 
 from eos.kafka.client.settings import Settings
 
-CALL_PATIENCE_S = 3.0
+CALL_LIMIT_S = 3.0
 """A worker counts as waiting for the cluster when a call takes longer than this."""
-REPORT_PATIENCE_S = 5.0
+REPORT_LIMIT_S = 5.0
 """A supervised worker is not ready when its last report is older than this."""
 _CALL_MARGIN_S = 10.0  # a hung call is abandoned 5 s after its timeout (eos.session.producer.producer)
 
 
 class Incident(msgspec.Struct, frozen=True):
+    """Holds one log event as text. `at`: seconds since the epoch."""
+
     at: float
     level: str
     text: str
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """A histogram: `counts[i]` observations are <= `bounds[i]` and above the previous bound; the last has no bound."""
+    """Holds a histogram: `counts[i]` observations are <= `bounds[i]` and above the previous bound.
+
+    The last count has no upper bound."""
 
     bounds: tuple[float, ...] = ()
     counts: tuple[int, ...] = (0,)
@@ -34,13 +38,15 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class PartitionLag(msgspec.Struct, frozen=True):
+    """Holds the lag of one partition in records; None if it is unknown."""
+
     topic: str
     partition: int
     records: int | None
 
 
-class StateOf(msgspec.Struct, frozen=True):
-    """The state of one function: its values, their bytes on disk (0: in memory), and the changes left to restore."""
+class FunctionState(msgspec.Struct, frozen=True):
+    """Holds the size of one function's state: values, bytes on disk (0: in memory), and changes left to restore."""
 
     function: str
     values: int
@@ -49,7 +55,7 @@ class StateOf(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct):
-    """The status of one worker; `reason` describes its activity, or why it is not live or not ready."""
+    """Holds the status of one worker; `reason` describes its activity, or why it is not live or not ready."""
 
     app: str
     instance: str
@@ -74,7 +80,7 @@ class Status(msgspec.Struct):
     commit_seconds: Distribution = Distribution()
     end_to_end_seconds: Distribution = Distribution()
     lags: list[PartitionLag] = []
-    states: list[StateOf] = []
+    states: list[FunctionState] = []
     memory_bytes: int = 0
     cpu_seconds: float = 0.0
     incidents: list[Incident] = []
@@ -86,7 +92,7 @@ class Status(msgspec.Struct):
         return sum(known) if len(known) == len(self.lags) else None
 
 
-def continued(before: Status, now: Status) -> Status:
+def add_counts(before: Status, now: Status) -> Status:
     """Return `now` with the counts of the worker's earlier processes added, so that a worker's counts never decrease.
 
     Values of the process itself (memory, CPU, start time) stay those of `now`.
@@ -94,8 +100,8 @@ def continued(before: Status, now: Status) -> Status:
     return msgspec.structs.replace(
         now,
         **{name: getattr(before, name) + getattr(now, name) for name in _COUNTS},
-        **{name: _summed(getattr(before, name), getattr(now, name)) for name in _COUNTS_BY_CAUSE},
-        **{name: _merged(getattr(before, name), getattr(now, name)) for name in _DISTRIBUTIONS},
+        **{name: _add_by_cause(getattr(before, name), getattr(now, name)) for name in _COUNTS_BY_CAUSE},
+        **{name: _add_distributions(getattr(before, name), getattr(now, name)) for name in _DISTRIBUTIONS},
     )
 
 
@@ -104,11 +110,11 @@ _COUNTS_BY_CAUSE = ("aborts", "rebuilds", "replacements", "rebalances", "poison"
 _DISTRIBUTIONS = ("commit_seconds", "end_to_end_seconds")
 
 
-def _summed(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+def _add_by_cause(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
     return {cause: before.get(cause, 0) + now.get(cause, 0) for cause in before | now}
 
 
-def _merged(before: Distribution, now: Distribution) -> Distribution:
+def _add_distributions(before: Distribution, now: Distribution) -> Distribution:
     if before.bounds != now.bounds:  # an earlier process that never reported
         return now if now.bounds else before
     counts = tuple(a + b for a, b in zip(before.counts, now.counts, strict=True))
@@ -116,23 +122,25 @@ def _merged(before: Distribution, now: Distribution) -> Distribution:
 
 
 class Sample(NamedTuple):
-    """The values that only the worker's own thread can read, twice a second."""
+    """Holds the values that only the worker's own thread can read, which it does twice a second."""
 
     in_group: bool
     unresolved: int
     lags: list[PartitionLag]
     restoring: int = 0
-    states: tuple[StateOf, ...] = ()
+    states: tuple[FunctionState, ...] = ()
 
 
 class Verdict(NamedTuple):
+    """Holds whether a worker is live and ready, and why."""
+
     live: bool
     ready: bool
     reason: str
 
 
 def stuck_after_s(settings: Settings) -> float:
-    """Return for how many seconds a worker's thread may stand still.
+    """Return for how many seconds a worker's thread may make no progress.
 
     It is eos.liveness.timeout.ms, but never less than the limits for a transaction and for a call.
     """
@@ -147,12 +155,12 @@ def stuck_after_s(settings: Settings) -> float:
 def judge(
     pulse: tuple[str, str, float, float], now: float, limit_s: float, sample: Sample | None, stuck_at: str = ""
 ) -> Verdict:
-    """Judge a worker as live, ready and why.
+    """Decide whether a worker is live and ready, with the reason.
 
-    Live: the thread moves, or has not stood still for `limit_s` yet. Ready: the worker is in its group, owns the
-    partitions that the group assigned, and does not wait for the cluster. A worker that waits for the cluster is live,
-    because each attempt counts as a move. `pulse` is Pulse.now, and `now` is of the same clock; `stuck_at` is the code
-    that the thread is at.
+    Live: the thread made progress within `limit_s` seconds. Ready: the worker is in its group, owns the partitions that
+    the group assigned, and does not wait for the cluster. A worker that waits for the cluster is live, because each
+    attempt counts as progress. `pulse` is Pulse.now, and `now` is of the same clock; `stuck_at` is the code that the
+    thread is executing.
     """
     doing, what, since, moved = pulse
     still_s = now - moved
@@ -165,10 +173,10 @@ def judge(
         return Verdict(False, False, f"stuck for {still_s:.0f} s while {doing_what}{where}")
     if doing in ("starting", "stopping"):
         return Verdict(True, False, doing)
-    if doing == "calling" and now - since > CALL_PATIENCE_S:
+    if doing == "calling" and now - since > CALL_LIMIT_S:
         return Verdict(True, False, f"waiting for the cluster for {now - since:.0f} s ({what})")
     if sample is None or not sample.in_group:
-        return Verdict(True, False, "not in its group yet, or its cluster does not answer")
+        return Verdict(True, False, "not in its group yet, or the cluster does not answer")
     if sample.unresolved:
         return Verdict(True, False, f"waiting for the committed offsets of {sample.unresolved} partitions")
     if sample.restoring:
@@ -177,9 +185,9 @@ def judge(
 
 
 def judge_report(status: Status, silent_s: float) -> Verdict:
-    """Judge a worker by its last report: a silent worker is not ready, and stuck after its limit."""
+    """Decide by a worker's last report: one that stopped reporting is not ready, and not live after its limit."""
     if silent_s > status.stuck_after_s:
         return Verdict(False, False, f"has not reported for {silent_s:.0f} s")
-    if silent_s > REPORT_PATIENCE_S:
+    if silent_s > REPORT_LIMIT_S:
         return Verdict(status.live, False, f"has not reported for {silent_s:.0f} s")
     return Verdict(status.live, status.ready, status.reason)

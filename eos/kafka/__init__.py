@@ -1,1 +1,1 @@
-"""The cluster: its clients and their settings (`client`), questions and changes to it (`admin`). Knows no App."""
+"""Talks to the cluster: clients and their settings (`client`), queries and changes (`admin`). Knows no App."""

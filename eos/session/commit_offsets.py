@@ -1,6 +1,6 @@
 """The offsets that a transaction commits, with their metadata.
 
-Owns when unchanged offsets are committed again, and the notes of them (eos/kafka/admin/places.py).
+Owns when unchanged offsets are committed again, and the notes of them (eos/kafka/admin/group_history.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 from confluent_kafka import TopicPartition
 
-from eos.kafka.admin.places import Places
+from eos.kafka.admin.group_history import GroupHistory
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
-from eos.records import Committed, metadata_of, noted
+from eos.records import Committed, parse_metadata, read_metadata
 from eos.session.consumer.positions import Positions
 from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.outcomes import Commit, Outcome, Participant
@@ -38,7 +38,7 @@ class CommitOffsets:
         world: World,
     ) -> None:
         self._positions, self._participants, self._owner_info, self._world = positions, participants, owner_info, world
-        self._places = Places(settings, settings["group.id"], world)
+        self._history = GroupHistory(settings, settings["group.id"], world)
         self._refresh_at = world.now()  # when all offsets are to be committed again
         self._number = 0  # of the last commit that was started
         self._stamp: dict[str, object] = {}  # its part of the metadata of its offsets
@@ -79,10 +79,10 @@ class CommitOffsets:
         return Outcome.COMMITTED if any(self._is_ours(at) for at in stable.values()) else Outcome.UNKNOWN
 
     def _is_ours(self, at: Committed) -> bool:
-        return bool(self._stamp) and noted(metadata_of(at)).items() >= self._stamp.items()
+        return bool(self._stamp) and parse_metadata(read_metadata(at)).items() >= self._stamp.items()
 
     def committed(self, commit: Commit) -> None:
-        self._places.committed(commit.offsets)
+        self._history.add_committed(commit.offsets)
         if (
             commit.started_at >= self._refresh_at
             and commit.offsets.keys() >= self._positions.committed_offsets().keys()
@@ -90,4 +90,4 @@ class CommitOffsets:
             self._refresh_at = commit.started_at + _REFRESH_S
 
     def close(self) -> None:
-        self._places.close()
+        self._history.close()

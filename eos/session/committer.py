@@ -25,7 +25,7 @@ class Committer:
         self._thread: Watchdog | None = None
 
     def start(self) -> None:
-        self._thread = self._world.caller(f"eos-{self._producer.transactional_id}-commit")
+        self._thread = self._world.watchdog(f"eos-{self._producer.transactional_id}-commit")
 
     def job_of(self, offsets: Sequence[TopicPartition], group_metadata: Any) -> Job:
         """Return the job that commits the open transaction with these offsets; `wait` runs it."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from eos import log
 from eos.errors import Action, CallFailed, IllegalState, PoisonRecord
-from eos.records import Fed, Feed, Record
+from eos.records import Feed, FeedResult, Record
 from eos.session.commit_offsets import IDLE_REFRESH_S
 from eos.session.consumer.group_consumer import GroupConsumer
 from eos.session.consumer.positions import TopicPartition as Partition
@@ -219,12 +219,12 @@ class Loop:
             except CallFailed as failure:
                 self._failure = failure
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         if self._can_commit:
             fed = self._producer.feed(feed, records)
             self._failure = fed.failure
-            return fed if self._failure is None else Fed(fed.sent, len(records), None)
-        return Fed(0, len(records), None)
+            return fed if self._failure is None else FeedResult(fed.sent, len(records), None)
+        return FeedResult(0, len(records), None)
 
     def end_now(self, txn: Transaction) -> bool:
         with self._turn():

@@ -17,7 +17,7 @@ from eos.errors import CallFailed, PoisonRecord
 from eos.kafka.client.watchdog import Job
 from eos.kafka.client.world import World
 from eos.observe import Counters
-from eos.records import Record, place_of
+from eos.records import Record, format_position
 from eos.session.consumer.fetcher import Follower
 from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.transaction import Phase, Transaction
@@ -99,7 +99,7 @@ class Listener:
     def on_refused(self, record: Record, failure: CallFailed) -> None:
         """Called if the client or the cluster permanently refused an output of this record. Its transaction is aborted,
         and its records are handed out again unless this method raises, as it does by default."""
-        where = place_of(record.topic, record.partition, record.offset)
+        where = format_position(record.topic, record.partition, record.offset)
         sentence = f"an output of {where} was refused: {failure}"
         raise PoisonRecord(sentence, record.topic, record.partition, record.offset) from failure
 

@@ -13,7 +13,7 @@ from enum import Enum
 
 from eos import log
 from eos.errors import Action, CallFailed, PoisonRecord, Temporary, stop_error
-from eos.kafka.client.failures import rebalanced
+from eos.kafka.client.failures import describe_rebalance
 from eos.records import Record
 from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.outcomes import Commit, Outcome
@@ -192,7 +192,7 @@ class Recovery:
         self._fetcher.group_consumer.seek(self._fetcher.positions.rewind())
         self._pacing.aborted(self._world.now())
         self._counters.count_abort(_cause(trouble.failure))
-        rebalance = rebalanced(trouble.failure)
+        rebalance = describe_rebalance(trouble.failure)
         if rebalance:
             log.debug("refused", error=trouble.reason, group=self._group)
         usual = rebalance and self._pacing.aborts_in_a_row < _ABORTS_TO_WARN_OF
@@ -214,7 +214,7 @@ class Recovery:
         trouble.owner = self._ownership.settle(self._producer, str(trouble.failure)).value
 
     def _look(self, trouble: Trouble) -> None:
-        self._fetcher.group_consumer.topic_ids.look_now()
+        self._fetcher.group_consumer.topic_ids.check_now()
 
     def _replace(self, trouble: Trouble) -> None:
         self._count_rebuild(trouble)

@@ -15,9 +15,9 @@ from confluent_kafka import Consumer
 from eos import log
 from eos.errors import ConfigurationError, IllegalState
 from eos.kafka.admin import preflight
-from eos.kafka.admin.fence import end_left_open
+from eos.kafka.admin.fence import abort_left_open
 from eos.kafka.client.cluster import ClusterAdmin
-from eos.kafka.client.settings import OF_FUNCTIONS, Settings, alternate_of, settings_of
+from eos.kafka.client.settings import FUNCTION_OPTIONS, Settings, alternate_transactional_id, to_settings
 from eos.kafka.client.world import REAL, World
 from eos.observe import Snapshot
 from eos.records import is_pattern
@@ -72,7 +72,7 @@ class TransactSession:
         """`participants`, `listener`: see eos/session/outcomes.py. With a listener, a session can be made before its
         topics are known, and `set_topics` sets them before the start. `together`: how many records the application
         handles at once; a poll of a backlog takes whole batches of them."""
-        self.settings = settings_of(settings)
+        self.settings = to_settings(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         topics = list(topics) if topics is not None else named
         _check(self.settings, topics, may_be_set_later=listener is not None)
@@ -100,8 +100,8 @@ class TransactSession:
 
     def __enter__(self) -> TransactSession:
         if self.destinations:
-            need = preflight.need_of(self.settings, self.topics, self.destinations)
-            preflight.require(self.settings, need, self._parts.world)
+            need = preflight.requirements_of(self.settings, self.topics, self.destinations)
+            preflight.require_fit_cluster(self.settings, need, self._parts.world)
         self.start()
         return self
 
@@ -139,13 +139,13 @@ class TransactSession:
         self._parts.committer.start()
 
         def end(transactional_id: str) -> None:
-            end_left_open(admin, [transactional_id], world)
+            abort_left_open(admin, [transactional_id], world)
 
         old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
         producer.start(deadline, end, alternate=old_brokers)
         if not old_brokers:
             # A predecessor that was started before the brokers were upgraded may use it.
-            producer.fence(alternate_of(producer.transactional_id), deadline, end)
+            producer.fence(alternate_transactional_id(producer.transactional_id), deadline, end)
 
     def close(self, leave_group: bool = False) -> None:
         """Abort the open transaction and close all clients. `leave_group`: a static member leaves for good."""
@@ -241,7 +241,7 @@ class TransactSession:
 
 def _check(settings: Settings, topics: Sequence[str], may_be_set_later: bool) -> None:
     """Raise ConfigurationError for settings or topics that a session cannot have."""
-    for name in OF_FUNCTIONS:
+    for name in FUNCTION_OPTIONS:
         if name in settings.values:
             raise ConfigurationError(
                 f"{name} is about an App's functions, and does nothing in a loop of your own",

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
-from eos.encoding.dead_letters import dead_letter
+from eos.encoding.dead_letters import make_dead_letter
 from eos.encoding.frames import frames_of
-from eos.encoding.sends import send_of
-from eos.records import Fed, Feed, Headers, Record
+from eos.encoding.sends import make_send
+from eos.records import Feed, FeedResult, Headers, Record
 
 
 class Phase(Enum):
@@ -51,7 +51,7 @@ class Turns(Protocol):
     def send(self, *send: Any) -> None:
         """Send one record, given as a Send."""
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed: ...
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult: ...
 
     def end_now(self, txn: Transaction) -> bool:
         """Commit; return False if it was aborted and its records are handed out again."""
@@ -178,7 +178,7 @@ class Transaction:
         if type(value) is bytes and (key is None or type(key) is bytes) and not has_more:
             self._loop.send(topic, value, key, -1, 0, None)  # the usual case: nothing to encode, nothing to check
         else:
-            self._loop.send(*send_of("send", topic, value, key, partition, timestamp_ms, headers))
+            self._loop.send(*make_send("send", topic, value, key, partition, timestamp_ms, headers))
         self.sent += 1
 
     def dead_letter(self, record: Record, error: BaseException) -> None:
@@ -188,7 +188,7 @@ class Transaction:
         in them."""
         if not self._loop.is_open(self):
             return
-        self._loop.send(*dead_letter(record, error, frames_of(error), self._loop.group))
+        self._loop.send(*make_dead_letter(record, error, frames_of(error), self._loop.group))
         self.count(sent=1, dead_letters=1)
 
     @property
@@ -197,10 +197,10 @@ class Transaction:
         included."""
         return self._loop.waited_s
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         """Send the outputs that an App's `route.feed` makes of taken records; `Fed.error` is the user's own error."""
         if not self._loop.is_open(self):
-            return Fed(0, len(records), None)
+            return FeedResult(0, len(records), None)
         fed = self._loop.feed(feed, records)
         self.sent += fed.sent
         return fed

@@ -1,4 +1,4 @@
-"""The engines that keep values in a folder: LMDB, and RocksDB for state that does not fit in memory.
+"""Provides the engines that keep values in a folder: LMDB, and RocksDB for state that does not fit in memory.
 
 An engine has two tables of bytes: values and notes. One write changes both tables atomically and survives a killed
 process; neither engine syncs on a write. LMDB reads a cached value in a microsecond, and writes a page for each value
@@ -20,14 +20,16 @@ from eos import log
 from eos.errors import ConfigurationError
 from eos.state.values import Value
 
-_MOST_BYTES = 1 << 36  # the largest size of one folder: 64 GiB; disk space is taken only as values are written
+_MAX_BYTES = 1 << 36  # the largest size of one folder: 64 GiB; disk space is taken only as values are written
 
 
 class EngineFailed(Exception):
-    """An engine that cannot be opened, read or written; the message says why."""
+    """Reports an engine that cannot be opened, read or written, with the reason."""
 
 
 class Engine(Protocol):
+    """Stores the values and notes of one task in a folder."""
+
     folder: str
     """The name of the engine's folder inside a task's folder."""
     files: int
@@ -45,7 +47,7 @@ class Engine(Protocol):
 
     def get(self, name: bytes) -> bytes | None: ...
 
-    def noted(self, name: bytes) -> bytes | None: ...
+    def get_note(self, name: bytes) -> bytes | None: ...
 
     def scan(self, low: bytes, high: bytes, back: bool) -> Iterator[tuple[bytes, bytes]]:
         """Yield the values from `low` (included) to `high` (excluded) in the order of their names.
@@ -53,7 +55,7 @@ class Engine(Protocol):
         The iterator is valid until the next `write`.
         """
 
-    def notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
+    def scan_notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yield the notes from `low` (included) to `high` (excluded) in the order of their names, as `scan` does."""
 
     def write(self, values: Mapping[bytes, Value], notes: Mapping[bytes, Value]) -> None:
@@ -72,7 +74,7 @@ class Lmdb:
     folder, files = "values", 2
 
     def __init__(self, path: Path, memory_bytes: int) -> None:
-        options: dict[str, Any] = {"map_size": _MOST_BYTES, "max_dbs": 2, "sync": False, "metasync": False}
+        options: dict[str, Any] = {"map_size": _MAX_BYTES, "max_dbs": 2, "sync": False, "metasync": False}
         options |= {"readahead": False, "max_spare_txns": 1}
         try:
             self._environment = lmdb.open(str(path), **options)
@@ -95,7 +97,7 @@ class Lmdb:
     def get(self, name: bytes) -> bytes | None:
         return self._reader.get(name)
 
-    def noted(self, name: bytes) -> bytes | None:
+    def get_note(self, name: bytes) -> bytes | None:
         return self._reader.get(name, db=self._notes)
 
     def scan(self, low: bytes, high: bytes, back: bool) -> Iterator[tuple[bytes, bytes]]:
@@ -111,7 +113,7 @@ class Lmdb:
                 yield name, cursor.value()
                 found = cursor.next()
 
-    def notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
+    def scan_notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
         cursor = self._reader.cursor(self._notes)
         found = cursor.set_range(low)
         while found and (name := cursor.key()) < high:
@@ -121,11 +123,11 @@ class Lmdb:
     def write(self, values: Mapping[bytes, Value], notes: Mapping[bytes, Value]) -> None:
         with self._writing() as writing:
             for table, changes in ((self._values, values), (self._notes, notes)):
-                gone = [name for name, value in changes.items() if value is None]
-                for name in gone:
+                deleted = [name for name, value in changes.items() if value is None]
+                for name in deleted:
                     writing.delete(name, db=table)
-                there = changes.items() if not gone else ((n, v) for n, v in changes.items() if v is not None)
-                writing.cursor(table).putmulti(there)
+                kept = changes.items() if not deleted else ((n, v) for n, v in changes.items() if v is not None)
+                writing.cursor(table).putmulti(kept)
 
     def clear(self) -> None:
         with self._writing() as writing:
@@ -189,7 +191,7 @@ class RocksDb:
         found: bytes | None = self._db.get(name)
         return found
 
-    def noted(self, name: bytes) -> bytes | None:
+    def get_note(self, name: bytes) -> bytes | None:
         return self.get(_NOTE + name)
 
     def scan(self, low: bytes, high: bytes, back: bool) -> Iterator[tuple[bytes, bytes]]:
@@ -198,23 +200,23 @@ class RocksDb:
         # the upper bound, so a backward scan finds the first value beforehand and stops there.
         options = self._read_options()
         options.set_iterate_upper_bound(high)
-        at = self._db.iter(options)
-        at.seek(low)
-        first = at.key()
-        if back and at.valid():
-            at.seek_for_prev(high)
-        while at.valid():
-            name = at.key()
-            yield name, at.value()
+        iterator = self._db.iter(options)
+        iterator.seek(low)
+        first = iterator.key()
+        if back and iterator.valid():
+            iterator.seek_for_prev(high)
+        while iterator.valid():
+            name = iterator.key()
+            yield name, iterator.value()
             if not back:
-                at.next()
+                iterator.next()
             elif name == first:
                 break
             else:
-                at.prev()
-        at.status()  # raises the error that ended the scan, if there is one
+                iterator.prev()
+        iterator.status()  # raises the error that ended the scan, if there is one
 
-    def notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
+    def scan_notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
         return ((name[1:], value) for name, value in self.scan(_NOTE + low, _NOTE + high, back=False))
 
     def write(self, values: Mapping[bytes, Value], notes: Mapping[bytes, Value]) -> None:
@@ -248,9 +250,9 @@ class RocksDb:
     def close(self) -> None:
         try:
             self._db.close()
-        except Exception as error:  # noqa: BLE001 - it has no class
+        except Exception as error:  # noqa: BLE001 - RocksDB's errors have no class of their own
             # RocksDB recovers these values from its log.
-            log.debug("a folder of state could not be flushed", folder=self._path, error=str(error))
+            log.debug("state folder not flushed", folder=self._path, error=str(error))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The limit of files that this process may have open."""
+"""Raises the limit of files that this process may have open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of a task in a folder of its own, which a restarted worker continues to use.
+"""Keeps the values of a task in its own folder, which a restarted worker continues to use.
 
 A folder is written once a transaction is known to be committed; the engine writes values and position atomically
 (eos/state/engines.py). The write survives a killed process but not a machine crash, because nothing is synced while the
@@ -24,22 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from eos import log
-from eos.app.ageing import TIME_BYTES, apart
 from eos.app.cells import row_length, store_of
+from eos.app.expiry import TIME_BYTES, split_write_time
 from eos.app.layers import Span, Value
 from eos.errors import ConfigurationError, Temporary
 from eos.state.engines import Engine, EngineFailed, Lmdb
 
 _FORMAT = 4  # docs/reference/formats.md
-_NOTED = b"noted"
+_FOLDER_NOTE = b"noted"
 _DAMAGED = "damaged"  # a file next to the engine's folder
 _SYNCED = "synced"  # likewise
 _MEMORY_BYTES = 64 << 20
-_LONGEST_ROW = 100  # LMDB allows 511, the field included
+_MAX_ROW_BYTES = 100  # LMDB allows 511, the field included
 
 
 class InFolder:
-    """The values of one task in a folder.
+    """Keeps the values of one task in a folder.
 
     Raises Temporary if the folder cannot be written or read; no state is lost, because the changelog has it.
     `changelog_id` is the topic id of the changelog; values of another topic of the same name are discarded.
@@ -51,8 +51,8 @@ class InFolder:
         base: Path,
         task: str,
         changelog_id: str,
-        whichever: bool = True,
-        ageing: Collection[bytes] = (),
+        any_folder: bool = True,
+        expiring: Collection[bytes] = (),
         engine: type[Engine] = Lmdb,
         memory_bytes: int = _MEMORY_BYTES,
     ) -> InFolder | None:
@@ -62,15 +62,15 @@ class InFolder:
         that is suspended but alive keeps its own.
         """
         try:
-            owned = _own(base, task, whichever)
+            acquired = _acquire_folder(base, task, any_folder)
         except OSError as error:
             raise Temporary(f"state cannot be kept in {base}: {error.strerror}") from error
-        if owned is None:
+        if acquired is None:
             return None
         try:
-            return cls(*owned, changelog_id, ageing, engine, memory_bytes)
+            return cls(*acquired, changelog_id, expiring, engine, memory_bytes)
         except BaseException:
-            os.close(owned[1])
+            os.close(acquired[1])
             raise
 
     def __init__(
@@ -78,58 +78,58 @@ class InFolder:
         folder: Path,
         lock: int,
         changelog_id: str,
-        ageing: Collection[bytes],
+        expiring: Collection[bytes],
         engine: type[Engine],
         memory_bytes: int,
     ) -> None:
         self._folder, self._lock = folder, lock
-        self._ageing = {store: _digest(store) for store in ageing}
+        self._expiring = {store: _digest(store) for store in expiring}
         # No store has notes before these names. Without them RocksDB would walk over all deleted notes.
         self._oldest: dict[bytes, bytes] = {}
-        self._whose = {
+        self._identity = {
             "v": _FORMAT,
             "boot": _boot_id(),
             "changelog": changelog_id,
-            "ageing": sorted(store.decode() for store in ageing),
+            "ageing": sorted(store.decode() for store in expiring),
         }
         for other in folder.iterdir():
             if other.is_dir() and other.name != engine.folder:
                 shutil.rmtree(other)  # another engine's folder, which would only become outdated
         path, mark = folder / engine.folder, folder / _DAMAGED
         try:
-            synced = _unmark(folder / _SYNCED)
+            synced = _remove_marker(folder / _SYNCED)
         except OSError as error:
             raise Temporary(f"state cannot be kept in {folder}: {error.strerror}") from error
         try:
             if mark.exists():
                 raise EngineFailed(mark.read_text())
             self._engine = engine(path, memory_bytes)
-            noted = self._noted()
+            note = self._read_note()
         except EngineFailed as error:
             with self._writing():
-                self._engine = _another(path, engine, memory_bytes)
+                self._engine = _replace_engine(path, engine, memory_bytes)
                 mark.unlink(missing_ok=True)
-            log.warning("state is restored anew", folder=folder, why=f"it cannot be read: {error}")
-            noted = None
-        required = {name: value for name, value in self._whose.items() if not (synced and name == "boot")}
-        if noted is not None and noted.items() >= required.items():
-            self.position, self.as_of = int(noted["position"]), float(noted["as_of"])
-            if noted.get("boot") != self._whose["boot"]:
+            log.warning("state folder discarded", folder=folder, reason=f"it cannot be read: {error}")
+            note = None
+        required = {name: value for name, value in self._identity.items() if not (synced and name == "boot")}
+        if note is not None and note.items() >= required.items():
+            self.position, self.as_of = int(note["position"]), float(note["as_of"])
+            if note.get("boot") != self._identity["boot"]:
                 self.apply({}, self.position, self.as_of)  # from now on the values belong to this boot
             return
-        if noted is not None:
-            why = "another boot of this machine, another changelog, or a time-to-live that is new or gone"
-            log.info("state is restored anew", folder=self._folder, why=why)
+        if note is not None:
+            reason = "another boot of this machine, another changelog, or a time-to-live that was added or removed"
+            log.info("state folder discarded", folder=self._folder, reason=reason)
         self.clear()
 
-    def _noted(self) -> dict[str, Any] | None:
+    def _read_note(self) -> dict[str, Any] | None:
         try:
-            noted = self._engine.noted(_NOTED)
+            note = self._engine.get_note(_FOLDER_NOTE)
         except Exception as error:
             self._engine.close()
             raise EngineFailed(str(error)) from error
         try:
-            found = json.loads(noted or b"null")
+            found = json.loads(note or b"null")
         except ValueError:
             return {}
         return found if isinstance(found, dict) or found is None else {}
@@ -143,7 +143,7 @@ class InFolder:
 
     def get(self, cell: bytes) -> bytes | None:
         try:
-            return self._engine.get(_name(cell))
+            return self._engine.get(_engine_key(cell))
         except Exception as error:  # RocksDB's errors have no class of their own
             raise self._damaged(error) from error
 
@@ -156,7 +156,7 @@ class InFolder:
             (self._folder / _DAMAGED).write_text(str(error))
         return Temporary(
             f"state cannot be read from {self._folder}: {error}",
-            remedy="the next start begins the folder anew; nothing is lost: Kafka has it",
+            remedy="the next start restores it from the changelog; no state is lost",
         )
 
     def _reading(self, found: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
@@ -166,27 +166,27 @@ class InFolder:
             raise self._damaged(error) from error
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        base = _name(row)
+        base = _engine_key(row)
         low, high = span.names(base)
         found = self._reading(self._engine.scan(low, high, span.back))
         return ((name[len(base) :], value) for name, value in found)
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
-        begin = self._ageing[store]
+        begin = self._expiring[store]
         high = begin + b"\xff" * 25  # after any time and digest
         low, self._oldest[begin] = self._oldest.get(begin, begin), high
-        for name, cell in self._reading(self._engine.notes(low, high)):
+        for name, cell in self._reading(self._engine.scan_notes(low, high)):
             self._oldest[begin] = min(name, self._oldest[begin])
-            yield cell, apart(name[len(begin) :])[0]
+            yield cell, split_write_time(name[len(begin) :])[0]
 
-    def _written(self, changes: Mapping[bytes, Value]) -> Iterator[tuple[bytes, Value]]:
+    def _write_time_notes(self, changes: Mapping[bytes, Value]) -> Iterator[tuple[bytes, Value]]:
         """Yield the changed notes about write times of entries with a time-to-live; call this before writing the
         entries.
 
         A note's name is a digest of the store, the time, and a digest of the cell; its value is the cell.
         """
         for cell, value in changes.items():
-            if (store := self._ageing.get(store_of(cell))) is not None:
+            if (store := self._expiring.get(store_of(cell))) is not None:
                 digest = _digest(cell)
                 if (before := self.get(cell)) is not None:
                     yield store + before[:TIME_BYTES] + digest, None
@@ -196,10 +196,10 @@ class InFolder:
                     yield note, cell
 
     def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
-        notes = dict(self._written(changes)) if self._ageing else {}
-        notes[_NOTED] = json.dumps(self._whose | {"position": position, "as_of": as_of}).encode()
+        notes = dict(self._write_time_notes(changes)) if self._expiring else {}
+        notes[_FOLDER_NOTE] = json.dumps(self._identity | {"position": position, "as_of": as_of}).encode()
         with self._writing():
-            self._engine.write(_names(changes), notes)
+            self._engine.write(_engine_keys(changes), notes)
         self.position, self.as_of = position, as_of
 
     @contextmanager
@@ -209,7 +209,7 @@ class InFolder:
         except (EngineFailed, OSError) as error:
             raise Temporary(
                 f"state cannot be written to {self._folder}: {error}",
-                remedy="give the disk room (LMDB keeps 64 GiB of a task at the most); nothing is lost: Kafka has it",
+                remedy="free disk space (LMDB stores at most 64 GiB per task); no state is lost: the changelog has it",
             ) from error
 
     def clear(self) -> None:
@@ -225,7 +225,7 @@ class InFolder:
         try:
             self._engine.sync()
             if not (self._folder / _DAMAGED).exists():
-                _mark(self._folder / _SYNCED)
+                _create_marker(self._folder / _SYNCED)
         except (EngineFailed, OSError) as error:
             log.debug("state folder not synced", folder=self._folder, error=str(error))
 
@@ -236,23 +236,23 @@ class InFolder:
         os.close(self._lock)
 
 
-def _mark(file: Path) -> None:
+def _create_marker(file: Path) -> None:
     with file.open("wb") as opened:
         os.fsync(opened.fileno())
-    _sync_names(file.parent)
+    _sync_folder(file.parent)
 
 
-def _unmark(file: Path) -> bool:
+def _remove_marker(file: Path) -> bool:
     """Remove the file, on the disk too, and return whether it existed."""
     try:
         file.unlink()
     except FileNotFoundError:
         return False
-    _sync_names(file.parent)
+    _sync_folder(file.parent)
     return True
 
 
-def _sync_names(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(opened)
@@ -260,37 +260,37 @@ def _sync_names(folder: Path) -> None:
         os.close(opened)
 
 
-def _another(path: Path, engine: type[Engine], memory_bytes: int) -> Engine:
+def _replace_engine(path: Path, engine: type[Engine], memory_bytes: int) -> Engine:
     """Open a new engine in place of one that cannot be read, and delete the old one afterwards.
 
     If no engine can be opened, for example with too many open files, the old values are not the cause and stay. Raises
     EngineFailed.
     """
-    aside = path.with_suffix(".old")
+    old = path.with_suffix(".old")
     if path.exists():
-        path.rename(aside)
+        path.rename(old)
     try:
         made = engine(path, memory_bytes)
     except EngineFailed:
         shutil.rmtree(path, ignore_errors=True)
-        if aside.exists():
-            aside.rename(path)
+        if old.exists():
+            old.rename(path)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     return made
 
 
-def _name(cell: bytes) -> bytes:
+def _engine_key(cell: bytes) -> bytes:
     """Return an engine's key for a cell; a long row becomes a hash after a byte that begins no store's name."""
-    if len(cell) <= _LONGEST_ROW or (end := row_length(cell)) <= _LONGEST_ROW:
+    if len(cell) <= _MAX_ROW_BYTES or (end := row_length(cell)) <= _MAX_ROW_BYTES:
         return cell
     return b"\xff" + hashlib.sha256(cell[:end]).digest() + cell[end:]
 
 
-def _names(changes: Mapping[bytes, Value]) -> Mapping[bytes, Value]:
-    if max(map(len, changes), default=0) <= _LONGEST_ROW:
+def _engine_keys(changes: Mapping[bytes, Value]) -> Mapping[bytes, Value]:
+    if max(map(len, changes), default=0) <= _MAX_ROW_BYTES:
         return changes
-    return {_name(cell): value for cell, value in changes.items()}
+    return {_engine_key(cell): value for cell, value in changes.items()}
 
 
 def _digest(name: bytes) -> bytes:
@@ -318,20 +318,20 @@ def check_folder(folder: Path) -> None:
         raise ConfigurationError(f"eos.state.dir={folder} cannot be written: {error.strerror}") from error
 
 
-def _own(base: Path, task: str, whichever: bool) -> tuple[Path, int] | None:
+def _acquire_folder(base: Path, task: str, any_folder: bool) -> tuple[Path, int] | None:
     """Return a folder of the task and its lock, which the process's end releases; None if another process has it."""
-    there = [folder for folder in base.glob(f"{glob.escape(task)}.*") if folder.suffix[1:].isdecimal()]
-    new = next(name for number in itertools.count() if (name := base / f"{task}.{number}") not in there)
-    for folder in [*sorted(there, key=_written_at, reverse=True), new]:
+    existing = [folder for folder in base.glob(f"{glob.escape(task)}.*") if folder.suffix[1:].isdecimal()]
+    new = next(name for number in itertools.count() if (name := base / f"{task}.{number}") not in existing)
+    for folder in [*sorted(existing, key=_written_at, reverse=True), new]:
         folder.mkdir(parents=True, exist_ok=True)
-        if (lock := _locked(folder)) is not None:
+        if (lock := _try_lock(folder)) is not None:
             return folder, lock
-        if not whichever:
+        if not any_folder:
             break
     return None
 
 
-def _locked(folder: Path) -> int | None:
+def _try_lock(folder: Path) -> int | None:
     """Return the folder's lock; None if another process has it, or has just deleted the folder."""
     path = folder / "lock"
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -356,10 +356,10 @@ def clean_up(base: Path, unused_s: float, now: float) -> list[Path]:
         try:
             if now - max(lock.stat().st_mtime, _written_at(folder)) < unused_s:
                 continue
-            if (held := _locked(folder)) is None:
+            if (lock_fd := _try_lock(folder)) is None:
                 continue
             shutil.rmtree(folder)
-            os.close(held)
+            os.close(lock_fd)
             deleted.append(folder)
         except OSError as error:
             log.debug("state folder not deleted", folder=folder, error=str(error))

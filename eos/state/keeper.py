@@ -22,7 +22,7 @@ from eos.kafka.admin import facts, preflight, tail
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.watchdog import Job, Watchdog
 from eos.kafka.client.world import REAL, World
-from eos.records import Committed, Record, metadata_of, place_of
+from eos.records import Committed, Record, format_position, read_metadata
 from eos.state import changelog, notes
 from eos.state.engines import ENGINES, check_engine
 from eos.state.files import allow_open_files
@@ -32,13 +32,15 @@ from eos.state.tasks import Task
 from eos.state.values import InMemory, Values
 
 Partition = tuple[str, int]
-_ASK_S = 10.0
-_CLEAN_UP_S = 600.0
+_REQUEST_TIMEOUT_S = 10.0
+_CLEAN_UP_INTERVAL_S = 600.0
 _OTHER_FILES = 250  # connections, libraries, files that a function opens
-_CHECKED_S = 10.0  # how long a check of the changelogs stays valid
+_CHECK_INTERVAL_S = 10.0  # how long a check of the changelogs stays valid
 
 
 class Keeper:
+    """Keeps the state of an App's functions for one worker, as a Participant in its session's transactions."""
+
     def __init__(self, app: App, settings: Settings, world: World = REAL) -> None:
         self._app_id, self._settings, self._world = app.id, settings, world
         self._routes = {route.sources[0]: route for route in app.stateful}
@@ -49,19 +51,19 @@ class Keeper:
         # Partitions without a committed offset when they were assigned. Under `latest` the group may commit one before
         # they are restored.
         self._uncommitted: set[Partition] = set()
-        self._fits: dict[str, changelog.Fit] = {}  # by the name of the changelog
+        self._fits: dict[str, changelog.ChangelogFit] = {}  # by the name of the changelog
         self._checked_at = world.now()
         self._thread: Watchdog | None = None  # checks the changelogs again
         self._checking: Job | None = None
         self._client: Any = None  # created for the first query of a changelog's end
-        self._next_clean_up = world.now() + _CLEAN_UP_S / 10
+        self._next_clean_up = world.now() + _CLEAN_UP_INTERVAL_S / 10
         self._sent_at = 0.0  # World.unix() before the open transaction's offsets are sent
         self._ids: dict[str, str] = {}  # topic ids of the changelogs, by name
         self._folder: Path | None = None
         try:
             self._folder = folder_of(settings["eos.state.dir"], app.id)
         except ConfigurationError as error:
-            self._go_without_folder(error)
+            self._use_memory(error)
 
     def prepare(self) -> None:
         """Create missing changelogs and check all of them before the worker starts.
@@ -69,14 +71,16 @@ class Keeper:
         Raises ConfigurationError, NotAuthorised, Unavailable.
         """
         self._check_folder()
-        preflight.patient(self._settings, self._require, self._world)
+        preflight.retry_while_unavailable(self._settings, self._create_and_check, self._world)
 
-    def _require(self) -> None:
+    def _create_and_check(self) -> None:
         with self._world.admin(self._settings) as admin:
             committed = admin.metadata_by_partition(self._app_id)
             # First, because a renamed function must not get a new changelog.
-            kept = notes.all_kept(self._routes, committed)
-            self._fits = changelog.require(self._settings, self._app_id, list(self._routes.values()), self._world)
+            kept = notes.require_all_offset_notes(self._routes, committed)
+            self._fits = changelog.create_missing(
+                self._settings, self._app_id, list(self._routes.values()), self._world
+            )
             self._ids = admin.topic_ids(self._fits)
         for source, beside in kept:
             notes.check_partitions(beside, source, self._fits[self._topics[source]].partitions)
@@ -89,13 +93,13 @@ class Keeper:
         try:
             check_folder(self._folder)
         except ConfigurationError as error:
-            self._go_without_folder(error)
+            self._use_memory(error)
 
-    def _go_without_folder(self, error: ConfigurationError) -> None:
+    def _use_memory(self, error: ConfigurationError) -> None:
         """Keep state in memory if the default folder is unusable; raise `error` if eos.state.dir was set explicitly."""
         if "eos.state.dir" in self._settings.values:
             raise error
-        log.warning("state is kept in memory, and read anew at each start", why=str(error))
+        log.warning("state kept in memory, each start restores all of it", reason=str(error))
         self._folder = None
 
     def close(self) -> None:
@@ -119,11 +123,11 @@ class Keeper:
         unused_s = self._settings["eos.state.cleanup.delay.ms"] / 1000
         if self._folder is None or not unused_s or self._world.now() < self._next_clean_up:
             return
-        self._next_clean_up = self._world.now() + _CLEAN_UP_S
+        self._next_clean_up = self._world.now() + _CLEAN_UP_INTERVAL_S
         for folder in clean_up(self._folder, unused_s, self._world.unix()):
             log.info("state folder deleted", folder=folder, unused_s=round(unused_s))
 
-    def standing(self) -> list[tuple[str, int, int, int]]:
+    def sizes(self) -> list[tuple[str, int, int, int]]:
         """Return for each function its name, its number of values, their bytes on disk, and the changes left to
         restore.
         """
@@ -152,19 +156,19 @@ class Keeper:
             known = {partition for restoring in self._restoring[source] for partition in restoring.partitions}
             ours = {partition for topic, partition in starts if topic == source} - known
             if new := sorted(partition for partition in ours if (source, partition) not in self._tasks):
-                if not self._are_checked(new[-1] >= self._fits[self._topics[source]].partitions):
+                if not self._are_changelogs_checked(new[-1] >= self._fits[self._topics[source]].partitions):
                     continue
-                ends = {number: self._at_least((source, number), starts, uncommitted) for number in new}
-                self._allow_files_of(len(new))
+                ends = {number: self._min_end((source, number), starts, uncommitted) for number in new}
+                self._allow_open_files(len(new))
                 self._restoring[source].append(self._restoring_of(route, self._topics[source], ends))
         for source, restorings in self._restoring.items():
             for restoring in restorings:
-                for number, values in restoring.go_on().items():
+                for number, values in restoring.run_steps().items():
                     self._tasks[source, number] = self._task((source, number), values)
             self._restoring[source] = [restoring for restoring in restorings if not restoring.done]
         return {partition for partition in starts if partition in self._tasks or partition[0] not in self._routes}
 
-    def _allow_files_of(self, new: int) -> None:
+    def _allow_open_files(self, new: int) -> None:
         """Raise this process's limit of open files to fit its tasks and the new ones. Raise ConfigurationError."""
         if self._folder is None:
             return
@@ -175,12 +179,12 @@ class Keeper:
         allowed = allow_open_files(2 * needed)  # RocksDB opens more files as state grows
         if allowed < needed:
             raise ConfigurationError(
-                f"state of {tasks} partitions needs about {needed} open files with eos.state.engine={engine}, and "
-                f"this process may open {allowed}",
-                remedy="raise its limit (ulimit -n, LimitNOFILE= of systemd), or run more workers",
+                f"state of {tasks} partitions needs about {needed} open files with eos.state.engine={engine}, but the "
+                f"limit of this process is {allowed}",
+                remedy="raise the limit (ulimit -n, LimitNOFILE= of systemd), or run more workers",
             )
 
-    def _at_least(
+    def _min_end(
         self, partition: Partition, starts: Mapping[Partition, Committed], uncommitted: Collection[Partition]
     ) -> int | None:
         """Return the changelog end that the offset metadata notes; None: any contents of the changelog are accepted.
@@ -190,7 +194,7 @@ class Keeper:
         self._uncommitted.discard(partition)
         beside = None
         if partition not in uncommitted:
-            beside = notes.kept_by(self._routes[partition[0]], metadata_of(starts[partition]))
+            beside = notes.require_offset_note(self._routes[partition[0]], read_metadata(starts[partition]))
             if beside is None:
                 return None
         if beside is None or beside.end == notes.UNSEEN:
@@ -198,7 +202,7 @@ class Keeper:
             return 0
         return beside.end
 
-    def _are_checked(self, grown: bool) -> bool:
+    def _are_changelogs_checked(self, grown: bool) -> bool:
         """Return whether the changelogs fit their sources.
 
         Another thread checks them again, unless the last check is recent and no source has `grown`: their configuration
@@ -206,10 +210,10 @@ class Keeper:
         """
         job, now = self._checking, self._world.now()
         if job is None:
-            if not grown and now - self._checked_at < _CHECKED_S:
+            if not grown and now - self._checked_at < _CHECK_INTERVAL_S:
                 return True
-            self._thread = self._thread or self._world.caller("eos-state")
-            self._checking = self._thread.start(self._require)
+            self._thread = self._thread or self._world.watchdog("eos-state")
+            self._checking = self._thread.start(self._create_and_check)
             return False
         if not job.done.is_set():
             return False
@@ -231,12 +235,12 @@ class Keeper:
         committed offset.
         """
         source, number = partition
-        route, where = self._routes[source], place_of(self._topics[source], number)
+        route, where = self._routes[source], format_position(self._topics[source], number)
         try:
             before = values.get(HEADER)
             if before is not None and partition in self._uncommitted:
                 raise notes.never_committed(route.name, partition, where)
-            header = notes.header_of(self._app_id, route, where, before)
+            header = notes.next_header(self._app_id, route, where, before)
         except BaseException:
             values.close()
             raise
@@ -245,7 +249,7 @@ class Keeper:
     def _restoring_of(self, route: Route, topic: str, ends: Mapping[int, int | None]) -> Restoring:
         def values(partition: int, whichever: bool) -> Values | None:
             if self._folder is None:
-                return InMemory(ageing=route.ttls)
+                return InMemory(expiring=route.ttls)
             task, changelog_id = f"{topic}-{partition}", self._ids.get(topic, "")
             engine, memory = ENGINES[self._settings["eos.state.engine"]], self._settings["eos.state.memory.bytes"]
             return InFolder.of(self._folder, task, changelog_id, whichever, route.ttls, engine, memory)
@@ -256,7 +260,7 @@ class Keeper:
         return [restoring for restorings in self._restoring.values() for restoring in restorings]
 
     def changed_partitions(self) -> Collection[Partition]:
-        return [partition for partition, task in self._tasks.items() if task.touched]
+        return [partition for partition, task in self._tasks.items() if task.has_changes]
 
     def before_flush(self, send: Callable[..., None], partitions: Collection[Partition]) -> None:
         self._sent_at = self._world.unix()
@@ -270,11 +274,11 @@ class Keeper:
             if task.aborted and self._folder is not None:
                 aborted.setdefault(source, []).append(partition)
             task.expire()
-            for cell, value, timestamp_ms in task.to_send():
+            for cell, value, timestamp_ms in task.changelog_entries():
                 send(self._topics[source], value, cell, partition, timestamp_ms)
-        self._pass_aborted(aborted)
+        self._skip_aborted(aborted)
 
-    def _pass_aborted(self, partitions: Mapping[str, list[int]]) -> None:
+    def _skip_aborted(self, partitions: Mapping[str, list[int]]) -> None:
         """Query the changelog ends of partitions in which one of our transactions was aborted.
 
         Otherwise a restart would read again all records written since. The answer is a last stable offset, so the open
@@ -282,13 +286,13 @@ class Keeper:
         """
         for source, numbers in partitions.items():
             try:
-                self._client = self._client or facts.connect(self._settings, _ASK_S, self._world)
-                stable = tail.stable_ends(self._client, self._topics[source], numbers)
+                self._client = self._client or facts.connect(self._settings, _REQUEST_TIMEOUT_S, self._world)
+                stable = tail.stable_offsets(self._client, self._topics[source], numbers)
             except Unavailable as error:
                 log.debug("changelog end unknown", topic=self._topics[source], error=str(error))
                 continue
             for number, end in stable.items():
-                self._tasks[source, number].passed(end)
+                self._tasks[source, number].skip_to(end)
 
     def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         if (route := self._routes.get(partition[0])) is None:
@@ -296,7 +300,7 @@ class Keeper:
         task = self._tasks.get(partition)  # None: the first offset is committed before the changelog was read
         end = notes.UNSEEN if task is None else task.end
         partitions = self._fits[self._topics[partition[0]]].partitions
-        return notes.noted_of(route, end, partitions).noted()
+        return notes.make_offset_note(route, end, partitions).entries()
 
     def committed(self) -> None:
         for task in self._tasks.values():

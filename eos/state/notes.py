@@ -1,4 +1,4 @@
-"""The notes that a task keeps about its state, so that the next owner can verify the state before the first record.
+"""Defines the notes that a task keeps about its state, so that the next owner can verify it before the first record.
 
 The offset metadata of each source partition holds facts that change with a commit: the function and the names of its
 states, the end of its changelog, and the number of partitions. An entry of the changelog, the header, holds facts that
@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from eos.app.routes import Route
 from eos.errors import ConfigurationError, InputGone
-from eos.records import noted, place_of
-from eos.state.changelog import FROM_RECORDS
+from eos.records import format_position, parse_metadata
+from eos.state.changelog import REBUILD
 
 KEY: Final = "state"
 ACCEPTED: Final = "accepted"
@@ -31,8 +31,8 @@ _NAMES_BYTES: Final = 1_000
 """The most bytes that the names may take of the 4,096 that brokers accept as offset metadata."""
 
 
-class Beside(NamedTuple):
-    """The note about a function's state in the metadata of an offset.
+class OffsetNote(NamedTuple):
+    """Holds the note about a function's state in the metadata of an offset.
 
     `function`: a function of another name has another changelog. `end`: the end offset of the changelog's partition.
     `partitions`: how many partitions the source and the changelog had. `stores`: the names of the function's states in
@@ -45,120 +45,123 @@ class Beside(NamedTuple):
     partitions: int
     stores: tuple[str, ...] = ()
 
-    def noted(self) -> Mapping[str, object]:
+    def entries(self) -> Mapping[str, object]:
         return {KEY: list(self)}
 
 
-def noted_of(route: Route, end: int, partitions: int) -> Beside:
+def make_offset_note(route: Route, end: int, partitions: int) -> OffsetNote:
     """Return the note for the offset metadata of this function."""
-    stores = _stores_of(route)
-    return Beside(route.name, end, partitions, stores if sum(map(len, stores)) <= _NAMES_BYTES else ())
+    stores = _store_names(route)
+    return OffsetNote(route.name, end, partitions, stores if sum(map(len, stores)) <= _NAMES_BYTES else ())
 
 
-def _stores_of(route: Route) -> tuple[str, ...]:
-    return tuple(sorted(store.kept_as for store in route.stores))
+def _store_names(route: Route) -> tuple[str, ...]:
+    return tuple(sorted(store.stored_name for store in route.stores))
 
 
-def beside_of(metadata: str | None) -> Beside | None:
+def read_offset_note(metadata: str | None) -> OffsetNote | None:
     """Return the note in an offset's metadata; None if there is none."""
-    match noted(metadata).get(KEY):
+    match parse_metadata(metadata).get(KEY):
         case [str(name), int(end), int(partitions)]:
-            return Beside(name, end, partitions)
+            return OffsetNote(name, end, partitions)
         case [str(name), int(end), int(partitions), [*stores]]:
-            return Beside(name, end, partitions, tuple(map(str, stores)))
+            return OffsetNote(name, end, partitions, tuple(map(str, stores)))
     return None
 
 
-def accepts(metadata: str | None) -> bool:
-    return noted(metadata).get(KEY) == ACCEPTED
+def accepts_changelog(metadata: str | None) -> bool:
+    return parse_metadata(metadata).get(KEY) == ACCEPTED
 
 
 def check_not_interrupted(committed: Iterable[str | None]) -> None:
     """Raise ConfigurationError if the metadata of a group's offsets says that its reset was interrupted."""
-    if any(noted(metadata).get(KEY) == RESETTING for metadata in committed):
+    if any(parse_metadata(metadata).get(KEY) == RESETTING for metadata in committed):
         raise ConfigurationError(
-            "`eos reset --with-state` was interrupted: some of the App's state is gone, some is not",
+            "`eos reset --with-state` was interrupted, so only some of the App's state is reset",
             remedy="run it again",
         )
 
 
-def kept_by(route: Route, metadata: str | None) -> Beside | None:
+def require_offset_note(route: Route, metadata: str | None) -> OffsetNote | None:
     """Return the note at a committed offset of this function; None if the changelog's contents are accepted.
 
     Raises ConfigurationError if the records before the offset were handled without this state, by a function of another
     name or with other states. Otherwise the state would silently begin empty.
     """
     check_not_interrupted([metadata])
-    if accepts(metadata):
+    if accepts_changelog(metadata):
         return None
-    (source,), beside, begin = route.sources, beside_of(metadata), _begin(route)
+    (source,), beside, begin = route.sources, read_offset_note(metadata), _begin_command(route)
     if beside is None:
         raise ConfigurationError(
-            f"{route.name} has state now, and handled records of {source} before without it: it would begin empty",
-            remedy=f"{begin} begins with it empty, {FROM_RECORDS}",
+            f"{route.name} has state now, but handled records of {source} without it before: it would begin empty",
+            remedy=f"{begin} confirms that it begins empty; {REBUILD}",
         )
     if beside.function != route.name:
         raise ConfigurationError(
-            f"records of {source} were handled by the function {beside.function}, which kept state, and the App has "
-            f"{route.name} for them now: its state would begin empty",
-            remedy=f'name="{beside.function}" in the decorator of {route.name} keeps the state, {begin} begins with '
-            "it empty",
+            f"the function {beside.function} kept state for records of {source}, but the App handles them with "
+            f"{route.name} now: its state would begin empty",
+            remedy=f'name="{beside.function}" in the decorator of {route.name} keeps the state; {begin} confirms that '
+            "it begins empty",
         )
     if beside.stores:
         check_stores(route, beside.stores)
     return beside
 
 
-def all_kept(routes: Mapping[str, Route], committed: Mapping[tuple[str, int], str]) -> list[tuple[str, Beside]]:
+def require_all_offset_notes(
+    routes: Mapping[str, Route], committed: Mapping[tuple[str, int], str]
+) -> list[tuple[str, OffsetNote]]:
     """Return each committed source topic with its note; `routes` are the functions with state by their sources.
 
-    Raises ConfigurationError as `kept_by` does.
+    Raises ConfigurationError as `require_offset_note` does.
     """
     check_not_interrupted(committed.values())
-    kept = [(topic, kept_by(routes[topic], text)) for (topic, _), text in committed.items() if topic in routes]
+    kept = [
+        (topic, require_offset_note(routes[topic], text)) for (topic, _), text in committed.items() if topic in routes
+    ]
     return [(topic, beside) for topic, beside in kept if beside is not None]
 
 
 def check_stores(route: Route, kept: Collection[str]) -> None:
     """Raise ConfigurationError unless the function has exactly the states named in `kept`."""
-    have, begin = _stores_of(route), _begin(route)
+    have, begin = _store_names(route), _begin_command(route)
     gone, new = sorted(set(kept) - set(have)), sorted(set(have) - set(kept))
     its, more = ", ".join(gone), ", ".join(new)
     if gone and new:
         raise ConfigurationError(
-            f"{route.name} kept the state {its}, and the code has {more} in its place, which would begin empty",
-            remedy=f'was={{"{new[0]}": "{gone[0]}"}} in its decorator says that {new[0]} was named {gone[0]}; {begin} '
+            f"{route.name} kept the state {its}, but the code has {more} instead, which would begin empty",
+            remedy=f'was={{"{new[0]}": "{gone[0]}"}} in its decorator if {new[0]} was named {gone[0]}; {begin} '
             f"deletes {its} and begins with {more} empty",
         )
     if gone:
         raise ConfigurationError(
-            f"{route.name} kept the state {its}, and the code has it no more",
-            remedy=f"put it back, or delete it: {begin}",
+            f"{route.name} kept the state {its}, which the code no longer has",
+            remedy=f"add it again, or delete it with {begin}",
         )
     if new:
         raise ConfigurationError(
-            f"the state {more} of {route.name} is new, and would begin empty after records that were handled without "
-            "it",
-            remedy=f"{begin} begins with it empty, {FROM_RECORDS}",
+            f"the state {more} of {route.name} is new, and would begin empty although records were handled before",
+            remedy=f"{begin} confirms that it begins empty; {REBUILD}",
         )
 
 
-def _begin(route: Route) -> str:
+def _begin_command(route: Route) -> str:
     return f"`eos state begin MODULE:APP {route.name}`"
 
 
-def check_partitions(beside: Beside, source: str, partitions: int) -> None:
+def check_partitions(beside: OffsetNote, source: str, partitions: int) -> None:
     """Raise ConfigurationError if the source and its changelog now have more partitions, which moves keys."""
     if beside.partitions != partitions:
         raise ConfigurationError(
             f"the state of {beside.function} cannot be found: {source} and its changelog had {beside.partitions} "
-            f"partitions when it was kept, and have {partitions}, so keys are in other partitions now",
-            remedy=f"{FROM_RECORDS}, or write the source's records to a topic with as many partitions as before",
+            f"partitions when it was kept, and have {partitions} now, so keys are in other partitions",
+            remedy=f"{REBUILD}, or write the source's records to a topic with as many partitions as before",
         )
 
 
 class Header(NamedTuple):
-    """The header of a changelog's partition. `stores`: the kind of each store by its name in the changelog."""
+    """Holds the header of a changelog's partition. `stores`: the kind of each store by its name in the changelog."""
 
     app: str
     function: str
@@ -170,43 +173,43 @@ class Header(NamedTuple):
         return json.dumps(named, sort_keys=True, separators=(",", ":")).encode()
 
 
-def header_of(app: str, route: Route, where: str, before: bytes | None) -> Header:
+def next_header(app: str, route: Route, where: str, before: bytes | None) -> Header:
     """Return the header to write from now on, given the previous header `before`.
 
     `where` names the changelog's partition. Raises ConfigurationError if the changelog belongs to another App or
     function, or if a store was removed, is new, or is of another kind.
     """
-    now = header_now(app, route)
+    now = current_header(app, route)
     if before is None:
         return now
-    found = owned(app, route, where, before)
+    found = require_owner(app, route, where, before)
     for name, shape in now.stores.items():
         if (was := found.stores.get(name, shape)) != shape:
             raise ConfigurationError(
                 f"the state {name} of {route.name} was a {was} when it was kept, and is a {shape} now",
-                remedy=f"give the new one another name, or {_begin(route)} deletes what was kept",
+                remedy=f"give the new one another name, or delete the old one with {_begin_command(route)}",
             )
     check_stores(route, found.stores)
     return now
 
 
-def owned(app: str, route: Route, where: str, header: bytes) -> Header:
+def require_owner(app: str, route: Route, where: str, header: bytes) -> Header:
     """Return the header of a changelog's partition. Raise ConfigurationError if another App or function owns it."""
-    found = _decoded(header, where)
+    found = _decode_header(header, where)
     for what, mine, whose in (("App", app, found.app), ("function", route.name, found.function)):
         if mine != whose:
             raise ConfigurationError(
-                f"the changelog {where} belongs to the {what} {whose}, and {what} {mine} would write to it",
-                remedy=f"rename one {what}: the names of the App and of the function make the changelog's name",
+                f"the changelog {where} belongs to the {what} {whose}, but {what} {mine} would write to it",
+                remedy=f"rename one {what}: the changelog's name consists of the names of the App and the function",
             )
     return found
 
 
-def header_now(app: str, route: Route) -> Header:
-    return Header(app, route.name, route.sources, {store.kept_as: store.shape for store in route.stores})
+def current_header(app: str, route: Route) -> Header:
+    return Header(app, route.name, route.sources, {store.stored_name: store.shape for store in route.stores})
 
 
-def _decoded(header: bytes, where: str) -> Header:
+def _decode_header(header: bytes, where: str) -> Header:
     try:
         found = json.loads(header)
         version = int(found["v"])
@@ -215,19 +218,18 @@ def _decoded(header: bytes, where: str) -> Header:
         raise ConfigurationError(f"the header of the changelog {where} cannot be read: {error!r}") from error
     if version > HEADER_FORMAT:
         raise ConfigurationError(
-            f"the changelog {where} is of format {version}, and this version of eos reads formats up to "
-            f"{HEADER_FORMAT}",
-            remedy="run the newer version",
+            f"the changelog {where} has format {version}, but this version of eos reads formats up to {HEADER_FORMAT}",
+            remedy="run a newer version of eos",
         )
     return read
 
 
 def never_committed(function: str, source: tuple[str, int], changelog: str) -> InputGone:
     """Return the error for a source partition without a committed offset whose changelog is not empty."""
-    where = place_of(*source)
+    where = format_position(*source)
     return InputGone(
-        f"{where} has no committed offset, and the changelog {changelog} holds state of {function}: from "
-        "auto.offset.reset the records that this state counts already would be handled again",
-        remedy=f"set where it goes on (`eos reset --group ... --topic {source[0]} --from ... --accept-changelog`), or "
-        "delete the topic of the changelog to begin without state",
+        f"{where} has no committed offset, but the changelog {changelog} holds state of {function}: starting by "
+        "auto.offset.reset would handle records again that this state already includes",
+        remedy=f"set its offset (`eos reset --group ... --topic {source[0]} --from ... --accept-changelog`), or "
+        "delete the changelog's topic to begin without state",
     )

@@ -1,4 +1,4 @@
-"""The values of one task, and the changes of the open transaction to them.
+"""Holds the values of one task, and the changes of the open transaction to them.
 
 A task is a function and a partition of its source.
 """
@@ -9,24 +9,24 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
-from eos.app.ageing import apart
 from eos.app.cells import HEADER, TIME, store_of
+from eos.app.expiry import split_write_time
 from eos.app.layers import Bounds, Layer
 from eos.state.values import InMemory, Value, Values, own_entries
 
 # Each transaction deletes this many expired entries at most, or twice as many as it changed. This bounds the
 # transaction and keeps up with expiry.
-_MOST_OVER = 1_000
-_MOST_BOUNDS = 4_096  # per task, about 1 MB
+_MAX_EXPIRED = 1_000
+_MAX_BOUNDS = 4_096  # per task, about 1 MB
 
 
 # A plain tuple, because one is made for each key that a transaction changed.
-Sent = tuple[bytes, Value, int]
+ChangelogEntry = tuple[bytes, Value, int]
 """A changelog entry to write: the cell, its value, and its timestamp in ms; 0: the time of producing."""
 
 
 class Task(Layer):
-    """The state of one task, with the changes of the open transaction as a layer on top.
+    """Holds the state of one task, with the changes of the open transaction as a layer on top.
 
     `ttls`: milliseconds by the name of a store. `clock`: returns the current time in seconds. The task's time never
     runs ahead of it: a record with a future timestamp must not expire recent entries.
@@ -49,7 +49,7 @@ class Task(Layer):
         self.time_ms = self._committed_ms = int(self.values.get(TIME) or 0)
         self.aborted = False
         """True if the changelog may have aborted records after the values' position."""
-        self._passed = self.values.position
+        self._known_end = self.values.position
         self._own_entries = own_entries(self.values)
 
     @property
@@ -58,7 +58,7 @@ class Task(Layer):
         return len(self.values) - self._own_entries
 
     @property
-    def touched(self) -> bool:
+    def has_changes(self) -> bool:
         """Return whether the open transaction handled records here that changed anything."""
         return bool(self.changed) or self.time_ms > self._committed_ms
 
@@ -77,23 +77,23 @@ class Task(Layer):
             self.put(HEADER, self._header)
         if self._ttls and self.time_ms > self._committed_ms:
             self.put(TIME, b"%d" % self.time_ms)
-        most = max(_MOST_OVER, 2 * len(self.changed))
+        limit = max(_MAX_EXPIRED, 2 * len(self.changed))
         for store, ttl_ms in self._ttls.items():
-            for cell, written_ms in itertools.islice(self.values.oldest(store), most):
+            for cell, written_ms in itertools.islice(self.values.oldest(store), limit):
                 if written_ms + ttl_ms > self.time_ms:
                     break
                 if cell not in self.changed:
                     self.changed[cell] = None
         self._rows = None  # the rows do not have these deletes
 
-    def to_send(self) -> Iterator[Sent]:
+    def changelog_entries(self) -> Iterator[ChangelogEntry]:
         for cell, value in self.changed.items():
             if not self._ttls or store_of(cell) not in self._ttls:
                 yield cell, value, 0
             elif value is None:
                 yield cell, None, self.time_ms
             else:
-                written_ms, rest = apart(value)
+                written_ms, rest = split_write_time(value)
                 yield cell, rest, written_ms
 
     @property
@@ -103,14 +103,14 @@ class Task(Layer):
         It counts one record for each changed cell, and the transaction marker. Aborted records before it count once
         `passed` is called, so the end is never too high.
         """
-        return self._passed + (len(self.changed) + 1 if self.changed else 0)
+        return self._known_end + (len(self.changed) + 1 if self.changed else 0)
 
-    def passed(self, stable: int) -> None:
+    def skip_to(self, stable: int) -> None:
         """Count the changelog before this offset as known once the open transaction is committed.
 
         The commit shows that only this task had written there.
         """
-        self._passed, self.aborted = max(self._passed, stable), False
+        self._known_end, self.aborted = max(self._known_end, stable), False
 
     def committed(self, as_of: float) -> None:
         """Apply the committed transaction's changes; its offsets were sent after `as_of` (seconds since the epoch)."""
@@ -122,14 +122,14 @@ class Task(Layer):
         for row, bounds in self._bounds.items():
             self._committed_bounds[row] = bounds
             self._committed_bounds.move_to_end(row)
-        while len(self._committed_bounds) > _MOST_BOUNDS:
+        while len(self._committed_bounds) > _MAX_BOUNDS:
             self._committed_bounds.popitem(last=False)
-        self._drop()
+        self._reset_layer()
 
     def roll_back(self) -> None:
         self.aborted = self.aborted or bool(self.changed)
-        self._drop()
+        self._reset_layer()
 
-    def _drop(self) -> None:
+    def _reset_layer(self) -> None:
         self.changed, self._rows, self._bounds, self.time_ms = {}, None, {}, self._committed_ms
-        self._passed = self.values.position
+        self._known_end = self.values.position

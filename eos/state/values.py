@@ -1,4 +1,4 @@
-"""The committed values of a task, in memory or in a folder (eos/state/folders.py).
+"""Keeps the committed values of a task, in memory or in a folder (eos/state/folders.py).
 
 The values cover the changelog before `position`, so a restart reads only the records after it. Nothing here needs an
 engine: Spark's executors and tests without a broker have none.
@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final, Protocol
 
-from eos.app.ageing import TIME_BYTES, apart
 from eos.app.cells import HEADER, TIME, row_length, store_of
+from eos.app.expiry import TIME_BYTES, split_write_time
 from eos.app.layers import Overlay, Span, by_row
 from eos.app.layers import Value as Value
 
@@ -19,9 +19,9 @@ _EMPTY: Final[Overlay[bytes]] = Overlay()
 
 
 class Values(Protocol):
-    """The committed values of one task.
+    """Gives access to the committed values of one task.
 
-    If a store has a time-to-live, each of its values begins with the time of its write (eos/app/ageing.py).
+    If a store has a time-to-live, each of its values begins with the time of its write (eos/app/expiry.py).
     """
 
     position: int
@@ -70,10 +70,10 @@ class InMemory:
     position, as_of = 0, 0.0
     size_bytes = 0
 
-    def __init__(self, values: Mapping[bytes, bytes] | None = None, ageing: Collection[bytes] = ()) -> None:
+    def __init__(self, values: Mapping[bytes, bytes] | None = None, expiring: Collection[bytes] = ()) -> None:
         self._values = dict(values or {})
         # In the order of their writes. This is the order of their times, except shortly after a time-to-live is added.
-        self._written: dict[bytes, OrderedDict[bytes, None]] = {store: OrderedDict() for store in ageing}
+        self._write_order: dict[bytes, OrderedDict[bytes, None]] = {store: OrderedDict() for store in expiring}
         self._scanned: set[bytes] = set()  # stores whose values are in `_rows` too
         self._rows: dict[bytes, Overlay[bytes]] = {}
 
@@ -93,7 +93,7 @@ class InMemory:
         fields = self._rows.get(row, _EMPTY)
         return ((field, fields[field]) for field in fields.fields(span))
 
-    def _note_fields(self, changes: Mapping[bytes, Value]) -> None:
+    def _update_rows(self, changes: Mapping[bytes, Value]) -> None:
         for cell, value in changes.items():
             if store_of(cell) not in self._scanned:
                 continue
@@ -108,30 +108,30 @@ class InMemory:
                     del self._rows[cell[:end]]
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
-        return ((cell, apart(self._values[cell])[0]) for cell in self._written[store])
+        return ((cell, split_write_time(self._values[cell])[0]) for cell in self._write_order[store])
 
     def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
         if self._scanned:
-            self._note_fields(changes)
+            self._update_rows(changes)
         for cell, value in changes.items():
             if value is None:
                 self._values.pop(cell, None)
             else:
                 self._values[cell] = value
-        if self._written:
-            self._note_written(changes)
+        if self._write_order:
+            self._note_write_order(changes)
         self.position, self.as_of = position, as_of
 
-    def _note_written(self, changes: Mapping[bytes, Value]) -> None:
+    def _note_write_order(self, changes: Mapping[bytes, Value]) -> None:
         for cell, value in sorted(changes.items(), key=lambda change: (change[1] or b"")[:TIME_BYTES]):
-            if (written := self._written.get(store_of(cell))) is not None:
+            if (written := self._write_order.get(store_of(cell))) is not None:
                 written.pop(cell, None)
                 if value is not None:
                     written[cell] = None
 
     def clear(self) -> None:
         self._values, self._scanned, self._rows, self.position = {}, set(), {}, 0
-        self._written = {store: OrderedDict() for store in self._written}
+        self._write_order = {store: OrderedDict() for store in self._write_order}
 
     def sync(self) -> None: ...
 

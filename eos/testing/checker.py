@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from rich.table import Table
 
 TopicPartition = tuple[str, int]
-Place = tuple[str, int, int]  # topic, partition, offset
+Position = tuple[str, int, int]  # topic, partition, offset
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
@@ -44,7 +44,7 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Records:
-    """The positions of n records: one array element per record, in any order unless a rule requires one.
+    """Holds the positions of n records: one array element per record, in any order unless a rule requires one.
 
     `topic` (n,) int32 is an index into `topics`; `partition` (n,) int32; `offset` (n,) int64. Accepts anything that
     numpy can convert to these without loss. Raises ValueError for unequal lengths or an impossible position.
@@ -65,7 +65,7 @@ class Records:
     def __post_init__(self) -> None:
         for name, dtype in self._columns.items():
             if (values := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _column(name, values, dtype))
+                object.__setattr__(self, name, _to_column(name, values, dtype))
         lengths = {name: len(getattr(self, name)) for name in self._columns if getattr(self, name) is not None}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"columns of unequal length: {lengths}")
@@ -79,11 +79,11 @@ class Records:
     def __len__(self) -> int:
         return len(self.offset)
 
-    def place(self, i: int) -> Place:
+    def position(self, i: int) -> Position:
         return self.topics[self.topic[i]], int(self.partition[i]), int(self.offset[i])
 
     def name(self, i: int) -> str:
-        return _place(self.topics, self.topic[i], self.partition[i], self.offset[i])
+        return _format_position(self.topics, self.topic[i], self.partition[i], self.offset[i])
 
     def take(self, order: Int64s) -> Self:
         """Return the same records in another order."""
@@ -93,7 +93,7 @@ class Records:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs(Records):
-    """The input records that a read_committed reader finds; each must be given only once.
+    """Holds the input records that a read_committed reader finds; each must be given only once.
 
     `transaction` (n,) int64, optional: a number for the transaction that handled the record last, -1 if unknown.
     """
@@ -105,11 +105,11 @@ class Inputs(Records):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outputs(Records):
-    """Visible output records, with the input of each.
+    """Holds the visible output records, with the input of each.
 
     `source_topic` (n,) int32 is an index into the *inputs'* topics; `source_partition` (n,) int32; `source_offset` (n,)
-    int64; `copy` (n,) int32, 0..fan_out-1. Sources may be any number: a nonexistent source violates `no_strangers` and
-    is not an error.
+    int64; `copy` (n,) int32, 0..fan_out-1. Sources may be any number: a nonexistent source violates
+    `no_unexpected_outputs` and is not an error.
     """
 
     source_topic: Int32s
@@ -127,27 +127,27 @@ class Outputs(Records):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CommitSeries(Records):
-    """Observed committed offsets of a group, in the order of observation; -1 stands for "none committed"."""
+    """Holds observed committed offsets of a group, in the order of observation; -1 stands for "none committed"."""
 
     _lowest_offset = -1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Counts:
-    """The outputs and the final state of a function that counts the records of each key.
+    """Holds the outputs and the final state of a function that counts the records of each key.
 
-    `keys` and `told` (n,): each output's key, and the count that it reports, its own record included. `kept`: the final
-    counts in all of the function's changelogs, by (index of the source topic, partition, key).
+    `keys` and `reported` (n,): each output's key, and the count that it reports, its own record included. `final`: the
+    final counts in all of the function's changelogs, by (index of the source topic, partition, key).
     """
 
     keys: Sequence[bytes | None]
-    told: Int64s
-    kept: Mapping[tuple[int, int, bytes | None], int]
+    reported: Int64s
+    final: Mapping[tuple[int, int, bytes | None], int]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one rule; `examples` are one line each, for at most `EXAMPLES` of the `violations`.
+    """Holds the result of one rule; `examples` are one line each, for at most `EXAMPLES` of the `violations`.
 
     `about`: the inputs of the first example, for rules whose inputs cannot be found by counting outputs.
     """
@@ -158,16 +158,16 @@ class Verdict:
     violations: int
     sentence: str
     examples: tuple[str, ...] = ()
-    about: tuple[Place, ...] = ()
+    about: tuple[Position, ...] = ()
 
 
 class Violated(AssertionError):
-    """The records in Kafka are not exactly once; unlike a timeout, no retry can correct this."""
+    """Reports that the records in Kafka are not exactly once; unlike a timeout, no retry can correct this."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The verdicts of one check, in the order of the rules."""
+    """Holds the verdicts of one check, in the order of the rules."""
 
     verdicts: tuple[Verdict, ...]
 
@@ -241,11 +241,11 @@ class Joined:
         row = int(np.searchsorted(self.starts, cell, side="right")) - 1
         return f"copy {cell - int(self.starts[row])} of {self.inputs.name(row)}"
 
-    def places(self, cell: int) -> str:
+    def positions_of(self, cell: int) -> str:
         found = np.flatnonzero(self.cell == cell)
         return " and ".join(self.outputs.name(int(i)) for i in found[:3]) + (" and more" if len(found) > 3 else "")
 
-    def place_of_input(self, row: int) -> str:
+    def first_output_name(self, row: int) -> str:
         """Return the position of an input's first visible output."""
         return self.outputs.name(int(np.flatnonzero(self.row == row)[0]))
 
@@ -254,7 +254,7 @@ class Joined:
 
     def source_name(self, i: int) -> str:
         o = self.outputs
-        return _place(self.inputs.topics, o.source_topic[i], o.source_partition[i], o.source_offset[i])
+        return _format_position(self.inputs.topics, o.source_topic[i], o.source_partition[i], o.source_offset[i])
 
 
 def join(inputs: Inputs, outputs: Outputs, fan_out: int | ArrayLike = 1) -> Joined:
@@ -287,29 +287,30 @@ def no_duplicates(joined: Joined) -> Verdict:
     repeated = np.flatnonzero(joined.times > 1)
     extra = int((joined.times[repeated] - 1).sum())
     examples = [
-        f"{joined.copy_name(c)} is visible {joined.times[c]} times: at {joined.places(c)}" for c in repeated[:EXAMPLES]
+        f"{joined.copy_name(c)} is visible {joined.times[c]} times: at {joined.positions_of(c)}"
+        for c in repeated[:EXAMPLES]
     ]
-    for first, second in _repeated_strangers(joined):
+    for first, second in _repeated_unexpected(joined):
         extra += 1
         names = f"{joined.outputs.name(first)} and {joined.outputs.name(second)}"
         examples.append(f"copy {joined.outputs.copy[first]} of {joined.source_name(first)} is visible at {names}")
     return verdict("no_duplicates", len(joined.outputs), "outputs", extra, examples, "none is visible twice")
 
 
-def _repeated_strangers(joined: Joined) -> list[tuple[int, int]]:
+def _repeated_unexpected(joined: Joined) -> list[tuple[int, int]]:
     """Return pairs of outputs that name the same source and copy, where no input exists to count them."""
     o = joined.outputs
-    strangers = np.flatnonzero(joined.cell < 0)
-    claims = np.stack([o.copy[strangers], o.source_offset[strangers], o.source_partition[strangers]])
-    claims = np.vstack([claims, o.source_topic[strangers]])
-    order = np.lexsort(claims)
-    same = np.flatnonzero((claims[:, order[1:]] == claims[:, order[:-1]]).all(axis=0))
-    return [(int(strangers[order[i]]), int(strangers[order[i + 1]])) for i in same]
+    unexpected = np.flatnonzero(joined.cell < 0)
+    columns = np.stack([o.copy[unexpected], o.source_offset[unexpected], o.source_partition[unexpected]])
+    columns = np.vstack([columns, o.source_topic[unexpected]])
+    order = np.lexsort(columns)
+    same = np.flatnonzero((columns[:, order[1:]] == columns[:, order[:-1]]).all(axis=0))
+    return [(int(unexpected[order[i]]), int(unexpected[order[i + 1]])) for i in same]
 
 
 def no_losses(joined: Joined, committed: Mapping[TopicPartition, int] | None = None, complete: bool = False) -> Verdict:
     """Check that every input below its committed offset (with `complete`: every input) has all its copies."""
-    due = np.ones(len(joined.inputs), np.bool_) if complete else _below(joined.inputs, committed or {})
+    due = np.ones(len(joined.inputs), np.bool_) if complete else _is_below_committed(joined.inputs, committed or {})
     due_cells = np.repeat(due, joined.fan_out)
     missing = np.flatnonzero(due_cells & (joined.times == 0))
     examples = [f"{joined.copy_name(c)} is not visible" for c in missing[:EXAMPLES]]
@@ -317,18 +318,20 @@ def no_losses(joined: Joined, committed: Mapping[TopicPartition, int] | None = N
     return verdict("no_losses", examined, "expected outputs", len(missing), examples, "all are visible")
 
 
-def no_strangers(joined: Joined) -> Verdict:
+def no_unexpected_outputs(joined: Joined) -> Verdict:
     """Check that every output comes from an existing input, and is one of the copies that the input must have."""
-    strangers = np.flatnonzero(joined.cell < 0)
+    unexpected = np.flatnonzero(joined.cell < 0)
     examples = []
-    for i in strangers[:EXAMPLES]:
+    for i in unexpected[:EXAMPLES]:
         source, row = joined.source_name(i), joined.row[i]
-        what = f"{joined.outputs.name(i)} says it is copy {joined.outputs.copy[i]} of {source}"
+        what = f"{joined.outputs.name(i)} claims to be copy {joined.outputs.copy[i]} of {source}"
         if row < 0:
             examples.append(f"{what}, which is not an input")
         else:
             examples.append(f"{what}, which must have {joined.fan_out[row]}, numbered from 0")
-    return verdict("no_strangers", len(joined.outputs), "outputs", len(strangers), examples, "each has its input")
+    return verdict(
+        "no_unexpected_outputs", len(joined.outputs), "outputs", len(unexpected), examples, "each has its input"
+    )
 
 
 def order(joined: Joined) -> Verdict:
@@ -337,10 +340,10 @@ def order(joined: Joined) -> Verdict:
     A second appearance of a copy belongs to no_duplicates and is ignored here: a replay is not a reordering.
     """
     o = joined.outputs
-    lanes, count = _lanes(o)
-    source_lanes, source_count = _lanes(joined.inputs)
+    parts, count = _number_partitions(o)
+    source_parts, source_count = _number_partitions(joined.inputs)
     known = np.flatnonzero(joined.cell >= 0) if (joined.cell < 0).any() else slice(None)
-    pair = lanes[known].astype(np.int64) * source_count + source_lanes[joined.row[known]]
+    pair = parts[known].astype(np.int64) * source_count + source_parts[joined.row[known]]
     by_pair = _stable_argsort(pair, count * source_count)
     pair, offset, cell = pair[by_pair], o.offset[known][by_pair], joined.cell[known][by_pair]
     position = np.arange(len(o))[known][by_pair]
@@ -352,10 +355,9 @@ def order(joined: Joined) -> Verdict:
         pair, cell, position = pair[first], cell[first], position[first]
     wrong = _descents(cell, pair)
     examples = [
-        f"{joined.output_name(position[i])} stands behind {joined.output_name(position[i - 1])}"
-        for i in wrong[:EXAMPLES]
+        f"{joined.output_name(position[i])} comes after {joined.output_name(position[i - 1])}" for i in wrong[:EXAMPLES]
     ]
-    about = [joined.inputs.place(joined.row[position[i - back]]) for i in wrong[:1] for back in (0, 1)]
+    about = [joined.inputs.position(joined.row[position[i - back]]) for i in wrong[:1] for back in (0, 1)]
     return verdict("order", len(o), "outputs", len(wrong), examples, "all are in the order of their sources", about)
 
 
@@ -365,17 +367,23 @@ def atomic(joined: Joined) -> Verdict:
     Only inputs with several outputs are examined.
     """
     visible = joined.visible_copies()
-    torn = np.flatnonzero((visible > 0) & (visible < joined.fan_out))
+    incomplete = np.flatnonzero((visible > 0) & (visible < joined.fan_out))
     examples = []
-    for row in torn[:EXAMPLES]:
+    for row in incomplete[:EXAMPLES]:
         times = joined.times[joined.starts[row] : joined.starts[row + 1]]
-        gone = ", ".join(str(copy) for copy in np.flatnonzero(times == 0))
+        missing = ", ".join(str(copy) for copy in np.flatnonzero(times == 0))
         examples.append(
-            f"{joined.inputs.name(row)} is torn: copy {gone} is missing, while {joined.place_of_input(row)} is visible"
+            f"{joined.inputs.name(row)} is incomplete: copy {missing} is missing, but "
+            f"{joined.first_output_name(row)} is visible"
         )
     examined = int(np.count_nonzero(joined.fan_out > 1))
     return verdict(
-        "atomic", examined, "inputs with several outputs", len(torn), examples, "each is visible whole or not at all"
+        "atomic",
+        examined,
+        "inputs with several outputs",
+        len(incomplete),
+        examples,
+        "each is completely visible or not at all",
     )
 
 
@@ -383,22 +391,28 @@ def atomic_transactions(joined: Joined) -> Verdict:
     """Check that all outputs of each transaction in `Inputs.transaction` are visible, or none."""
     transaction = joined.inputs.transaction
     if transaction is None:
-        raise ValueError("the inputs do not say which transaction handled them")
+        raise ValueError("the inputs do not name the transactions that handled them")
     numbered = np.flatnonzero(transaction >= 0)
     numbers, group = np.unique(transaction[numbered], return_inverse=True)
     expected = np.bincount(group, weights=joined.fan_out[numbered]).astype(np.int64)
     visible = np.bincount(group, weights=joined.visible_copies()[numbered]).astype(np.int64)
-    torn = np.flatnonzero((visible > 0) & (visible < expected))
+    incomplete = np.flatnonzero((visible > 0) & (visible < expected))
     examples = []
-    for t in torn[:EXAMPLES]:
+    for t in incomplete[:EXAMPLES]:
         cells = np.repeat(transaction == numbers[t], joined.fan_out)
         lost = joined.copy_name(int(np.flatnonzero(cells & (joined.times == 0))[0]))
         examples.append(
-            f"transaction {numbers[t]} is torn: {visible[t]} of its {expected[t]} outputs are visible, {lost} is not"
+            f"transaction {numbers[t]} is incomplete: {visible[t]} of its {expected[t]} outputs are visible, "
+            f"{lost} is not"
         )
     examined = int(np.count_nonzero(expected))
     return verdict(
-        "atomic_transactions", examined, "transactions", len(torn), examples, "each is visible whole or not at all"
+        "atomic_transactions",
+        examined,
+        "transactions",
+        len(incomplete),
+        examples,
+        "each is completely visible or not at all",
     )
 
 
@@ -410,28 +424,28 @@ def offsets_match_outputs(
     A partition without a committed offset counts as committed at its beginning. With `log_end` it also checks that no
     committed offset exceeds the end of its input partition, where the group would skip future records.
     """
-    below, visible = _below(joined.inputs, committed), joined.visible_copies() > 0
+    below, visible = _is_below_committed(joined.inputs, committed), joined.visible_copies() > 0
     expected = joined.fan_out > 0
     ahead = np.flatnonzero(below & ~visible & expected)
     behind = np.flatnonzero(~below & visible)
     examples = []
     for row in behind[:EXAMPLES]:
         examples.append(
-            f"{joined.inputs.name(row)} has the visible output {joined.place_of_input(row)}, but its partition is "
-            f"{_committed_at(joined.inputs, row, committed)}: a restart would handle it again"
+            f"{joined.inputs.name(row)} has the visible output {joined.first_output_name(row)}, but its partition is "
+            f"{_describe_commit(joined.inputs, row, committed)}: a restart would handle it again"
         )
     for row in ahead[:EXAMPLES]:
         examples.append(
             f"{joined.inputs.name(row)} has no visible output, but its partition is "
-            f"{_committed_at(joined.inputs, row, committed)}: nobody will handle it any more"
+            f"{_describe_commit(joined.inputs, row, committed)}: no worker will handle it"
         )
     beyond = {at: end for at, end in (log_end or {}).items() if committed.get(at, -1) > end}
     for (topic, partition), end in list(beyond.items())[:EXAMPLES]:
-        examples.append(f"{topic}[{partition}] is committed at {committed[topic, partition]}, behind its end at {end}")
+        examples.append(f"{topic}[{partition}] is committed at {committed[topic, partition]}, after its end at {end}")
     examined, violations = int(np.count_nonzero(expected)), len(ahead) + len(behind) + len(beyond)
-    about = [joined.inputs.place(row) for row in [*behind[:1], *ahead[:1]][:1]]
+    about = [joined.inputs.position(row) for row in [*behind[:1], *ahead[:1]][:1]]
     return verdict(
-        "offsets_match_outputs", examined, "inputs", violations, examples, "outputs end where the offsets do", about
+        "offsets_match_outputs", examined, "inputs", violations, examples, "outputs and committed offsets match", about
     )
 
 
@@ -443,49 +457,51 @@ def no_aborted_seen(seen: Outputs, outputs: Outputs, sources: tuple[str, ...] = 
     `sources`: the topics of the inputs, to name the sources.
     """
     if seen.topics != outputs.topics:
-        raise ValueError(f"the concurrent reader read {seen.topics}, the final one {outputs.topics}")
+        raise ValueError(f"the concurrent reader read {seen.topics}, but the final one read {outputs.topics}")
     index = _Index(outputs)
     final = index.rows(seen.topic, seen.partition, seen.offset)
     if index.order is not None and len(outputs):
         final = np.where(final >= 0, index.order[final], -1)
-    gone = np.flatnonzero(final < 0)
-    examples = [f"{seen.name(i)} was delivered and is not there any more: it was aborted" for i in gone[:EXAMPLES]]
-    kept = np.flatnonzero(final >= 0)
-    changed = np.zeros(len(kept), np.bool_)
+    missing = np.flatnonzero(final < 0)
+    examples = [f"{seen.name(i)} was delivered but no longer exists: it was aborted" for i in missing[:EXAMPLES]]
+    found = np.flatnonzero(final >= 0)
+    changed = np.zeros(len(found), np.bool_)
     for column in ("source_topic", "source_partition", "source_offset", "copy"):
-        changed |= getattr(seen, column)[kept] != getattr(outputs, column)[final[kept]]
-    replaced = kept[changed]
-    examples += [f"{seen.name(i)} was delivered with another source than it has now" for i in replaced[:EXAMPLES]]
-    lanes, count = _lanes(seen)
-    by_lane = _stable_argsort(lanes, count)
-    back = _descents(seen.offset[by_lane], lanes[by_lane], or_equal=True)
+        changed |= getattr(seen, column)[found] != getattr(outputs, column)[final[found]]
+    replaced = found[changed]
     examples += [
-        f"{seen.name(by_lane[i])} was delivered behind {seen.name(by_lane[i - 1])} of the same partition"
+        f"{seen.name(i)} was delivered with a different source from its present one" for i in replaced[:EXAMPLES]
+    ]
+    parts, count = _number_partitions(seen)
+    by_part = _stable_argsort(parts, count)
+    back = _descents(seen.offset[by_part], parts[by_part], or_equal=True)
+    examples += [
+        f"{seen.name(by_part[i])} was delivered after {seen.name(by_part[i - 1])} of the same partition"
         for i in back[:EXAMPLES]
     ]
-    violations = len(gone) + len(replaced) + len(back)
+    violations = len(missing) + len(replaced) + len(back)
     about = []
-    for i in [*gone[:1], *replaced[:1], *by_lane[back[:1]]][:1]:
+    for i in [*missing[:1], *replaced[:1], *by_part[back[:1]]][:1]:
         if 0 <= seen.source_topic[i] < len(sources):
             about.append((sources[seen.source_topic[i]], int(seen.source_partition[i]), int(seen.source_offset[i])))
-    good = "all are still there, once, in order"
+    good = "all still exist, once and in order"
     return verdict("no_aborted_seen", len(seen), "delivered records", violations, examples, good, about)
 
 
 def stable_end(ends: Ends) -> Verdict:
     """Check that every partition at rest is readable to its end; a hanging transaction prevents that."""
-    places = sorted({*ends.stable, *ends.log_end})
+    partitions = sorted({*ends.stable, *ends.log_end})
     examples = []
-    for topic, partition in places:
+    for topic, partition in partitions:
         stable, end = ends.stable.get((topic, partition)), ends.log_end.get((topic, partition))
         if stable is None or end is None:
             examples.append(f"{topic}[{partition}] has only one of its two ends: stable {stable}, log end {end}")
         elif stable != end:
             examples.append(
-                f"{topic}[{partition}] is readable up to {stable} only, its log ends at {end}: an open transaction"
+                f"{topic}[{partition}] is readable only up to {stable}, its log ends at {end}: a transaction is open"
             )
     return verdict(
-        "stable_end", len(places), "partitions", len(examples), examples, "each is readable to the end of its log"
+        "stable_end", len(partitions), "partitions", len(examples), examples, "each is readable to the end of its log"
     )
 
 
@@ -494,25 +510,27 @@ def no_rewind(commits: CommitSeries) -> Verdict:
 
     It examines the steps between two observations of a partition. A violation is about the last inputs of both commits.
     """
-    lanes, count = _lanes(commits)
-    by_lane = _stable_argsort(lanes, count)
-    lanes, offset = lanes[by_lane], commits.offset[by_lane]
-    back = _descents(offset, lanes)
+    parts, count = _number_partitions(commits)
+    by_part = _stable_argsort(parts, count)
+    parts, offset = parts[by_part], commits.offset[by_part]
+    back = _descents(offset, parts)
     examples: list[str] = []
-    about: list[Place] = []
+    about: list[Position] = []
     for i in back[:EXAMPLES]:
-        topic, partition, now = commits.place(by_lane[i])
+        topic, partition, now = commits.position(by_part[i])
         before = int(offset[i - 1])
-        examples.append(f"{topic}[{partition}] went back from {before} to {now} (observation {by_lane[i]})")
+        examples.append(f"{topic}[{partition}] went back from {before} to {now} (observation {by_part[i]})")
         about = about or [(topic, partition, end - 1) for end in (before, now) if end > 0]
-    steps = int(np.count_nonzero(lanes[1:] == lanes[:-1]))
-    return verdict("no_rewind", steps, "steps of committed offsets", len(back), examples, "none goes back", about)
+    steps = int(np.count_nonzero(parts[1:] == parts[:-1]))
+    return verdict(
+        "no_rewind", steps, "steps of committed offsets", len(back), examples, "no committed offset went back", about
+    )
 
 
 def state(outputs: Outputs, counts: Counts, sources: tuple[str, ...]) -> Verdict:
     """Check that a function's count for each key matches its visible outputs, at each output and at the end.
 
-    A change that outlived its aborted transaction shows in the next output of its key, and so does a lost change.
+    A change that survived its aborted transaction shows in the next output of its key, as does a lost change.
     `sources`: the topics of the inputs.
     """
     names, key = np.unique(np.array([repr(k) for k in counts.keys], object), return_inverse=True)
@@ -523,27 +541,30 @@ def state(outputs: Outputs, counts: Counts, sources: tuple[str, ...]) -> Verdict
     new_key = differs[:3].any(axis=0)
     seen = np.cumsum(differs.any(axis=0))  # copies, and outputs that are visible twice, count once
     begins = np.flatnonzero(new_key)
-    due: Int64s = seen - np.repeat(seen[begins] - 1, np.diff([*begins, len(outputs)]))
-    told = np.asarray(counts.told, np.int64)[by_key]
-    wrong = np.flatnonzero(told != due)
+    expected_counts: Int64s = seen - np.repeat(seen[begins] - 1, np.diff([*begins, len(outputs)]))
+    reported = np.asarray(counts.reported, np.int64)[by_key]
+    wrong = np.flatnonzero(reported != expected_counts)
     examples: list[str] = []
-    about: list[Place] = []
+    about: list[Position] = []
     for i in wrong[:EXAMPLES]:
         row = by_key[i]
         topic, partition, offset = (int(columns[c, i]) for c in (0, 1, 3))
-        source = _place(sources, topic, partition, offset)
-        examples.append(f"{outputs.name(row)}, of {source}, counts {told[i]} of {names[key[row]]}, where {due[i]} are")
+        source = _format_position(sources, topic, partition, offset)
+        examples.append(
+            f"{outputs.name(row)}, of {source}, counts {reported[i]} of {names[key[row]]}, but "
+            f"{expected_counts[i]} are visible"
+        )
         about += [(sources[topic], partition, offset)] if 0 <= topic < len(sources) and not about else []
     ends = [*(begins[1:] - 1), len(outputs) - 1] if len(outputs) else []
-    last = {(*map(int, columns[:2, i]), counts.keys[by_key[i]]): int(due[i]) for i in ends}
-    stale = [at for at in {**last, **counts.kept} if last.get(at) != counts.kept.get(at)]
+    last = {(*map(int, columns[:2, i]), counts.keys[by_key[i]]): int(expected_counts[i]) for i in ends}
+    stale = [at for at in {**last, **counts.final} if last.get(at) != counts.final.get(at)]
     for topic, partition, name in stale[:EXAMPLES]:
         at = topic, partition, name
-        left, there = counts.kept.get(at, "nothing"), last.get(at, "none")
-        place = f"{sources[topic] if 0 <= topic < len(sources) else topic}[{partition}]"
-        examples.append(f"of {name!r} in {place} the changelog holds {left}, where {there} are visible")
-    examined = len(outputs) + len(last.keys() | counts.kept.keys())
-    violations, good = len(wrong) + len(stale), "each is what its key's records make of it"
+        left, there = counts.final.get(at, "nothing"), last.get(at, "none")
+        position = f"{sources[topic] if 0 <= topic < len(sources) else topic}[{partition}]"
+        examples.append(f"the changelog holds {left} for {name!r} in {position}, but {there} are visible")
+    examined = len(outputs) + len(last.keys() | counts.final.keys())
+    violations, good = len(wrong) + len(stale), "each equals the number of its key's records"
     return verdict("state", examined, "counts", violations, examples, good, about)
 
 
@@ -571,7 +592,7 @@ def check(
     verdicts = [no_duplicates(joined)]
     if complete or committed is not None:
         verdicts.append(no_losses(joined, committed, complete))
-    verdicts += [no_strangers(joined), order(joined)]
+    verdicts += [no_unexpected_outputs(joined), order(joined)]
     if (joined.fan_out > 1).any():
         verdicts.append(atomic(joined))
     if inputs.transaction is not None:
@@ -590,35 +611,35 @@ def check(
 
 
 class _Index:
-    """An index of records by (topic, partition, offset). Raises ValueError if one of them appears twice.
+    """Indexes records by (topic, partition, offset). Raises ValueError if one of them appears twice.
 
     `order` sorts the records by position, or is None if they are sorted already; `rows` refers to the sorted order.
     """
 
     def __init__(self, records: Records) -> None:
-        lanes, self._lane_count = _lanes(records)
-        self._partitions = self._lane_count // max(len(records.topics), 1)
+        parts, self._part_count = _number_partitions(records)
+        self._partitions = self._part_count // max(len(records.topics), 1)
         self.order = None
         offset = records.offset
-        if len(records) and (_ascends(lanes, offset) is False):
-            self.order = _stable_argsort(lanes, self._lane_count)
-            if _descents(offset[self.order], lanes[self.order]).size:
-                self.order = np.lexsort((offset, lanes))
-            lanes, offset = lanes[self.order], offset[self.order]
-        twice = np.flatnonzero((lanes[1:] == lanes[:-1]) & (offset[1:] == offset[:-1]))
-        if twice.size:
-            i = twice[0] if self.order is None else self.order[twice[0]]
+        if len(records) and (_is_ascending(parts, offset) is False):
+            self.order = _stable_argsort(parts, self._part_count)
+            if _descents(offset[self.order], parts[self.order]).size:
+                self.order = np.lexsort((offset, parts))
+            parts, offset = parts[self.order], offset[self.order]
+        repeated = np.flatnonzero((parts[1:] == parts[:-1]) & (offset[1:] == offset[:-1]))
+        if repeated.size:
+            i = repeated[0] if self.order is None else self.order[repeated[0]]
             raise ValueError(f"{records.name(int(i))} was read twice")
-        edges = np.searchsorted(lanes, np.arange(self._lane_count + 1))
+        edges = np.searchsorted(parts, np.arange(self._part_count + 1))
         filled = edges[1:] > edges[:-1]
-        self._first = np.zeros(self._lane_count, np.int64)
-        self._last = np.full(self._lane_count, -1, np.int64)  # below any first offset: an empty partition has no record
+        self._first = np.zeros(self._part_count, np.int64)
+        self._last = np.full(self._part_count, -1, np.int64)  # below any first offset: an empty partition has no record
         self._first[filled], self._last[filled] = offset[edges[:-1][filled]], offset[edges[1:][filled] - 1]
         spans = self._last - self._first + 1
         if float(spans.sum(dtype=np.float64)) > 2.0**62:
-            raise ValueError("offsets reach too far to be numbered")
+            raise ValueError("the offsets are too large to be numbered")
         self._shift = np.cumsum(spans) - spans - self._first
-        slots = offset + self._shift[lanes]
+        slots = offset + self._shift[parts]
         total = int(spans.sum())
         self._sorted: Int64s | None = None
         if total <= max(_TABLE_SLOTS_PER_RECORD * len(records), _SMALL_TABLE_SLOTS):
@@ -631,16 +652,16 @@ class _Index:
 
     def rows(self, topic: Int32s, partition: Int32s, offset: Int64s) -> Int64s:
         """Return the row of each record in sorted order, -1 if it does not exist."""
-        if not self._lane_count or not self._last.max(initial=-1) >= 0:
+        if not self._part_count or not self._last.max(initial=-1) >= 0:
             return np.full(len(offset), -1, np.int64)
         # Compared before it is multiplied: a nonexistent partition must not map to another topic's number.
-        known = (topic >= 0) & (topic < self._lane_count // self._partitions)
+        known = (topic >= 0) & (topic < self._part_count // self._partitions)
         known &= (partition >= 0) & (partition < self._partitions)
-        lane = topic * np.int32(self._partitions) + partition
+        part = topic * np.int32(self._partitions) + partition
         if not known.all():
-            lane[~known] = 0
-        known &= (offset >= self._first[lane]) & (offset <= self._last[lane])
-        slot = offset + self._shift[lane]
+            part[~known] = 0
+        known &= (offset >= self._first[part]) & (offset <= self._last[part])
+        slot = offset + self._shift[part]
         if not known.all():
             slot[~known] = 0
         if self._sorted is None:
@@ -649,7 +670,7 @@ class _Index:
         return np.where(known & (self._sorted[row] == slot), row, -1)
 
 
-def _column(name: str, values: ArrayLike, dtype: type[np.int32 | np.int64]) -> NDArray[Any]:
+def _to_column(name: str, values: ArrayLike, dtype: type[np.int32 | np.int64]) -> NDArray[Any]:
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"{name} must have one dimension, not {array.ndim}")
@@ -661,16 +682,16 @@ def _column(name: str, values: ArrayLike, dtype: type[np.int32 | np.int64]) -> N
     return converted
 
 
-def _place(topics: tuple[str, ...], topic: int, partition: int, offset: int) -> str:
+def _format_position(topics: tuple[str, ...], topic: int, partition: int, offset: int) -> str:
     name = topics[topic] if 0 <= topic < len(topics) else f"topic #{topic}"
     return f"{name}[{partition}]@{offset}"
 
 
-def _lanes(records: Records) -> tuple[Int32s, int]:
+def _number_partitions(records: Records) -> tuple[Int32s, int]:
     """Return each record's partition as one number over all topics, and how many such numbers there are."""
     partitions = int(records.partition.max(initial=-1)) + 1
     if len(records.topics) * partitions > 1 << 24:
-        raise ValueError(f"{len(records.topics)} topics of {partitions} partitions are more than any cluster has")
+        raise ValueError(f"{len(records.topics)} topics with {partitions} partitions are more than any cluster has")
     return records.topic * np.int32(partitions) + records.partition, len(records.topics) * partitions
 
 
@@ -679,9 +700,9 @@ def _stable_argsort(values: NDArray[np.int32 | np.int64], limit: int) -> Int64s:
     return np.argsort(values.astype(np.uint16) if limit <= 1 << 16 else values, kind="stable")
 
 
-def _ascends(lanes: Int32s, offset: Int64s) -> bool:
-    same = lanes[1:] == lanes[:-1]
-    return bool(((lanes[1:] > lanes[:-1]) | (same & (offset[1:] >= offset[:-1]))).all())
+def _is_ascending(parts: Int32s, offset: Int64s) -> bool:
+    same = parts[1:] == parts[:-1]
+    return bool(((parts[1:] > parts[:-1]) | (same & (offset[1:] >= offset[:-1]))).all())
 
 
 def _descents(values: Int64s, group: NDArray[np.int32 | np.int64], or_equal: bool = False) -> Int64s:
@@ -699,24 +720,24 @@ def _first_appearances(pair: Int64s, cell: Int64s) -> Int64s:
     return np.flatnonzero(keep)
 
 
-def _below(inputs: Inputs, committed: Mapping[TopicPartition, int]) -> Bools:
+def _is_below_committed(inputs: Inputs, committed: Mapping[TopicPartition, int]) -> Bools:
     """Return for each input whether it lies below the committed offset of its partition."""
-    lanes, count = _lanes(inputs)
+    parts, count = _number_partitions(inputs)
     partitions = count // max(len(inputs.topics), 1)
     floor = np.zeros(count, np.int64)
     for (topic, partition), offset in committed.items():
         if topic in inputs.topics and 0 <= partition < partitions:
             floor[inputs.topics.index(topic) * partitions + partition] = offset
-    return inputs.offset < floor[lanes]
+    return inputs.offset < floor[parts]
 
 
-def _committed_at(inputs: Inputs, row: int, committed: Mapping[TopicPartition, int]) -> str:
+def _describe_commit(inputs: Inputs, row: int, committed: Mapping[TopicPartition, int]) -> str:
     offset = committed.get((inputs.topics[inputs.topic[row]], int(inputs.partition[row])))
     return "not committed at all" if offset is None else f"committed at {offset}"
 
 
 def verdict(
-    rule: str, examined: int, what: str, violations: int, examples: list[str], good: str, about: Sequence[Place] = ()
+    rule: str, examined: int, what: str, violations: int, examples: list[str], good: str, about: Sequence[Position] = ()
 ) -> Verdict:
     """Return the verdict of a rule; only this function decides that a rule holds, and never if nothing was examined."""
     if violations:

@@ -32,14 +32,14 @@ from numpy.typing import NDArray
 from eos.errors import Action, ConfigurationError, EosError, InputGone, NotAuthorised, Unavailable
 from eos.kafka.admin import facts
 from eos.kafka.client.failures import classify
-from eos.kafka.client.headers import headers_of
-from eos.kafka.client.names import CONSUMER_ONLY
-from eos.records import metadata_of, readable
+from eos.kafka.client.headers import read_headers
+from eos.kafka.client.librdkafka_names import CONSUMER_ONLY
+from eos.records import read_metadata, readable_headers
 from eos.testing.checker import Ends, Inputs, Outputs
 from eos.testing.lineage import unstamp_many
 
 Isolation = Literal["read_committed", "read_uncommitted"]
-Place = tuple[str, int]
+Partition = tuple[str, int]
 T = TypeVar("T")
 
 BATCH_RECORDS = 10_000
@@ -47,9 +47,9 @@ POLL_S = 0.1
 NO_PROGRESS_S = 30.0
 # A topic that one broker just created may be unknown to another one for a moment.
 _NEW_TOPIC_S = 5.0
-_MAYBE_NEW = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
+_NEW_TOPIC_CODES = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
 
-_RAISED: dict[Action, type[EosError]] = {
+_EXCEPTIONS: dict[Action, type[EosError]] = {
     Action.UNAUTHORISED: NotAuthorised,
     Action.INPUT_GONE: InputGone,
     Action.DAMAGED: InputGone,
@@ -92,8 +92,8 @@ class Log:
             source = unstamp_many(stamped)
         except ValueError as error:
             where = next(i for i, value in enumerate(stamped) if value is None or len(value) < 20)
-            place = f"{self.topics[self.topic[where]]}[{self.partition[where]}]@{self.offset[where]}"
-            raise ValueError(f"{place} carries no stamp of its source: {error}") from error
+            partition = f"{self.topics[self.topic[where]]}[{self.partition[where]}]@{self.offset[where]}"
+            raise ValueError(f"{partition} carries no stamp of its source: {error}") from error
         return Outputs(
             topics=self.topics,
             topic=self.topic,
@@ -114,7 +114,7 @@ def read_topic(
     *,
     header: str | None = None,
     contents: bool = True,
-    upto: Mapping[Place, int] | None = None,
+    upto: Mapping[Partition, int] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     no_progress_s: float = NO_PROGRESS_S,
 ) -> Log:
@@ -144,8 +144,8 @@ def read_topic(
             if reading.add(messages):
                 progress(*reading.progress())
                 deadline = time.monotonic() + no_progress_s
-                for place in reading.newly_finished(waiting):
-                    consumer.pause([TopicPartition(*place)])
+                for partition in reading.newly_finished(waiting):
+                    consumer.pause([TopicPartition(*partition)])
             elif time.monotonic() > deadline:
                 raise Unavailable(f"reading {isolation}: no progress for {no_progress_s:g} s; {reading.missing()}")
     finally:
@@ -160,10 +160,10 @@ def committed_offsets(
     config: Mapping[str, Any] | None = None,
     *,
     timeout_s: float = NO_PROGRESS_S,
-) -> dict[Place, int]:
+) -> dict[Partition, int]:
     """Return the group's stable committed offsets where there is one, as `committed_with_metadata` does."""
     found = committed_with_metadata(bootstrap, group, topics, config, timeout_s=timeout_s)
-    return {place: offset for place, (offset, _) in found.items()}
+    return {partition: offset for partition, (offset, _) in found.items()}
 
 
 def committed_with_metadata(
@@ -173,7 +173,7 @@ def committed_with_metadata(
     config: Mapping[str, Any] | None = None,
     *,
     timeout_s: float = NO_PROGRESS_S,
-) -> dict[Place, tuple[int, str | None]]:
+) -> dict[Partition, tuple[int, str | None]]:
     """Return the group's stable committed offsets with their metadata, without partitions that have none.
 
     Stable (KIP-447): while a transaction with offsets of this group is open, the broker answers UNSTABLE_OFFSET_COMMIT
@@ -181,22 +181,28 @@ def committed_with_metadata(
     `Unavailable` if the wait exceeds `timeout_s`.
     """
     names = (topics,) if isinstance(topics, str) else tuple(topics)
-    places = _partitions(_admin(bootstrap, config), names, timeout_s)
+    partitions = _partitions(_admin(bootstrap, config), names, timeout_s)
     settings = _reader_config(bootstrap, "read_committed", config) | {"group.id": group}
     consumer = Consumer(settings)
 
     def ask() -> list[TopicPartition]:
-        answer = consumer.committed([TopicPartition(*place) for place in places], timeout=min(timeout_s, 5.0))
-        for one in answer:
-            if one.error is not None:
-                raise KafkaException(one.error)
+        answer = consumer.committed(
+            [TopicPartition(*partition) for partition in partitions], timeout=min(timeout_s, 5.0)
+        )
+        for answered in answer:
+            if answered.error is not None:
+                raise KafkaException(answered.error)
         return answer
 
     try:
-        found = _until(f"committed offsets of group {group}", timeout_s, ask)
+        found = _query_until(f"committed offsets of group {group}", timeout_s, ask)
     finally:
         consumer.close()
-    return {(one.topic, one.partition): (one.offset, metadata_of(one)) for one in found if one.offset >= 0}
+    return {
+        (answered.topic, answered.partition): (answered.offset, read_metadata(answered))
+        for answered in found
+        if answered.offset >= 0
+    }
 
 
 def end_offsets(
@@ -209,16 +215,16 @@ def end_offsets(
     """Return (last stable offsets, log end offsets) of every partition; the log end is the high watermark."""
     names = (topics,) if isinstance(topics, str) else tuple(topics)
     admin = _admin(bootstrap, config)
-    places = _partitions(admin, names, timeout_s)
+    partitions = _partitions(admin, names, timeout_s)
 
     # The stable ends first: ends only grow, so the later result can never be below the earlier one.
-    stable = _offsets(admin, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED, timeout_s)  # type: ignore[no-untyped-call]
-    log_end = _offsets(admin, places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED, timeout_s)  # type: ignore[no-untyped-call]
+    stable = _offsets(admin, partitions, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED, timeout_s)  # type: ignore[no-untyped-call]
+    log_end = _offsets(admin, partitions, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED, timeout_s)  # type: ignore[no-untyped-call]
     return Ends(stable, log_end)
 
 
 class ConcurrentReader:
-    """A thread that reads topics from the beginning during a run, and keeps the delivered records in order.
+    """Reads topics on a thread from the beginning during a run, and keeps the delivered records in order.
 
     For one user: `with ConcurrentReader(...) as reader: ...; reader.wait_for_ends(ends); reader.seen()`. It reads the
     partitions that the topics have at the start. An error that a retry cannot fix ends the thread, and the next call
@@ -274,7 +280,7 @@ class ConcurrentReader:
             return len(self._reading)
 
     @property
-    def positions(self) -> dict[Place, int]:
+    def positions(self) -> dict[Partition, int]:
         """Return the next offset of each partition; it passes markers and aborted records at the end of a log."""
         with self._changed:
             return dict(self._reading.positions)
@@ -283,7 +289,7 @@ class ConcurrentReader:
         """Wait until `count` records were delivered. Raise `Unavailable` after `timeout_s`."""
         self._wait(lambda: len(self._reading) >= count, f"{count} records", timeout_s)
 
-    def wait_for_ends(self, ends: Mapping[Place, int], timeout_s: float = NO_PROGRESS_S) -> None:
+    def wait_for_ends(self, ends: Mapping[Partition, int], timeout_s: float = NO_PROGRESS_S) -> None:
         """Wait until every partition is read up to its end in `ends`. Raise `Unavailable` after `timeout_s`."""
         at = self._reading.positions
         self._wait(lambda: all(at.get(p, 0) >= end for p, end in ends.items()), f"the ends {dict(ends)}", timeout_s)
@@ -294,7 +300,7 @@ class ConcurrentReader:
             self._raise_error()
             if not done():
                 found = f"{len(self._reading)} records, positions {self._reading.positions}"
-                raise Unavailable(f"the concurrent reader waited {timeout_s:g} s for {what} and has {found}")
+                raise Unavailable(f"the concurrent reader waited {timeout_s:g} s for {what}, but has {found}")
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -334,17 +340,17 @@ class _Reading:
         self,
         topics: tuple[str, ...],
         header: str | None,
-        targets: Mapping[Place, int] | None,
+        targets: Mapping[Partition, int] | None,
         contents: bool = True,
     ) -> None:
         self.topics = topics
-        self.positions: dict[Place, int] = {}
+        self.positions: dict[Partition, int] = {}
         self._contents = contents
-        self._to_pass = 0
+        self._total = 0
         self._header = header
         self._targets = targets
-        self._lanes: dict[Place, int] = {}  # a number per partition, in the order of first appearance
-        self._lane: list[int] = []
+        self._partition_numbers: dict[Partition, int] = {}  # a number per partition, in the order of first appearance
+        self._partition_column: list[int] = []
         self._offset: list[int] = []
         self._timestamp: list[int] = []
         self._keys: list[bytes | None] = []
@@ -374,20 +380,22 @@ class _Reading:
     def _add_records(self, records: list[Message]) -> None:
         """Add records column by column, because a method call per record and column is the main cost of reading."""
         # The client's types allow None, which only an event without a partition returns.
-        places = cast("list[Place]", [(m.topic(), m.partition()) for m in records])
+        partitions = cast("list[Partition]", [(m.topic(), m.partition()) for m in records])
         offsets = cast("list[int]", [m.offset() for m in records])
         if self._targets is not None:
-            inside = [offset < self._targets[place] for place, offset in zip(places, offsets, strict=True)]
+            inside = [offset < self._targets[partition] for partition, offset in zip(partitions, offsets, strict=True)]
             if not all(inside):
                 # Written after the read began: not part of it, but proof that all earlier records were read.
-                self.positions |= {place: self._targets[place] for place in compress(places, map(not_, inside))}
-                records, places = list(compress(records, inside)), list(compress(places, inside))
+                self.positions |= {
+                    partition: self._targets[partition] for partition in compress(partitions, map(not_, inside))
+                }
+                records, partitions = list(compress(records, inside)), list(compress(partitions, inside))
                 offsets = list(compress(offsets, inside))
         # the last offset of each partition remains
-        for place, offset in dict(zip(places, offsets, strict=True)).items():
-            self.positions[place] = max(offset + 1, self.positions.get(place, 0))
-            self._lanes.setdefault(place, len(self._lanes))
-        self._lane.extend(map(self._lanes.__getitem__, places))
+        for partition, offset in dict(zip(partitions, offsets, strict=True)).items():
+            self.positions[partition] = max(offset + 1, self.positions.get(partition, 0))
+            self._partition_numbers.setdefault(partition, len(self._partition_numbers))
+        self._partition_column.extend(map(self._partition_numbers.__getitem__, partitions))
         self._offset.extend(offsets)
         self._timestamp.extend([at if kind else -1 for kind, at in (m.timestamp() for m in records)])
         if self._contents:
@@ -398,38 +406,38 @@ class _Reading:
 
     def _add_event(self, message: Message, error: KafkaError) -> bool:
         if error.code() != KafkaError._PARTITION_EOF:
-            self._fail_unless_passing(error)
+            self._raise_unless_temporary(error)
             return False
         # The end as the consumer saw it: every earlier record was delivered, or is not for readers.
-        place, end = cast("tuple[Place, int]", ((message.topic(), message.partition()), message.offset()))
-        before = self.positions.get(place, -1)
-        self.positions[place] = max(end, before)
+        partition, end = cast("tuple[Partition, int]", ((message.topic(), message.partition()), message.offset()))
+        before = self.positions.get(partition, -1)
+        self.positions[partition] = max(end, before)
         return before < end
 
-    def _fail_unless_passing(self, error: KafkaError) -> None:
+    def _raise_unless_temporary(self, error: KafkaError) -> None:
         action = classify("consume", error)
         if action is not Action.RETRY:
-            raise _RAISED.get(action, Unavailable)(f"the reader cannot go on: {error.str()}")
+            raise _EXCEPTIONS.get(action, Unavailable)(f"reading failed: {error.str()}")
         self._last_error = error
 
     def begin(self, beginnings: Sequence[TopicPartition]) -> None:
         """Set the beginnings of the partitions: earlier records were removed, and are not missing."""
         self.positions |= {(at.topic, at.partition): at.offset for at in beginnings}
-        self._to_pass = self._left()
+        self._total = self._remaining()
 
-    def _left(self) -> int:
-        return sum(max(0, end - self.positions.get(place, 0)) for place, end in (self._targets or {}).items())
+    def _remaining(self) -> int:
+        return sum(max(0, end - self.positions.get(partition, 0)) for partition, end in (self._targets or {}).items())
 
     def progress(self) -> tuple[int, int]:
         """Return the offsets passed, and their total."""
-        return self._to_pass - self._left(), self._to_pass
+        return self._total - self._remaining(), self._total
 
-    def unfinished(self) -> set[Place]:
+    def unfinished(self) -> set[Partition]:
         """Return the partitions that are not read up to their target; one that ends at 0 has nothing to read."""
         targets = self._targets or {}
-        return {place for place, end in targets.items() if self.positions.get(place, 0) < end}
+        return {partition for partition, end in targets.items() if self.positions.get(partition, 0) < end}
 
-    def newly_finished(self, waiting: set[Place]) -> set[Place]:
+    def newly_finished(self, waiting: set[Partition]) -> set[Partition]:
         return waiting - self.unfinished()
 
     def missing(self) -> str:
@@ -441,12 +449,12 @@ class _Reading:
         return f"unread: {left}{why}"
 
     def log(self) -> Log:
-        lane = np.array(self._lane, np.int64)
+        column = np.array(self._partition_column, np.int64)
         index = {topic: i for i, topic in enumerate(self.topics)}
         return Log(
             topics=self.topics,
-            topic=np.array([index[topic] for topic, _ in self._lanes], np.int32)[lane],
-            partition=np.array([partition for _, partition in self._lanes], np.int32)[lane],
+            topic=np.array([index[topic] for topic, _ in self._partition_numbers], np.int32)[column],
+            partition=np.array([partition for _, partition in self._partition_numbers], np.int32)[column],
             offset=np.array(self._offset, np.int64),
             timestamp=np.array(self._timestamp, np.int64),
             keys=list(self._keys),
@@ -457,7 +465,7 @@ class _Reading:
 
 def _last_header(message: Message, name: str) -> bytes | None:
     """Return the last value of that header, as Kafka's own `lastHeader` does."""
-    given = readable(headers_of(message))
+    given = readable_headers(read_headers(message))
     return next((value for found, value in reversed(given) if found == name), None)
 
 
@@ -489,30 +497,30 @@ def _admin(bootstrap: str, config: Mapping[str, Any] | None) -> AdminClient:
     return AdminClient({"log_level": 0, "reconnect.backoff.max.ms": 1_000, **given, "bootstrap.servers": bootstrap})
 
 
-def _partitions(admin: AdminClient, topics: tuple[str, ...], timeout_s: float) -> list[Place]:
+def _partitions(admin: AdminClient, topics: tuple[str, ...], timeout_s: float) -> list[Partition]:
     """Return all partitions of the topics. It uses DescribeTopics, because a Metadata request may create a topic."""
 
-    def ask() -> list[Place]:
+    def ask() -> list[Partition]:
         answer = admin.describe_topics(TopicCollection(list(topics)), request_timeout=min(timeout_s, 5.0))
         return [(topic, p.id) for topic, future in answer.items() for p in future.result().partitions]
 
-    return _until(f"partitions of {', '.join(topics)}", timeout_s, ask)
+    return _query_until(f"partitions of {', '.join(topics)}", timeout_s, ask)
 
 
 def _offsets(
-    admin: AdminClient, places: Sequence[Place], spec: Any, level: IsolationLevel, timeout_s: float
-) -> dict[Place, int]:
-    def ask() -> dict[Place, int]:
-        wanted = {TopicPartition(*place): spec for place in places}
+    admin: AdminClient, partitions: Sequence[Partition], spec: Any, level: IsolationLevel, timeout_s: float
+) -> dict[Partition, int]:
+    def ask() -> dict[Partition, int]:
+        wanted = {TopicPartition(*partition): spec for partition in partitions}
         answer = admin.list_offsets(wanted, isolation_level=level, request_timeout=min(timeout_s, 5.0))
         return {(at.topic, at.partition): future.result().offset for at, future in answer.items()}
 
-    return _until("offsets of the partitions", timeout_s, ask)
+    return _query_until("offsets of the partitions", timeout_s, ask)
 
 
 def beginnings(
     bootstrap: str, topics: str | Sequence[str], config: Mapping[str, Any] | None = None
-) -> dict[Place, int]:
+) -> dict[Partition, int]:
     """Return the first offset that each partition still holds."""
     names = (topics,) if isinstance(topics, str) else tuple(topics)
     admin = _admin(bootstrap, config)
@@ -525,18 +533,18 @@ def cleanup_policies(
 ) -> dict[str, str | None]:
     """Return each topic's cleanup.policy; None if it cannot be read, most likely for lack of permission."""
     names = (topics,) if isinstance(topics, str) else tuple(topics)
-    found = facts.configs(_admin(bootstrap, config), names)
+    found = facts.describe_configs(_admin(bootstrap, config), names)
     return {name: found.get(("topic", name), {}).get("cleanup.policy") for name in names}
 
 
-def _beginnings(admin: AdminClient, places: Sequence[Place]) -> list[TopicPartition]:
+def _beginnings(admin: AdminClient, partitions: Sequence[Partition]) -> list[TopicPartition]:
     """Return the first offset of each partition as a number: the consumer's OFFSET_BEGINNING costs a wait of 500 ms."""
     spec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
-    found = _offsets(admin, places, spec, IsolationLevel.READ_UNCOMMITTED, NO_PROGRESS_S)
+    found = _offsets(admin, partitions, spec, IsolationLevel.READ_UNCOMMITTED, NO_PROGRESS_S)
     return [TopicPartition(topic, partition, offset) for (topic, partition), offset in found.items()]
 
 
-def _until(what: str, timeout_s: float, ask: Callable[[], T]) -> T:
+def _query_until(what: str, timeout_s: float, ask: Callable[[], T]) -> T:
     """Query until there is a response, since brokers may be down. Raise the error by classify()."""
     began = time.monotonic()
     while True:
@@ -545,10 +553,10 @@ def _until(what: str, timeout_s: float, ask: Callable[[], T]) -> T:
         except KafkaException as error:
             cause = error.args[0]
             action = classify("consume", cause)
-            if cause.code() in _MAYBE_NEW:
+            if cause.code() in _NEW_TOPIC_CODES:
                 patience_s = min(timeout_s, _NEW_TOPIC_S)
             else:
                 patience_s = timeout_s if action is Action.RETRY else 0.0
             if time.monotonic() - began >= patience_s:
-                raise _RAISED.get(action, Unavailable)(f"{what}: {cause.str()}") from error
+                raise _EXCEPTIONS.get(action, Unavailable)(f"{what}: {cause.str()}") from error
         time.sleep(POLL_S)

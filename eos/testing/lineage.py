@@ -1,4 +1,4 @@
-"""The stamp with which an output record names its input record: fixed width, written singly and read in bulk.
+"""Encodes and decodes the stamp with which an output record names its input record, one by one or in bulk.
 
 Owns the stamp's byte format and nothing else. It must never call Kafka and never judge. An unreadable stamp (of a
 foreign record) is an error here; the checker finds wrong ones.
@@ -26,7 +26,7 @@ assert _DTYPE.itemsize == WIDTH_BYTES, "the bulk reader and the writer must agre
 
 @dataclass(frozen=True, eq=False)
 class Lineage:
-    """The sources of n output records: four arrays of shape (n,), int32, int32, int64, int32."""
+    """Holds the sources of n output records: four arrays of shape (n,), int32, int32, int64, int32."""
 
     topic: NDArray[np.int32]
     partition: NDArray[np.int32]

@@ -14,11 +14,11 @@ from typing import Any, Self, cast
 from eos.engine.handling import Collector
 from eos.errors import ConfigurationError, IllegalState
 from eos.kafka.client.world import REAL
-from eos.records import Fed, Feed, Record, Send
+from eos.records import Feed, FeedResult, Record, Send
 from eos.session.transaction import Transaction
-from eos.testing.offline import Ran, records_of, sent_of
+from eos.testing.offline import Ran, make_records, to_sent
 
-_IDLE = 1_000  # transactions in a row that took no record or were aborted
+_MAX_IDLE = 1_000  # transactions in a row that took no record or were aborted
 
 
 class Session:
@@ -42,8 +42,8 @@ class Session:
         group: str = "test",
     ) -> None:
         if size is not None and size < 1:
-            raise ConfigurationError(f"size={size}: a transaction has one record at least")
-        self._loop = _Loop(records_of(records), size, destinations, group)
+            raise ConfigurationError(f"size={size}: a transaction has at least one record")
+        self._loop = _Loop(make_records(records), size, destinations, group)
         self.group, self.destinations = group, list(destinations)
         self.topics = list(dict.fromkeys(record.topic for record in self._loop.records))
         self.stop_requested = False
@@ -72,10 +72,10 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.leave()
+        self._loop.abort_open()
 
     def __iter__(self) -> Self:
-        self._loop.leave()
+        self._loop.abort_open()
         return self
 
     def __next__(self) -> Transaction:
@@ -121,7 +121,7 @@ class _Loop:
     def waited_s(self) -> float:
         return self._kept.waited_s
 
-    def leave(self) -> None:
+    def abort_open(self) -> None:
         if self._open is not None:
             self._abort()
 
@@ -130,9 +130,9 @@ class _Loop:
             self._end()
         if stopping or not self.left:
             return None
-        if self._idle >= _IDLE:
+        if self._idle >= _MAX_IDLE:
             raise IllegalState(
-                f"{_IDLE} transactions in a row led nowhere: the loop's body takes no record, or always aborts"
+                f"{_MAX_IDLE} transactions in a row made no progress: the loop's body takes no record, or always aborts"
             )
         self._open = Transaction(self, self.now(), math.inf, self.records[self._committed].timestamp)
         return self._open
@@ -154,10 +154,10 @@ class _Loop:
 
     def send(self, *send: Any) -> None:
         if self._destinations and send[0] not in self._destinations:
-            raise ConfigurationError(f"something was sent to {send[0]}, which destinations= does not name")
+            raise ConfigurationError(f"a record was sent to {send[0]}, which is not in destinations=")
         self._kept.sends.append(cast(Send, send))
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         return self._kept.feed(feed, records)
 
     def end_now(self, txn: Transaction) -> bool:
@@ -172,16 +172,16 @@ class _Loop:
         assert transaction is not None
         transaction.finish_handling(self.now())
         self._idle = 0 if self.taken else self._idle + 1
-        self.ran.sent += map(sent_of, self._kept.sends)
+        self.ran.sent += map(to_sent, self._kept.sends)
         self.ran.dead_letters += transaction.dead_letters
         self.transactions += 1
         self._committed += self.taken
-        self._begin_anew()
+        self._reset()
 
     def _abort(self) -> None:
         self.aborts += 1
         self._idle += 1
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._open, self._kept, self.taken = None, Collector(), 0

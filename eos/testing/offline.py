@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eos.app.ageing import Aged
-from eos.app.cells import named
+from eos.app.cells import parse_cell
 from eos.app.definition import App
+from eos.app.expiry import UnexpiredCells
 from eos.app.routes import Route
-from eos.app.stores import plain
+from eos.app.stores import to_plain
 from eos.encoding.dead_letters import dead_letter_topic
 from eos.encoding.serde import encode, encode_key
 from eos.engine.handling import Collector, Handler
@@ -32,7 +32,9 @@ from eos.state.tasks import Task
 
 @dataclass(frozen=True)
 class Sent:
-    """One output. `partition` None: the partitioner chooses. `timestamp`: ms since the epoch, 0: time of producing."""
+    """Holds one output.
+
+    `partition` None: the partitioner chooses. `timestamp`: ms since the epoch, 0: time of producing."""
 
     topic: str
     value: bytes | None
@@ -44,7 +46,7 @@ class Sent:
 
 @dataclass
 class Ran:
-    """The results of a run: all outputs in order, dead letters included, and counts.
+    """Holds the results of a run: all outputs in order, dead letters included, and counts.
 
     `topics`: the topics to which outputs can go.
     """
@@ -60,7 +62,7 @@ class Ran:
     def to(self, topic: str) -> list[Sent]:
         """Return the outputs to one topic. Raise ConfigurationError for a topic to which no output can go."""
         if self.topics and topic not in self.topics:
-            raise ConfigurationError(f"no output goes to {topic!r}, they go to {', '.join(sorted(self.topics))}")
+            raise ConfigurationError(f"no output goes to {topic!r}: outputs go to {', '.join(sorted(self.topics))}")
         return [sent for sent in self.sent if sent.topic == topic]
 
     def values(self, topic: str) -> list[bytes | None]:
@@ -89,38 +91,38 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]], *, order: Order =
         raise ConfigurationError(f'order={order!r} does not exist: it is "given" or "shuffled"')
     draw = random.Random(seed) if order == "shuffled" else None
     offsets: defaultdict[str, int] = defaultdict(int)
-    given = records_of(records, offsets)
+    given = make_records(records, offsets)
     app = copy.copy(app)
-    app.take_in(record.topic for record in given)
+    app.add_topics(record.topic for record in given)
     for record in given:
         if record.topic not in app.routes:
             raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")
-    kept, ran, hooks = Collector(), Ran(topics=written_by(app)), Hooks(app)
+    kept, ran, hooks = Collector(), Ran(topics=output_topics(app)), Hooks(app)
     tasks = {route.sources[0]: Task(ttls=route.ttls) for route in app.stateful}
     handler = Handler(app, passing=Settings({}).passed_headers, cells_of=lambda _: lambda record: tasks[record.topic])
     finished = False
     try:
         hooks.start()
         while given:
-            part, given = (given, []) if draw is None else _part_of_one_partition(given, draw)
+            part, given = (given, []) if draw is None else _draw_part(given, draw)
             at, before = 0, len(kept.sends)
             while (halt := handler.handle(kept, part[at:])) is not None:
                 if halt.error is not None:
                     raise halt.error
                 at += halt.handled
                 ran.retries += 1
-            given += _read_again(app, kept.sends[before:], offsets)
+            given += _internal_records(app, kept.sends[before:], offsets)
         finished = True
     finally:
         handler.end()
         hooks.stop(failed=not finished)
     ran.skipped, ran.dead_letters = kept.skipped, kept.dead_letters
-    ran.sent += map(sent_of, kept.sends)
-    ran.states = {route.name: states_of(route, tasks[route.sources[0]]) for route in app.stateful}
+    ran.sent += map(to_sent, kept.sends)
+    ran.states = {route.name: final_states(route, tasks[route.sources[0]]) for route in app.stateful}
     return ran
 
 
-def _part_of_one_partition(waiting: list[Record], draw: random.Random) -> tuple[list[Record], list[Record]]:
+def _draw_part(waiting: list[Record], draw: random.Random) -> tuple[list[Record], list[Record]]:
     """Split off the first records of a partition, any number of them from 1 to all; keep the others in their order."""
     place = draw.choice(sorted({(record.topic, record.partition) for record in waiting}))
     count = draw.randint(1, sum((record.topic, record.partition) == place for record in waiting))
@@ -132,7 +134,7 @@ def _part_of_one_partition(waiting: list[Record], draw: random.Random) -> tuple[
     return part, rest
 
 
-def _read_again(app: App, sends: Iterable[Send], offsets: defaultdict[str, int]) -> list[Record]:
+def _internal_records(app: App, sends: Iterable[Send], offsets: defaultdict[str, int]) -> list[Record]:
     """Return the outputs that a function of the App reads, as records."""
     found = []
     for topic, value, key, partition, timestamp_ms, headers in sends:
@@ -143,30 +145,31 @@ def _read_again(app: App, sends: Iterable[Send], offsets: defaultdict[str, int])
     return found
 
 
-def states_of(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
+def final_states(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
     """Return the final state of a task: by the name of the state and by key."""
-    left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.kept_as: {} for store in route.stores}
-    seen = Aged(task, route.ttls, task.time_ms)
+    left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.stored_name: {} for store in route.stores}
+    seen = UnexpiredCells(task, route.ttls, task.time_ms)
     for cell in sorted(task.changed):  # nothing is ever committed here
-        store, key, field = named(cell)
+        store, key, field = parse_cell(cell)
         if (value := seen.get(cell)) is not None:
             left[store].setdefault(key, []).append((field, value))
     return {
-        store.name: {key: plain(store, values) for key, values in left[store.kept_as].items()} for store in route.stores
+        store.name: {key: to_plain(store, values) for key, values in left[store.stored_name].items()}
+        for store in route.stores
     }
 
 
-def sent_of(send: Send) -> Sent:
+def to_sent(send: Send) -> Sent:
     topic, value, key, partition, timestamp, headers = send
     return Sent(topic, value, key, None if partition < 0 else partition, timestamp, headers or [])
 
 
-def written_by(app: App) -> set[str]:
+def output_topics(app: App) -> set[str]:
     """Return the topics to which outputs of the App's functions can go, dead-letter topics included."""
     return {*app.destinations, *map(dead_letter_topic, app.routes)}
 
 
-def records_of(
+def make_records(
     records: Iterable[Record | tuple[Any, ...]], offsets: defaultdict[str, int] | None = None
 ) -> list[Record]:
     """Return records, converted as `run` does. `offsets`: the next offset of each topic, which is updated."""

@@ -17,18 +17,18 @@ from confluent_kafka import KafkaError, KafkaException
 
 from eos.app.definition import App
 from eos.app.routes import Route, changelog_of
-from eos.app.stores import plain
+from eos.app.stores import to_plain
 from eos.errors import ConfigurationError, Unavailable, describe_error
 from eos.kafka.admin import facts, tail
 from eos.kafka.client.settings import Settings
 from eos.plain import transaction
 from eos.records import Record
 from eos.state import changelog
-from eos.testing.offline import Ran, Sent, records_of, written_by
+from eos.testing.offline import Ran, Sent, make_records, output_topics
 from eos.worker.worker import Worker
 
 _TIMEOUT_S = 30.0
-Place = tuple[str, int]
+Partition = tuple[str, int]
 
 
 def run_on(
@@ -43,14 +43,14 @@ def run_on(
     Unavailable.
     """
     app.check()
-    given = records_of(records)
+    given = make_records(records)
     app = copy.copy(app)
     app.id = f"{app.id}-{uuid.uuid4().hex[:8]}"
     # Other matching topics on this broker belong to other tests.
-    app.take_in(record.topic for record in given)
+    app.add_topics(record.topic for record in given)
     app.patterns = {}
     if not app.topics:
-        raise ConfigurationError("no function gets any of these records: no pattern matches the topic of one")
+        raise ConfigurationError("no function reads any of these records: no pattern matches their topics")
     places = f"{app.id}-places"
     defaults = {"eos.instance": "test", "eos.state.dir": "", "eos.places.topic": places}
     fixed = {"bootstrap.servers": bootstrap, "auto.offset.reset": "earliest"}
@@ -58,33 +58,33 @@ def run_on(
     wanted = dict.fromkeys((*app.topics, *app.destinations), 1)
     for record in given:
         wanted[record.topic] = max(wanted[record.topic], record.partition + 1)
-    with _topics_of_its_own(loaded, wanted, app.chained, [*app.changelogs, places]) as client:
+    with _temporary_topics(loaded, wanted, app.chained, [*app.changelogs, places]) as client:
         _load(loaded, app.id, given)
         # wait: the worker takes the readable end at its start for the end of the input
-        _ends(client, loaded, app.topics)
+        _wait_for_ends(client, loaded, app.topics)
         worker = Worker(app, loaded, until_end=True)
         worker.run()
-        sent = _read(loaded, _ends(client, loaded, sorted(app.destinations)))
-        _ends(client, loaded, sorted(app.changelogs))
-        states = {route.name: _state_of(loaded, app, route) for route in app.stateful}
+        sent = _read(loaded, _wait_for_ends(client, loaded, sorted(app.destinations)))
+        _wait_for_ends(client, loaded, sorted(app.changelogs))
+        states = {route.name: _read_state(loaded, app, route) for route in app.stateful}
     counters = worker.session.counters
-    return Ran(sent, counters.skipped, counters.dead_letters, counters.retries, written_by(app), states)
+    return Ran(sent, counters.skipped, counters.dead_letters, counters.retries, output_topics(app), states)
 
 
 @contextlib.contextmanager
-def _topics_of_its_own(
+def _temporary_topics(
     settings: Settings, wanted: Mapping[str, int], between: Collection[str], by_worker: Collection[str]
 ) -> Iterator[Any]:
     """Create the wanted topics, and remove them at the end, with those that the worker creates."""
     client = facts.connect(settings, _TIMEOUT_S)
-    brokers = len(facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
+    brokers = len(facts.cluster_metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
     created = facts.create_topics(settings, wanted, brokers, between=between)
     try:
         if there := sorted(wanted.keys() - created):
             raise ConfigurationError(
                 f"the topic {there[0]} exists at {settings.bootstrap_servers}: a test would write its records into it",
-                remedy="run the test on a broker of its own (without --eos-kafka pytest starts one), or delete the "
-                "topic if a test that was killed left it",
+                remedy="run the test on its own broker (without --eos-kafka pytest starts one), or delete the topic "
+                "if a killed test left it",
             )
         yield client
     finally:
@@ -98,27 +98,27 @@ def _remove(client: Any, topics: Sequence[str]) -> None:
             done.result(_TIMEOUT_S)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
-                raise Unavailable(f"topic {topic} cannot be removed: {describe_error(error)}") from error
+                raise Unavailable(f"topic {topic} cannot be deleted: {describe_error(error)}") from error
     deadline = time.monotonic() + _TIMEOUT_S
     while left := [topic for topic in topics if facts.describe_topic(client, topic).exists]:
         if time.monotonic() > deadline:
-            raise Unavailable(f"topic {left[0]} was removed and is still there after {_TIMEOUT_S:g} s")
+            raise Unavailable(f"topic {left[0]} was deleted but still exists after {_TIMEOUT_S:g} s")
         time.sleep(0.02)
 
 
-def _ends(client: Any, settings: Settings, topics: Sequence[str]) -> dict[Place, int]:
+def _wait_for_ends(client: Any, settings: Settings, topics: Sequence[str]) -> dict[Partition, int]:
     """Return the ends of the partitions once each has a leader and no open transaction.
 
     The broker answers a commit before it is visible.
     """
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
-        spans: dict[Place, tail.Span] = {}
+        spans: dict[Partition, tail.OffsetRange] = {}
         try:
             for topic in topics:
-                held = tail.spans_by(client, settings, topic)
+                held = tail.topic_offsets_with(client, settings, topic)
                 spans |= {(topic, partition): span for partition, span in held.items()}
-            late = f"an open transaction holds {sorted(p for p, s in spans.items() if s.stable < s.end)}"
+            late = f"a transaction is open on {sorted(p for p, s in spans.items() if s.stable < s.end)}"
         except Unavailable as error:
             # A broker's metadata may be outdated, or name a leader that does not know the new partition yet.
             late = str(error)
@@ -143,7 +143,7 @@ def _load(settings: Settings, group: str, records: Sequence[Record]) -> None:
             )
 
 
-def _read(settings: Settings, ends: Mapping[Place, int]) -> list[Sent]:
+def _read(settings: Settings, ends: Mapping[Partition, int]) -> list[Sent]:
     found: list[Record] = []
     for topic in dict.fromkeys(topic for topic, _ in ends):
         stops = {p: end for (t, p), end in ends.items() if t == topic and end > 0}
@@ -152,12 +152,12 @@ def _read(settings: Settings, ends: Mapping[Place, int]) -> list[Sent]:
     return [Sent(r.topic, r.value, r.key, r.partition, r.timestamp, list(r.headers)) for r in found]
 
 
-def _state_of(settings: Settings, app: App, route: Route) -> dict[str, dict[bytes, Any]]:
+def _read_state(settings: Settings, app: App, route: Route) -> dict[str, dict[bytes, Any]]:
     """Return the committed state of a function: by the name of the state and by key."""
-    stores = {store.kept_as: store for store in route.stores}
+    stores = {store.stored_name: store for store in route.stores}
     found: dict[str, dict[bytes, Any]] = {store.name: {} for store in route.stores}
-    for _, rows in changelog.kept(settings, changelog_of(app.id, route)):
+    for _, rows in changelog.read_state(settings, changelog_of(app.id, route)):
         for key, state in rows:
             for kept_as, cells in state.items():
-                found[stores[kept_as].name][key] = plain(stores[kept_as], cells)
+                found[stores[kept_as].name][key] = to_plain(stores[kept_as], cells)
     return found

@@ -1,4 +1,4 @@
-"""The pytest plugin: `--eos-kafka=container|jvm|HOST:PORT`, and the fixtures `eos_run`, `eos_kafka`, `eos_cluster`.
+"""Defines the pytest plugin: `--eos-kafka=container|jvm|HOST:PORT`, and fixtures `eos_run`, `eos_kafka`, `eos_cluster`.
 
 Owns the options, the lifetime of the clusters, and the rule that a test with a fault which its backend cannot make
 counts as not run. Every pytest run loads the plugin where eos is installed, so it must never import a client, docker or
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ADDRESSES = re.compile(r"[^\s,:]+:\d+(,[^\s,:]+:\d+)*")
 
 # kafka-python reads its 109 message schemas with a function that is deprecated in Python 3.11 and 3.12.
-_NOT_THE_USERS = (
+_IGNORED_WARNINGS = (
     r"ignore:read_text is deprecated:DeprecationWarning:kafka\.protocol\.schemas\.load_json",
     r"ignore:open_text is deprecated:DeprecationWarning:importlib\.resources\._legacy",
 )
@@ -35,23 +35,23 @@ _NOT_THE_USERS = (
 
 @dataclass
 class _State:
-    """The state of one pytest process.
+    """Holds the state of one pytest process.
 
     `reasons`: the summary's lines about the brokers, including those of xdist's workers. `swept`: the results of those
-    workers' sweeps (eos.testing.sweeping.recorded).
+    workers' sweeps (eos.testing.sweeping.recorded_outcomes).
     """
 
     choices: dict[str | None, Choice] = field(default_factory=dict)
     shared: Cluster | None = None
     reasons: set[str] = field(default_factory=set)
-    swept: list[tuple[Any, ...]] = field(default_factory=list)
+    sweep_results: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 _STATE = pytest.StashKey[_State]()
 
 
 class StartCluster(Protocol):
-    """The fixture `eos_cluster`: starts a cluster that ends with the test; defaults come from the command line."""
+    """Describes the fixture `eos_cluster`, which starts a cluster for one test; options give the defaults."""
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class StartCluster(Protocol):
 
 
 class RunOnBroker(Protocol):
-    """The fixture `eos_run`: runs an App on a real broker, see eos.testing.online.run_on."""
+    """Describes the fixture `eos_run`: runs an App on a real broker, see eos.testing.online.run_on."""
 
     def __call__(
         self, app: App, records: Iterable[Record | tuple[Any, ...]], settings: Mapping[str, Any] | None = None
@@ -75,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--eos-kafka",
         metavar="container|jvm|HOST:PORT",
-        help="where brokers run; default: containers where an engine answers and has the image, else local JVMs",
+        help="where brokers run; default: containers if an engine answers and has the image, else local JVMs",
     )
     group.addoption("--eos-kafka-version", metavar="VERSION", help="Kafka's version, e.g. 3.9.2; default: 4.4.0")
     group.addoption("--eos-kafka-nodes", metavar="N", type=int, default=3, help="nodes of eos_kafka; default: 3")
@@ -84,7 +84,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
     """Add the warning filters before pytest's own hook, which reads them before a conftest.py imports anything."""
-    for line in _NOT_THE_USERS:
+    for line in _IGNORED_WARNINGS:
         early_config.addinivalue_line("filterwarnings", line)
     return (yield)
 
@@ -100,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def eos_kafka(pytestconfig: pytest.Config) -> Iterator[Cluster]:
     """Return one cluster (eos.testing.clusters.Cluster) for the whole session; faults are repaired after each test."""
     state = pytestconfig.stash[_STATE]
-    with _cluster(pytestconfig, None, None, None, None) as cluster:
+    with _choose_cluster(pytestconfig, None, None, None, None) as cluster:
         state.shared = cluster
         yield cluster
         state.shared = None
@@ -120,7 +120,7 @@ def eos_cluster(pytestconfig: pytest.Config) -> Iterator[StartCluster]:
             config: Mapping[str, object] | None = None,
             backend: str | None = None,
         ) -> Cluster:
-            return running.enter_context(_cluster(pytestconfig, nodes, version, config, backend))
+            return running.enter_context(_choose_cluster(pytestconfig, nodes, version, config, backend))
 
         yield start
 
@@ -129,7 +129,7 @@ def eos_cluster(pytestconfig: pytest.Config) -> Iterator[StartCluster]:
 def _eos_broker(pytestconfig: pytest.Config) -> Iterator[str]:
     """Return the bootstrap servers of the single node for `eos_run`: a local JVM unless --eos-kafka is given."""
     backend = pytestconfig.getoption("--eos-kafka") or "jvm"
-    with _cluster(pytestconfig, 1, None, None, backend) as cluster:
+    with _choose_cluster(pytestconfig, 1, None, None, backend) as cluster:
         yield cluster.bootstrap_servers
 
 
@@ -147,7 +147,7 @@ def eos_run(_eos_broker: str) -> RunOnBroker:
     return run
 
 
-def _cluster(
+def _choose_cluster(
     config: pytest.Config,
     nodes: int | None,
     version: str | None,
@@ -172,15 +172,15 @@ def _cluster(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, object, object]:
-    return (yield from _not_run_if_not_supported())
+    return (yield from _skip_if_not_supported())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
-    return (yield from _not_run_if_not_supported())
+    return (yield from _skip_if_not_supported())
 
 
-def _not_run_if_not_supported() -> Generator[None, object, object]:
+def _skip_if_not_supported() -> Generator[None, object, object]:
     try:
         return (yield)
     except Exception as error:
@@ -208,30 +208,30 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for reason in sorted(config.stash[_STATE].reasons):
         terminalreporter.write_line(f"eos: {reason}")
-    found = [*config.stash[_STATE].swept, *_swept()]
+    found = [*config.stash[_STATE].sweep_results, *_sweep_results()]
     if found:
-        from eos.testing.sweeping import summary
+        from eos.testing.sweeping import summary_lines
 
         terminalreporter.section("eos: every fault at every step")
-        for line in summary(found, max(100, terminalreporter._tw.fullwidth)):
+        for line in summary_lines(found, max(100, terminalreporter._tw.fullwidth)):
             terminalreporter.write_line(line)
 
 
-def _swept() -> list[tuple[Any, ...]]:
+def _sweep_results() -> list[tuple[Any, ...]]:
     # only a module that is imported already can have run
     sweeping = sys.modules.get("eos.testing.sweeping")
-    return sweeping.recorded() if sweeping is not None else []
+    return sweeping.recorded_outcomes() if sweeping is not None else []
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["eos_reasons"] = sorted(session.config.stash[_STATE].reasons)
-        session.config.workeroutput["eos_swept"] = _swept()
+        session.config.workeroutput["eos_swept"] = _sweep_results()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     output, state = getattr(node, "workeroutput", {}), node.config.stash[_STATE]
     state.reasons.update(output.get("eos_reasons", ()))
-    state.swept += output.get("eos_swept", ())
+    state.sweep_results += output.get("eos_swept", ())

@@ -1,4 +1,4 @@
-"""A fault sweep: runs a user's own App on a real worker and real Kafka, once per (step of a transaction, fault).
+"""Sweeps faults: runs a user's own App on a real worker and real Kafka, once per (step of a transaction, fault).
 
 Owns the cases (which fault at which step, as a plan of the shim) and one run of each: create the topics again, load the
 input, run a worker process behind a shim until all input is done, then call `eos.testing.verify`. It must never judge
@@ -57,7 +57,7 @@ every_txn_step: tuple[str, ...] = tuple(STEPS)
 _COORDINATOR = ("COORDINATOR_LOAD_IN_PROGRESS", "COORDINATOR_NOT_AVAILABLE", "NOT_COORDINATOR")
 # Another instance has the id (PRODUCER_FENCED in newer versions of a request), or the id's state is gone.
 _FENCED = ("INVALID_PRODUCER_EPOCH", "PRODUCER_FENCED")
-_FORGOTTEN = ("INVALID_PRODUCER_ID_MAPPING", "UNKNOWN_PRODUCER_ID")
+_ID_EXPIRED = ("INVALID_PRODUCER_ID_MAPPING", "UNKNOWN_PRODUCER_ID")
 # The errors that brokers return at each step (KIP-98, KIP-890, handlers of Kafka 4.3 and its TransactionManager). Each
 # occurs once, and the next request succeeds. Permanent errors (permissions, sizes, formats), which must stop a worker,
 # are left out. So are errors that clients without KIP-890 part 2 do not get (for them TRANSACTION_ABORTABLE is
@@ -70,7 +70,7 @@ ERRORS: Mapping[str, tuple[str, ...]] = {
         "CONCURRENT_TRANSACTIONS",
         "UNKNOWN_TOPIC_OR_PARTITION",
         "INVALID_TXN_STATE",
-        *_FORGOTTEN,
+        *_ID_EXPIRED,
         *_FENCED,
     ),
     "Produce": (
@@ -85,10 +85,10 @@ ERRORS: Mapping[str, tuple[str, ...]] = {
         "OUT_OF_ORDER_SEQUENCE_NUMBER",
         "DUPLICATE_SEQUENCE_NUMBER",
         "INVALID_TXN_STATE",
-        *_FORGOTTEN,
+        *_ID_EXPIRED,
         *_FENCED,
     ),
-    "AddOffsetsToTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_TXN_STATE", *_FORGOTTEN, *_FENCED),
+    "AddOffsetsToTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_TXN_STATE", *_ID_EXPIRED, *_FENCED),
     "TxnOffsetCommit": (
         *_COORDINATOR,
         "UNKNOWN_TOPIC_OR_PARTITION",
@@ -100,7 +100,7 @@ ERRORS: Mapping[str, tuple[str, ...]] = {
         "INVALID_PRODUCER_ID_MAPPING",
         *_FENCED,
     ),
-    "EndTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_TXN_STATE", *_FORGOTTEN, *_FENCED),
+    "EndTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_TXN_STATE", *_ID_EXPIRED, *_FENCED),
 }
 # Errors that brokers return for a request that is in the log already.
 _AFTER_APPLY = ("REQUEST_TIMED_OUT", "NOT_ENOUGH_REPLICAS_AFTER_APPEND", "DUPLICATE_SEQUENCE_NUMBER")
@@ -127,7 +127,9 @@ ACTIONS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a sweep: `action` at `step`; `error` for the action "errors". `protocol`: classic or consumer."""
+    """Describes one run of a sweep: `action` at `step`; `error` for the action "errors".
+
+    `protocol`: classic or consumer."""
 
     step: str
     action: str
@@ -142,26 +144,26 @@ class Case:
 
         Later requests may come from another producer: before 4.0 a replaced producer continues as `…-alternate`.
         """
-        nth = STEPS[self.step]
+        occurrence = STEPS[self.step]
         # A query for a transactional id's state looks up its coordinator as well; that is enough for its producer too.
         times = 4 if self.step == "FindCoordinator" else 1
-        whose = f"{transactional_id}*"
+        id_pattern = f"{transactional_id}*"
         simple = {
-            "reset before": Rule(self.step, "reset", Phase.BEFORE_APPLY, nth, times),
-            "reset after": Rule(self.step, "reset", Phase.AFTER_APPLY, nth, times),
-            "blackhole": Rule(self.step, "blackhole", Phase.BEFORE_APPLY, nth, times),
-            "duplicate": Rule(self.step, "duplicate", Phase.AFTER_APPLY, nth, times),
+            "reset before": Rule(self.step, "reset", Phase.BEFORE_APPLY, occurrence, times),
+            "reset after": Rule(self.step, "reset", Phase.AFTER_APPLY, occurrence, times),
+            "blackhole": Rule(self.step, "blackhole", Phase.BEFORE_APPLY, occurrence, times),
+            "duplicate": Rule(self.step, "duplicate", Phase.AFTER_APPLY, occurrence, times),
         }
         if self.step in _LATE:
-            late = replace(_LATE[self.step], transactional_id=whose)
-            simple["late copy"] = Rule(self.step, "reset", Phase.LATE, nth, until=late)
+            late = replace(_LATE[self.step], transactional_id=id_pattern)
+            simple["late copy"] = Rule(self.step, "reset", Phase.LATE, occurrence, until=late)
         if self.error is not None:
             phase = Phase.AFTER_APPLY if self.error in _AFTER_APPLY else Phase.BEFORE_APPLY
-            rules = [Rule(self.step, "error", phase, nth, times, error=self.error)]
+            rules = [Rule(self.step, "error", phase, occurrence, times, error=self.error)]
         elif self.action == "late copy, then abort":
             # H1: the copy ends the next transaction half done, and the client's abort then covers only a part of it.
             refusal = "ILLEGAL_GENERATION"
-            abort = Rule("TxnOffsetCommit", "error", nth=nth + 1, error=refusal, transactional_id=whose)
+            abort = Rule("TxnOffsetCommit", "error", nth=occurrence + 1, error=refusal, transactional_id=id_pattern)
             rules = [simple["late copy"], abort]
         elif self.action == "lost acknowledgement, then abort":
             # H2b: the batch is appended but not acknowledged, and the transaction ends before the client retries. The
@@ -204,13 +206,13 @@ def every_case(
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one case. `wrong`: every reason why it does not count as exactly once; empty if it does.
+    """Holds the result of one case. `wrong`: every reason why it does not count as exactly once; empty if it does.
 
     `way`: whether the shim protects, on which side of it the faults were, and the eos.* settings of the sweeper.
     """
 
     case: Case
-    way: str
+    mode: str
     wrong: tuple[str, ...]
     verification: Verification | None
     starts: int
@@ -222,7 +224,7 @@ class Outcome:
         assert not self.wrong, f"{self} (worker's log: {self.log})"
 
     def __str__(self) -> str:
-        return f"{self.case}, {self.way}: {self.verdict}"
+        return f"{self.case}, {self.mode}: {self.verdict}"
 
     @property
     def verdict(self) -> str:
@@ -233,8 +235,8 @@ class Outcome:
 _outcomes: list[Outcome] = []
 
 # Exit codes after which a supervisor restarts a worker: temporary, or fenced by an apparently newer instance.
-_START_AGAIN = (75, 79)
-_STARTS = 6
+_RESTART_CODES = (75, 79)
+_MAX_STARTS = 6
 _SETTINGS = {
     "eos.lineage": "true",
     "eos.transaction.interval.ms": "20",
@@ -274,7 +276,7 @@ class Sweeper:
         self._partitions, self._timeout_s = partitions, timeout_s
         self._more, self._protect, self._side = dict(settings or {}), protect, side
         self._app = copy.copy(load_app(app))
-        self._app.take_in(records)
+        self._app.add_topics(records)
         self._directory = directory or Path(tempfile.mkdtemp(prefix="eos-sweep-"))
         self._admin = AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 0})
         self._number = 0
@@ -284,11 +286,11 @@ class Sweeper:
             raise ConfigurationError(f"records: nothing is given for {', '.join(sorted(missing))}")
 
     @property
-    def _way(self) -> str:
-        way = f"protected, {self._side} side" if self._protect else "unprotected"
+    def _mode(self) -> str:
+        mode = f"protected, {self._side} side" if self._protect else "unprotected"
         # none of the client's settings, which include passwords
         own = {name: value for name, value in sorted(self._more.items()) if name.startswith("eos.")}
-        return ", ".join([way, *(f"{name}={value}" for name, value in own.items())])
+        return ", ".join([mode, *(f"{name}={value}" for name, value in own.items())])
 
     @property
     def _instance(self) -> str:
@@ -301,27 +303,27 @@ class Sweeper:
     def run(self, case: Case) -> Outcome:
         began = time.monotonic()
         self._number += 1
-        self._make_topics()
+        self._recreate_topics()
         self._load()
         name = f"{self._app.id}-{self._instance}"
         plan = Plan(case.rules(name, self._side if self._protect else "broker"))
         log = self._directory / f"{self._number:03}.log"
         with ShimThread(self._servers, plan, protect=self._protect) as shim:
-            codes = self._work(case, shim.bootstrap_servers, log)
+            codes = self._run_worker(case, shim.bootstrap_servers, log)
         wrong = list(plan.complaints())
         if codes[-1] != 0:
             wrong.append(f"the worker ended with {', '.join(map(str, codes))}")
         found = None
         try:
             found = verify(self._servers, self._app.topics, sorted(self._app.destinations), self._app.id)
-            wrong += _reasons(found, sum(map(len, self._records.values())) if codes[-1] == 0 else None)
+            wrong += _find_problems(found, sum(map(len, self._records.values())) if codes[-1] == 0 else None)
         except EosError as error:
             wrong.append(str(error))
-        outcome = Outcome(case, self._way, tuple(wrong), found, len(codes), time.monotonic() - began, log)
+        outcome = Outcome(case, self._mode, tuple(wrong), found, len(codes), time.monotonic() - began, log)
         _outcomes.append(replace(outcome, verification=None))
         return outcome
 
-    def _make_topics(self) -> None:
+    def _recreate_topics(self) -> None:
         for future in self._admin.delete_topics(self._topics).values():
             with _ignoring(KafkaError.UNKNOWN_TOPIC_OR_PART):
                 future.result(self._timeout_s)
@@ -334,14 +336,14 @@ class Sweeper:
         deadline = time.monotonic() + self._timeout_s
         left = set(self._topics)
         while left:
-            made = self._admin.create_topics([NewTopic(topic, self._partitions, -1) for topic in sorted(left)])
-            for topic, future in made.items():
+            created = self._admin.create_topics([NewTopic(topic, self._partitions, -1) for topic in sorted(left)])
+            for topic, future in created.items():
                 # A topic under deletion still exists for a moment.
                 with _ignoring(KafkaError.TOPIC_ALREADY_EXISTS):
                     future.result(30)
                     left.discard(topic)
             if left and time.monotonic() > deadline:
-                raise Unavailable(f"{', '.join(sorted(left))} could not be made anew within {self._timeout_s:g} s")
+                raise Unavailable(f"{', '.join(sorted(left))} could not be recreated within {self._timeout_s:g} s")
 
     def _load(self) -> None:
         producer = Producer({"bootstrap.servers": self._servers, "log_level": 0, "linger.ms": 5})
@@ -358,7 +360,7 @@ class Sweeper:
         if producer.flush(self._timeout_s) or failed:
             raise Unavailable(f"the input could not be loaded: {failed[:1] or 'no answer'}")
 
-    def _work(self, case: Case, servers: str, log: Path) -> list[int]:
+    def _run_worker(self, case: Case, servers: str, log: Path) -> list[int]:
         """Return the exit codes of the worker, which is restarted as by a supervisor."""
         values = _SETTINGS | ({"group.protocol": "consumer"} if case.protocol == "consumer" else {})
         if case.action == "lost acknowledgement, then abort":
@@ -373,7 +375,7 @@ class Sweeper:
         codes: list[int] = []
         deadline = time.monotonic() + self._timeout_s
         with log.open("wb") as output:
-            while not codes or (codes[-1] in _START_AGAIN and len(codes) < _STARTS):
+            while not codes or (codes[-1] in _RESTART_CODES and len(codes) < _MAX_STARTS):
                 left = max(1.0, deadline - time.monotonic())
                 try:
                     done = subprocess.run(command, stdout=output, stderr=output, timeout=left, env={**os.environ})
@@ -383,7 +385,7 @@ class Sweeper:
         return codes
 
 
-def _reasons(found: Verification, loaded: int | None) -> list[str]:
+def _find_problems(found: Verification, loaded: int | None) -> list[str]:
     wrong = [f"{verdict.rule}: {verdict.sentence}" for verdict in found.report.verdicts if not verdict.holds]
     if not found.outputs:
         wrong.append("no outputs were examined")
@@ -431,34 +433,34 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
     Of repeated runs it shows a wrong one.
     """
-    columns = list(dict.fromkeys((outcome.way, outcome.case.protocol) for outcome in outcomes))
+    columns = list(dict.fromkeys((outcome.mode, outcome.case.protocol) for outcome in outcomes))
     title = f"{len(outcomes)} runs, {sum(not outcome.wrong for outcome in outcomes)} right"
     names = (Column(name, no_wrap=True) for name in ("step", "fault"))
-    made = Table(*names, *(f"{way}, {protocol}" for way, protocol in columns), title=title)
+    made = Table(*names, *(f"{mode}, {protocol}" for mode, protocol in columns), title=title)
     rows: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for outcome in outcomes:
         case = outcome.case
         row = rows.setdefault((case.step, case.error or case.action), {})
-        if outcome.wrong or (outcome.way, case.protocol) not in row:
-            row[outcome.way, case.protocol] = outcome.verdict
+        if outcome.wrong or (outcome.mode, case.protocol) not in row:
+            row[outcome.mode, case.protocol] = outcome.verdict
     for (step, fault), found in rows.items():
         made.add_row(step, fault, *(found.get(column, "") for column in columns))
     return made
 
 
-def recorded() -> list[tuple[Any, ...]]:
+def recorded_outcomes() -> list[tuple[Any, ...]]:
     """Return the results of this process's sweepers as plain values, which another process's `summary` reads."""
     return [
-        (*astuple(each.case), each.way, list(each.wrong), each.starts, each.seconds, str(each.log))
+        (*astuple(each.case), each.mode, list(each.wrong), each.starts, each.seconds, str(each.log))
         for each in _outcomes
     ]
 
 
-def summary(found: Iterable[Sequence[Any]], width: int) -> list[str]:
+def summary_lines(found: Iterable[Sequence[Any]], width: int) -> list[str]:
     """Return the lines of the table of `recorded` results."""
     outcomes = [
-        Outcome(Case(*case), way, tuple(wrong), None, starts, seconds, Path(log))
-        for *case, way, wrong, starts, seconds, log in found
+        Outcome(Case(*case), mode, tuple(wrong), None, starts, seconds, Path(log))
+        for *case, mode, wrong, starts, seconds, log in found
     ]
     console = Console(width=width, color_system=None)
     with console.capture() as captured:

@@ -27,18 +27,18 @@ from eos.errors import Unavailable
 from eos.testing import checker, history
 from eos.testing.checker import EXAMPLES, Inputs, Outputs, Report, Verdict
 
-Place = tuple[str, int]
+Partition = tuple[str, int]
 Progress = Callable[[str, int, int], None]
 _POLL_S = 0.2
-_TOLD = 3  # positions named in a note
-_QUIET_S = 1.0  # how long a live worker's transaction is awaited without a message
+_MAX_NAMED = 3  # positions named in a note
+_SILENT_WAIT_S = 1.0  # how long a live worker's transaction is awaited without a message
 _MARK = np.dtype([("partition", "<i4"), ("offset", "<i8"), ("i", "<i4"), ("n", "<i4"), ("number", "<i8")])
 assert _MARK.itemsize == lineage.FORMAT.size, "the bulk reader and the writer must agree on the header's width"
 
 
 @dataclass(frozen=True)
 class Committed:
-    """The committed progress of a group in one partition: all before `offset`; `tally` None: without lineage."""
+    """Holds a group's committed progress in one partition: all before `offset`; `tally` None: without lineage."""
 
     offset: int
     tally: Tally | None
@@ -46,7 +46,7 @@ class Committed:
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """The sources of n outputs: arrays (n,); `topic` is an index into `topics`, `outputs` are the records."""
+    """Holds the sources of n outputs: arrays (n,); `topic` is an index into `topics`, `outputs` are the records."""
 
     topics: tuple[str, ...]
     topic: NDArray[np.int32]
@@ -64,7 +64,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`.
+    """Holds the result of `verify`.
 
     `report` has the verdicts, none if nothing could be decided. `notes` name what could not be decided, and why.
     `inputs` and `outputs` count the records that could be examined.
@@ -99,25 +99,27 @@ def verify(
     config: Mapping[str, Any] | None = None,
     progress: Progress = lambda what, done, total: None,
     timeout_s: float = 60.0,
-    waits: Callable[[str], None] = lambda sentence: None,
+    on_wait: Callable[[str], None] = lambda sentence: None,
 ) -> Verification:
     """Verify the topics as they are now; workers may continue to run.
 
     Raises Unavailable for an unreachable cluster, a missing topic, or outputs that an open transaction keeps unreadable
-    for `timeout_s`; `waits` is called with a sentence when that wait begins.
+    for `timeout_s`; `on_wait` is called with a sentence when that wait begins.
     """
     committed = {
-        place: Committed(offset, lineage.tally_of(metadata))
-        for place, (offset, metadata) in history.committed_with_metadata(bootstrap, group, inputs, config).items()
+        topic_partition: Committed(offset, lineage.tally_of(metadata))
+        for topic_partition, (offset, metadata) in history.committed_with_metadata(
+            bootstrap, group, inputs, config
+        ).items()
     }
     # After the offsets: the outputs of the covered inputs were written earlier, perhaps without their markers yet.
-    ends = _readable_ends(bootstrap, outputs, config, timeout_s, waits)
+    ends = _readable_ends(bootstrap, outputs, config, timeout_s, on_wait)
     read = history.read_topic(
         bootstrap,
         inputs,
         config=config,
         contents=False,
-        upto={place: at.offset for place, at in committed.items()},
+        upto={topic_partition: at.offset for topic_partition, at in committed.items()},
         progress=lambda done, total: progress("inputs", done, total),
     )
     written = history.read_topic(
@@ -134,33 +136,35 @@ def verify(
     output_begins = history.beginnings(bootstrap, outputs, config)
     policies = history.cleanup_policies(bootstrap, [*inputs, *outputs], config)
     compacted = [topic for topic, policy in policies.items() if policy is not None and "compact" in policy]
-    marks, unmarked = marks_of(written)
+    marks, unmarked = extract_marks(written)
     found = judge(read.inputs(), marks, committed, begins, output_begins, compacted)
     notes = [
-        f"the cleanup.policy of {topic} cannot be read: decided as if {topic} was not compacted"
+        f"the cleanup.policy of {topic} cannot be read: {topic} is treated as not compacted"
         for topic, policy in policies.items()
         if policy is None
     ]
     if len(unmarked):
-        found = _without_strangers(found)
+        found = _without_unexpected_outputs(found)
         notes.append(_unmarked_note(written, unmarked))
     return dataclasses.replace(found, notes=(*found.notes, *notes))
 
 
-def _without_strangers(found: Verification) -> Verification:
-    """Drop a positive verdict of no_strangers: outputs without lineage have unknown sources. A violation stays."""
-    kept = tuple(v for v in found.report.verdicts if v.rule != "no_strangers" or not v.holds)
+def _without_unexpected_outputs(found: Verification) -> Verification:
+    """Drop a positive verdict of no_unexpected_outputs, because outputs without lineage have unknown sources.
+
+    A violation stays."""
+    kept = tuple(v for v in found.report.verdicts if v.rule != "no_unexpected_outputs" or not v.holds)
     return dataclasses.replace(found, report=Report(kept))
 
 
 def _unmarked_note(written: history.Log, unmarked: NDArray[np.int64]) -> str:
-    places = [
-        f"{written.topics[written.topic[i]]}[{written.partition[i]}]@{written.offset[i]}" for i in unmarked[:_TOLD]
+    positions = [
+        f"{written.topics[written.topic[i]]}[{written.partition[i]}]@{written.offset[i]}" for i in unmarked[:_MAX_NAMED]
     ]
-    more = ", ..." if len(unmarked) > _TOLD else ""
-    who = "something else wrote them, or the worker before it was switched on"
+    more = ", ..." if len(unmarked) > _MAX_NAMED else ""
+    cause = "another program wrote them, or a worker before lineage was enabled"
     count = "1 output carries" if len(unmarked) == 1 else f"{len(unmarked):,} outputs carry"
-    return f"{count} no lineage ({', '.join(places)}{more}): {who}; whether they are strangers is not decided"
+    return f"{count} no lineage ({', '.join(positions)}{more}): {cause}; whether they have an input is not decided"
 
 
 def _readable_ends(
@@ -168,28 +172,30 @@ def _readable_ends(
     topics: Sequence[str],
     config: Mapping[str, Any] | None,
     timeout_s: float,
-    waits: Callable[[str], None],
-) -> dict[Place, int]:
+    on_wait: Callable[[str], None],
+) -> dict[Partition, int]:
     """Return the current log ends, once a read_committed reader can read up to them."""
     ends = history.end_offsets(bootstrap, topics, config)
-    tell_at, deadline = time.monotonic() + _QUIET_S, time.monotonic() + timeout_s
+    report_at, deadline = time.monotonic() + _SILENT_WAIT_S, time.monotonic() + timeout_s
     stable = ends.stable
-    while held := {place: end for place, end in ends.log_end.items() if stable[place] < end}:
-        (topic, partition), end = next(iter(held.items()))
+    while unreadable := {
+        topic_partition: end for topic_partition, end in ends.log_end.items() if stable[topic_partition] < end
+    }:
+        (topic, partition), end = next(iter(unreadable.items()))
         if time.monotonic() > deadline:
             raise Unavailable(
-                f"{topic}[{partition}] is readable up to {stable[topic, partition]} only, its log ended at {end} "
-                f"{timeout_s:g} s ago: an open transaction holds it"
+                f"{topic}[{partition}] is readable only up to {stable[topic, partition]}, but its log ended at {end} "
+                f"{timeout_s:g} s ago: a transaction is open there"
             )
-        if time.monotonic() > tell_at:
-            waits(f"an open transaction holds {topic}[{partition}]: waits for its end, {timeout_s:g} s at most")
-            tell_at = deadline
+        if time.monotonic() > report_at:
+            on_wait(f"a transaction is open on {topic}[{partition}]: waiting up to {timeout_s:g} s for its end")
+            report_at = deadline
         time.sleep(_POLL_S)
         stable = history.end_offsets(bootstrap, topics, config).stable
     return dict(ends.log_end)
 
 
-def marks_of(written: history.Log) -> tuple[Marks, NDArray[np.int64]]:
+def extract_marks(written: history.Log) -> tuple[Marks, NDArray[np.int64]]:
     """Return the outputs that carry lineage, and the rows of those that do not."""
     headers = written.headers or []
     width = lineage.FORMAT.size
@@ -217,9 +223,9 @@ def marks_of(written: history.Log) -> tuple[Marks, NDArray[np.int64]]:
 def judge(
     inputs: Inputs,
     marks: Marks,
-    committed: Mapping[Place, Committed],
-    begins: Mapping[Place, int],
-    output_begins: Mapping[Place, int],
+    committed: Mapping[Partition, Committed],
+    begins: Mapping[Partition, int],
+    output_begins: Mapping[Partition, int],
     compacted: Collection[str] = (),
 ) -> Verification:
     """Judge the inputs and outputs by their lineage.
@@ -227,58 +233,64 @@ def judge(
     `inputs`: the readable records below the committed offsets. `begins` and `output_begins`: the first offset that each
     partition still holds. `compacted`: the topics from which compaction may have removed any record.
     """
-    tallies = {place: at.tally for place, at in committed.items() if at.tally is not None}
+    tallies = {topic_partition: at.tally for topic_partition, at in committed.items() if at.tally is not None}
     notes = [
         f"{topic}[{partition}] is committed at {at.offset} without lineage: not decided"
         for (topic, partition), at in committed.items()
         if at.tally is None
     ]
-    cuts = {place: begin for place, begin in output_begins.items() if begin > 0 or place[0] in compacted}
+    removals = {
+        topic_partition: begin
+        for topic_partition, begin in output_begins.items()
+        if begin > 0 or topic_partition[0] in compacted
+    }
     lost, handled, examined = _Findings(), _Findings(), 0
-    counted, judged, whole = (np.zeros(len(marks), np.bool_) for _ in range(3))
+    counted, judged, complete = (np.zeros(len(marks), np.bool_) for _ in range(3))
     covered = np.zeros(len(inputs), np.bool_)
-    for place, tally in sorted(tallies.items()):
-        name, end = f"{place[0]}[{place[1]}]", committed[place].offset
-        begin = max(tally.begin, begins.get(place, 0))
-        offsets = _offsets_of(inputs, place)
-        covered |= _in(inputs, place) & (inputs.offset >= begin)
+    for topic_partition, tally in sorted(tallies.items()):
+        name, end = f"{topic_partition[0]}[{topic_partition[1]}]", committed[topic_partition].offset
+        begin = max(tally.begin, begins.get(topic_partition, 0))
+        offsets = _offsets_of(inputs, topic_partition)
+        covered |= _is_input_of(inputs, topic_partition) & (inputs.offset >= begin)
         offsets = offsets[offsets >= begin]
         examined += len(offsets)
-        gone = _removed_inputs(tally, begin, len(offsets), place[0] in compacted)
-        if gone:
-            notes.append(f"{name}: {gone}; their outputs and the number of inputs are not decided")
+        removed_note = _removed_inputs(tally, begin, len(offsets), topic_partition[0] in compacted)
+        if removed_note:
+            notes.append(f"{name}: {removed_note}; their outputs and the number of inputs are not decided")
         else:
             handled.examined += len(offsets)
             if len(offsets) != tally.inputs:
                 what = f"{name} holds {len(offsets):,} inputs in {tally.begin}..{end - 1}"
                 handled.add(abs(len(offsets) - tally.inputs), iter([f"{what}, {tally.inputs:,} were handled"]))
-        before_end = _of_place(marks, place) & (marks.fields["offset"] < end)
+        before_end = _is_mark_of(marks, topic_partition) & (marks.fields["offset"] < end)
         within = before_end & (marks.fields["offset"] >= tally.begin)
         counted |= within
         known = within & (marks.fields["offset"] >= begin)
-        if gone and place[0] in compacted:
+        if removed_note and topic_partition[0] in compacted:
             known &= np.isin(marks.fields["offset"], offsets)
         judged |= known
         missing = np.setdiff1d(np.arange(tally.outputs), marks.fields["number"][within])
-        floor = _decidable_from(marks, before_end, tally, missing, cuts, compacted)
+        floor = _decidable_from(marks, before_end, tally, missing, removals, compacted)
         undecided, missing = missing[missing < floor], missing[missing >= floor]
         if len(undecided):
             what = f"{name}: {len(undecided):,} of its output numbers are not visible"
-            notes.append(f"{what}, and {_told(cuts, compacted)}: not decided")
+            notes.append(f"{what}, and {_explain_removal(removals, compacted)}: not decided")
         lost.examined += tally.outputs - floor
-        lost.add(len(missing), _missing_sentences(place, missing, marks.fields[within], offsets, end))
-        whole |= known & (marks.fields["number"] - marks.fields["i"] >= floor)
+        lost.add(len(missing), _missing_sentences(topic_partition, missing, marks.fields[within], offsets, end))
+        complete |= known & (marks.fields["number"] - marks.fields["i"] >= floor)
     if others := int(np.count_nonzero(~counted)):
-        notes.append(f"{others:,} outputs are of inputs that are not committed yet, or not of these partitions")
+        notes.append(f"{others:,} outputs belong to inputs that are not committed yet or are in other partitions")
     verdicts = []
     if handled.examined or handled.violations:
-        verdicts.append(handled.verdict("all_inputs_counted", "committed inputs", "as many as were handled"))
+        verdicts.append(
+            handled.verdict("all_inputs_counted", "committed inputs", "their number equals the number handled")
+        )
     if lost.examined:
         verdicts.append(lost.verdict("no_losses", "counted outputs", "all are visible"))
     # Without any output to judge, these rules are violated. That is right if an output is lost, not if all were
     # removed.
     if judged.any() or lost.violations:
-        verdicts += _joined_verdicts(inputs, covered, marks.where(judged), whole[judged])
+        verdicts += _joined_verdicts(inputs, covered, marks.where(judged), complete[judged])
     return Verification(Report(tuple(verdicts)), tuple(notes), examined, lost.examined)
 
 
@@ -288,7 +300,7 @@ def _removed_inputs(tally: Tally, begin: int, found: int, compacted: bool) -> st
         others = ", others maybe by compaction" if compacted else ""
         return f"inputs before {begin} were removed by retention{others}"
     if compacted and found < tally.inputs:
-        return f"{tally.inputs - found:,} of {tally.inputs:,} inputs are not there, and the topic is compacted"
+        return f"{tally.inputs - found:,} of {tally.inputs:,} inputs are missing, and the topic is compacted"
     return None
 
 
@@ -297,7 +309,7 @@ def _decidable_from(
     before_end: NDArray[np.bool_],
     tally: Tally,
     missing: NDArray[np.int64],
-    cuts: Mapping[Place, int],
+    removals: Mapping[Partition, int],
     compacted: Collection[str],
 ) -> int:
     """Return the output number of an input partition from which on a missing output is lost.
@@ -306,13 +318,13 @@ def _decidable_from(
     output partition, and retention removes the oldest, so no number after the first visible one of a partition was
     removed. A compacted partition may lack any of them.
     """
-    if not cuts or not len(missing):
+    if not removals or not len(missing):
         return 0
     first = _first_rows(marks.outputs, np.flatnonzero(before_end))
     floor = 0
-    for place in cuts:
-        row = first.get(place)
-        if row is None or place[0] in compacted:
+    for topic_partition in removals:
+        row = first.get(topic_partition)
+        if row is None or topic_partition[0] in compacted:
             return tally.outputs
         # An output from before the counting precedes all counted ones, so none of these was removed.
         if marks.fields["offset"][row] >= tally.begin:
@@ -320,27 +332,27 @@ def _decidable_from(
     return min(floor, tally.outputs) if missing[0] < floor else 0
 
 
-def _first_rows(outputs: Outputs, rows: NDArray[np.int64]) -> dict[Place, int]:
+def _first_rows(outputs: Outputs, rows: NDArray[np.int64]) -> dict[Partition, int]:
     """Return the first of these outputs (in offset order, as read) in each output partition."""
     topic, partition = outputs.topic[rows].astype(np.int64), outputs.partition[rows]
     width = int(partition.max(initial=0)) + 1
     lanes, at = np.unique(topic * width + partition, return_index=True)
-    places = [(outputs.topics[lane // width], lane % width) for lane in lanes.tolist()]
-    return dict(zip(places, rows[at].tolist(), strict=True))
+    positions = [(outputs.topics[lane // width], lane % width) for lane in lanes.tolist()]
+    return dict(zip(positions, rows[at].tolist(), strict=True))
 
 
-def _told(cuts: Mapping[Place, int], compacted: Collection[str]) -> str:
+def _explain_removal(removals: Mapping[Partition, int], compacted: Collection[str]) -> str:
     """Return why outputs may have been removed."""
     reasons = dict.fromkeys(
         f"{topic} is compacted" if topic in compacted else f"{topic}[{partition}] no longer begins at 0 but at {begin}"
-        for (topic, partition), begin in sorted(cuts.items())
+        for (topic, partition), begin in sorted(removals.items())
     )
-    more = f" and {len(reasons) - _TOLD} more" if len(reasons) > _TOLD else ""
-    return ", ".join(list(reasons)[:_TOLD]) + more
+    more = f" and {len(reasons) - _MAX_NAMED} more" if len(reasons) > _MAX_NAMED else ""
+    return ", ".join(list(reasons)[:_MAX_NAMED]) + more
 
 
 def _joined_verdicts(
-    inputs: Inputs, covered: NDArray[np.bool_], marks: Marks, whole: NDArray[np.bool_]
+    inputs: Inputs, covered: NDArray[np.bool_], marks: Marks, complete: NDArray[np.bool_]
 ) -> list[Verdict]:
     """Return the verdicts of the checker's own rules, with the number of outputs of an input from the marks.
 
@@ -357,8 +369,8 @@ def _joined_verdicts(
     known = rows.row >= 0
     np.maximum.at(fan_out, rows.row[known], marks.fields["n"][known])
     joined = checker.join(rows.inputs, outputs, fan_out)
-    verdicts = [checker.no_duplicates(joined), checker.no_strangers(joined), checker.order(joined)]
-    removed = known & ~whole
+    verdicts = [checker.no_duplicates(joined), checker.no_unexpected_outputs(joined), checker.order(joined)]
+    removed = known & ~complete
     if removed.any():
         # Copies of these inputs may have been removed, so `atomic` must see inputs without outputs.
         fan_out[rows.row[removed]] = 0
@@ -369,10 +381,10 @@ def _joined_verdicts(
 
 
 def _missing_sentences(
-    place: Place, missing: NDArray[np.int64], fields: NDArray[Any], inputs: NDArray[np.int64], end: int
+    topic_partition: Partition, missing: NDArray[np.int64], fields: NDArray[Any], inputs: NDArray[np.int64], end: int
 ) -> Iterator[str]:
     """Yield a sentence for each missing number that identifies the output as closely as its neighbours allow."""
-    topic, partition = place
+    topic, partition = topic_partition
     fields = fields[np.argsort(fields["number"], kind="stable")]
     for number in missing:
         at = int(np.searchsorted(fields["number"], number))
@@ -389,22 +401,24 @@ def _missing_sentences(
             high = after["offset"] - 1 if after is not None else end - 1
             between = inputs[(inputs >= low) & (inputs <= high)]
             if len(between) == 1:
-                yield f"{what}: it is of {topic}[{partition}]@{between[0]}"
+                yield f"{what}: it is an output of {topic}[{partition}]@{between[0]}"
             else:
                 yield f"{what}: it is of one of the {len(between)} inputs in {topic}[{partition}]@{low}..{high}"
 
 
-def _of_place(marks: Marks, place: Place) -> NDArray[np.bool_]:
-    topic, partition = place
+def _is_mark_of(marks: Marks, topic_partition: Partition) -> NDArray[np.bool_]:
+    topic, partition = topic_partition
     number = marks.topics.index(topic) if topic in marks.topics else -1
     same: NDArray[np.bool_] = (marks.topic == number) & (marks.fields["partition"] == partition)
     return same
 
 
-def _in(inputs: Inputs, place: Place) -> NDArray[np.bool_]:
-    same: NDArray[np.bool_] = (inputs.topic == inputs.topics.index(place[0])) & (inputs.partition == place[1])
+def _is_input_of(inputs: Inputs, topic_partition: Partition) -> NDArray[np.bool_]:
+    same: NDArray[np.bool_] = (inputs.topic == inputs.topics.index(topic_partition[0])) & (
+        inputs.partition == topic_partition[1]
+    )
     return same
 
 
-def _offsets_of(inputs: Inputs, place: Place) -> NDArray[np.int64]:
-    return inputs.offset[_in(inputs, place)]
+def _offsets_of(inputs: Inputs, topic_partition: Partition) -> NDArray[np.int64]:
+    return inputs.offset[_is_input_of(inputs, topic_partition)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from eos.app.definition import App
 from eos.errors import ConfigurationError
 from eos.kafka.admin import facts, preflight, tail
-from eos.kafka.admin.reset import STAY, GroupOffsets
+from eos.kafka.admin.reset import UNCHANGED, GroupOffsets
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.state import notes
@@ -16,7 +16,7 @@ _ASK_S = 10.0
 def require_own(settings: Settings, app: App, world: World = REAL) -> None:
     """Wait for the cluster, then call `check_own`."""
     if app.chained:
-        preflight.patient(settings, lambda: check_own(settings, app, world), world)
+        preflight.retry_while_unavailable(settings, lambda: check_own(settings, app, world), world)
 
 
 def check_own(settings: Settings, app: App, world: World = REAL) -> None:
@@ -35,7 +35,7 @@ def check_own(settings: Settings, app: App, world: World = REAL) -> None:
         if known & related or not _holds_records(settings, topic, world):
             continue
         # Query the offsets last: another member's first commit may have made the records readable in the meantime.
-        if not GroupOffsets(settings, app.id, related, world=world).plan(STAY):
+        if not GroupOffsets(settings, app.id, related, world=world).plan(UNCHANGED):
             raise ConfigurationError(
                 f"the topic {topic} between functions of {app.id} holds records, and the group {app.id} has no offset "
                 "there: what another App's functions wrote would be handled together with what these write",
@@ -54,7 +54,7 @@ def _holds_records(settings: Settings, topic: str, world: World) -> bool:
     client = facts.connect(settings, _ASK_S, world)
     if not facts.describe_topic(client, topic).exists:
         return False
-    spans = tail.spans_by(client, settings, topic)
+    spans = tail.topic_offsets_with(client, settings, topic)
     starts = {partition: span.low for partition, span in spans.items() if span.low < span.stable}
     if not starts:
         return False

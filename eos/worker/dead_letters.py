@@ -20,7 +20,7 @@ from typing import Any
 from confluent_kafka import KafkaException, TopicPartition
 
 from eos import log
-from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, PREFIX, parts_of
+from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, PREFIX, split_headers
 from eos.errors import (
     Action,
     CallFailed,
@@ -35,7 +35,7 @@ from eos.kafka.admin import facts, tail
 from eos.kafka.client.failures import classify
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.records import Header, Record, Send, noted, place_of, readable
+from eos.records import Header, Record, Send, format_position, parse_metadata, readable_headers
 
 _REPLAYS = "replays"
 _CONNECT_S = 10.0
@@ -66,7 +66,9 @@ class DeadLetter:
     def source(self) -> str:
         """Return the record's position in its source topic, or the dead letter's own if no worker noted it."""
         record = self.record
-        return place_of(record.topic, record.partition, record.offset) if "topic" in self.notes else self.position
+        return (
+            format_position(record.topic, record.partition, record.offset) if "topic" in self.notes else self.position
+        )
 
     @property
     def app(self) -> str:
@@ -96,7 +98,7 @@ def letter_of(read: Record) -> DeadLetter:
     The topic comes from the name of the dead-letter topic, never from headers: whoever wrote the original record wrote
     those.
     """
-    headers, notes = parts_of(readable(read.headers))
+    headers, notes = split_headers(readable_headers(read.headers))
     record = Record(
         read.topic.removesuffix(DEAD_LETTER_SUFFIX),
         _number(notes, "partition", read.partition),
@@ -106,7 +108,7 @@ def letter_of(read: Record) -> DeadLetter:
         read.value,
         headers or (),
     )
-    where = place_of(read.topic, read.partition, read.offset)
+    where = format_position(read.topic, read.partition, read.offset)
     return DeadLetter(where, read.partition, read.offset, record, notes)
 
 
@@ -173,7 +175,7 @@ class Done:
     @staticmethod
     def read(offset: int, metadata: str | None) -> Done:
         """Return the done letters of a committed offset. Raise ConfigurationError for the format of a newer version."""
-        found = noted(metadata)
+        found = parse_metadata(metadata)
         try:
             known = found["v"] <= _FORMAT
             edges = list(itertools.accumulate(map(operator.index, found["done"] if known else ()), initial=offset))
@@ -198,7 +200,7 @@ def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
     for at in offsets:
         if len(at.metadata or "") > _METADATA_BYTES:
             raise UsageError(
-                f"{place_of(topic, at.partition)}: the done letters form {len(after[at.partition].runs)} "
+                f"{format_position(topic, at.partition)}: the done letters form {len(after[at.partition].runs)} "
                 "separate ranges, more than offset metadata can hold; earlier commits stand",
                 remedy="start with the first ones: `eos dlq replay` or `drop --all` with --limit",
             )
@@ -249,9 +251,9 @@ class ReplayProgress:
         expired if the first letters are older than these days.
         """
         client = facts.connect(self._settings, _CONNECT_S, self._world)
-        days = facts.offsets_kept_minutes(client, self._settings.bootstrap_servers, self._world) / (24 * 60)
+        days = facts.offsets_retention_minutes(client, self._settings.bootstrap_servers, self._world) / (24 * 60)
         before_ms = round((self._world.unix() - days * 86_400) * 1000)
-        return sorted(tail.older(client, topic, low, before_ms)), days
+        return sorted(tail.partitions_older_than(client, topic, low, before_ms)), days
 
     def confirm(self, topic: str) -> None:
         """Raise Fenced if another process has committed since our last commit."""
@@ -260,8 +262,8 @@ class ReplayProgress:
         if changed := {partition for partition in left if found[partition] != left[partition]}:
             at = min(changed)
             raise Fenced(
-                f"another `eos dlq replay` or `drop` has moved group {self._group} on {place_of(topic, at)} from "
-                f"{left[at]} to {found[at]}: this one stops, and its own commits stand"
+                f"another `eos dlq replay` or `drop` has moved group {self._group} on {format_position(topic, at)} "
+                f"from {left[at]} to {found[at]}: this one stops, and its own commits stand"
             )
 
     def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
@@ -294,7 +296,7 @@ def read_dead_letters(
 
     `on_expired` is called with a sentence if committed offsets may have expired.
     """
-    held = tail.spans(settings, topic, _CONNECT_S)
+    held = tail.topic_offsets(settings, topic, _CONNECT_S)
     at = {} if progress is None else progress.load(topic, held)
     done = {partition: at.get(partition, Done()).starting_at(span.low) for partition, span in held.items()}
     if progress is not None:
@@ -310,6 +312,6 @@ def read_dead_letters(
             )
     starts = {partition: each.offset for partition, each in done.items()}
     with tail.TopicReader(settings, topic, starts, uncommitted=False) as reader:
-        for seen in tail.read_until(reader, tail.ends_of(held, uncommitted=False)):
+        for seen in tail.read_until(reader, tail.end_offsets(held, uncommitted=False)):
             if not done[seen.record.partition].contains(seen.record.offset):
                 yield letter_of(seen.record)

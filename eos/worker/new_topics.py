@@ -19,7 +19,7 @@ from eos import log
 from eos.app.definition import App
 from eos.encoding.dead_letters import dead_letter_topic
 from eos.errors import ConfigurationError, EosError, Unavailable
-from eos.kafka.admin.facts import check_clients, connect, create_topics, metadata
+from eos.kafka.admin.facts import check_clients, cluster_metadata, connect, create_topics
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
@@ -33,13 +33,13 @@ _REFRESH_MS = 300_000  # librdkafka's default, for new partitions
 def topic_names(settings: Settings, timeout_s: float, world: World = REAL) -> set[str]:
     """Return the names of all visible topics. Raise Unavailable, NotAuthorised, ConfigurationError."""
     check_clients(settings, world)
-    known = metadata(connect(settings, timeout_s, world), settings.bootstrap_servers, _ASK_S).topics
+    known = cluster_metadata(connect(settings, timeout_s, world), settings.bootstrap_servers, _ASK_S).topics
     return {name for name, topic in known.items() if topic.error is None}
 
 
 def lacking(app: App, there: Collection[str]) -> dict[str, str]:
     """Return the matching topics that cannot be read yet, each with its missing dead-letter topic."""
-    dead = {name: dead_letter_topic(name) for name, r in app.matched(there).items() if r.on_error.verdict == "dlq"}
+    dead = {name: dead_letter_topic(name) for name, r in app.match_topics(there).items() if r.on_error.verdict == "dlq"}
     return {name: letters for name, letters in dead.items() if letters not in there}
 
 
@@ -76,7 +76,7 @@ class NewTopics:
         if self._settings["eos.create.topics"]:
             there |= self._try_to_make(lacking(self._app, there))
         waiting = self._waiting(there)
-        names = self._app.take_in(there - waiting.keys())
+        names = self._app.add_topics(there - waiting.keys())
         require_topics(self._app, self._settings.bootstrap_servers, waiting)
         return names
 
@@ -105,7 +105,7 @@ class NewTopics:
         """Return the topics that lack a dead-letter topic, and warn once about each."""
         waiting = lacking(self._app, there)
         for topic in waiting.keys() - self._warned:
-            log.warning(why_not_read(topic, waiting[topic]), function=self._app.matched([topic])[topic].name)
+            log.warning(why_not_read(topic, waiting[topic]), function=self._app.match_topics([topic])[topic].name)
         self._warned |= waiting.keys()
         return waiting
 
@@ -114,7 +114,7 @@ class NewTopics:
         if not letters:
             return set()
         client = connect(self._settings, _ASK_S, self._world)
-        known = metadata(client, self._settings.bootstrap_servers, _ASK_S)
+        known = cluster_metadata(client, self._settings.bootstrap_servers, _ASK_S)
         wanted = {dead: len(known.topics[topic].partitions) for topic, dead in letters.items() if topic in known.topics}
         create_topics(self._settings, wanted, len(known.brokers), world=self._world)
         return set(wanted)
@@ -144,13 +144,13 @@ class NewTopics:
     def _look(self, admin: ClusterAdmin) -> float:
         """Search once, and return the seconds until the next search."""
         there = admin.topics()
-        if not (found := self._app.matched(there)):
+        if not (found := self._app.match_topics(there)):
             return self._interval_s
-        everywhere = admin.known_everywhere(found)
+        everywhere = admin.known_to_all_brokers(found)
         soon = self._tell_unknown(found.keys() - everywhere)
         if self._settings["eos.create.topics"]:
             there |= self._try_to_make(lacking(self._app, everywhere | (there - found.keys())))
-        if new := self._app.take_in(everywhere - self._waiting(there).keys()):
+        if new := self._app.add_topics(everywhere - self._waiting(there).keys()):
             self._arrived.append(new)
         return min(_SOON_S, self._interval_s) if soon else self._interval_s
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from eos.app.definition import App
 from eos.app.policies import dlq
 from eos.app.routes import Route
-from eos.encoding.dead_letters import dead_letter_topic, parts_of
+from eos.encoding.dead_letters import dead_letter_topic, split_headers
 from eos.engine.handling import Collector, Handler
 from eos.engine.hooks import Hooks
 from eos.errors import PoisonRecord, UsageError
@@ -312,7 +312,7 @@ class _Running:
             raise halt.error
         if not kept.dead_letters:
             return Settled(letter, kept.sends)
-        failed = parts_of(kept.sends[0][-1] or [])[1]["exception"]
+        failed = split_headers(kept.sends[0][-1] or [])[1]["exception"]
         return Settled(letter, [failed_again(letter, kept.sends[0])], failed)
 
     def on_refused(self, letter: DeadLetter, error: PoisonRecord) -> Settled:

@@ -9,7 +9,7 @@ from typing import Any
 
 from eos.app.definition import App
 from eos.kafka.admin import preflight
-from eos.kafka.client.settings import Settings, settings_of
+from eos.kafka.client.settings import Settings, to_settings
 from eos.signals import StopSignals
 from eos.worker import chains
 from eos.worker.loading import refuse_ids
@@ -28,7 +28,7 @@ def run(app: App, settings: Settings | Mapping[str, Any] | None = None, *, until
     Raises a subclass of EosError (eos/errors.py), whose `exit_code` is the exit code of `eos run`; an `on_start`
     function that raises ends the run with HookFailed.
     """
-    values = settings_of(settings or {})
+    values = to_settings(settings or {})
     refuse_ids(values, "eos.run")
     worker = Worker(app, values, until_end=until_end)
     prepare(worker)
@@ -42,6 +42,6 @@ def prepare(worker: Worker) -> None:
     """Find the topics of patterns and check the cluster. Raise the error of the first check that fails."""
     worker.find_topics()
     app, values = worker.app, worker.settings
-    seen = preflight.require(values, preflight.need_of(values, app.topics, app.destinations))
+    seen = preflight.require_fit_cluster(values, preflight.requirements_of(values, app.topics, app.destinations))
     chains.require_own(values, app)
     worker.warn_of_retention(seen.topics)

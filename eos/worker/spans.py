@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eos.errors import ConfigurationError
-from eos.records import Record, readable
+from eos.records import Record, readable_headers
 from eos.session.outcomes import Outcome
 
 _LINKS = 32  # of one span, each to another trace
@@ -63,12 +63,14 @@ class Spans:
         assert opened is not None
         opened.records += len(records)
         for record in records:
-            if readable(record.headers) and len(opened.traces) < _LINKS:
+            if readable_headers(record.headers) and len(opened.traces) < _LINKS:
                 self._link(opened, record)
 
     def _link(self, opened: _Open, record: Record) -> None:
         carrier = {
-            name: value.decode("latin-1") for name, value in readable(record.headers) if name in _TRACE and value
+            name: value.decode("latin-1")
+            for name, value in readable_headers(record.headers)
+            if name in _TRACE and value
         }
         if (parent := carrier.get("traceparent")) is None or parent in opened.traces:
             return

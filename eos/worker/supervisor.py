@@ -31,7 +31,7 @@ from eos import log
 from eos.errors import EosError
 from eos.health.incidents import Incidents
 from eos.health.report import PIPE_VARIABLE
-from eos.health.status import Incident, Status, continued, judge_report
+from eos.health.status import Incident, Status, add_counts, judge_report
 from eos.signals import Handlers
 
 NAME_VARIABLE = "EOS_SUPERVISED_WORKER"
@@ -122,7 +122,7 @@ class Supervisor:
         self._command = command
         self._stop_s = stop_s
         self._forwards = forward
-        self._keep = keep
+        self._record_statuses = keep
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._stop_asked = 0
@@ -180,7 +180,7 @@ class Supervisor:
     def _unfinished(self) -> bool:
         if any(child.running or child.start_again_at is not None for child in self.children):
             return True
-        return self._keep and not self._stop_asked
+        return self._record_statuses and not self._stop_asked
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(_LOOP_S):
@@ -215,7 +215,7 @@ class Supervisor:
         told = log.info if code == 0 or asked else log.warning
         then = self._then(child, what)
         told(f"worker {child.instance} ended", reason=_code_words(code), then=then, lived_s=round(lived_s, 1))
-        if self._reloading.is_set() or (self._keep and what is After.STOP):
+        if self._reloading.is_set() or (self._record_statuses and what is After.STOP):
             return
         if what is After.RESTART:
             self._plan_restart(child)
@@ -234,7 +234,7 @@ class Supervisor:
             others = any(c.running or c.start_again_at is not None for c in self.children)
             return "it is done, the others go on" if others else "it is done"
         if what is After.STOP:
-            return "a change of the source is waited for" if self._keep else "all are stopped"
+            return "a change of the source is waited for" if self._record_statuses else "all are stopped"
         if child.restarts_in_a_row > MOST_RESTARTS:
             return "all are stopped"
         return f"it is started again in {pause_s(child.restarts_in_a_row):g} s"
@@ -343,7 +343,7 @@ class Supervisor:
         child.unread = bytearray(rest)
         if lines:
             now, before = msgspec.json.decode(lines[-1], type=Status), child.lives_before
-            child.status = now if before is None else continued(before, now)
+            child.status = now if before is None else add_counts(before, now)
             child.heard_at = time.monotonic()
         return True
 

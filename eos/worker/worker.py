@@ -22,7 +22,7 @@ from eos.engine.hooks import Hooks
 from eos.engine.slices import SliceSizes, by_route
 from eos.engine.slow_functions import SlowFunctions
 from eos.errors import CallFailed, PoisonRecord
-from eos.kafka.client.settings import OF_FUNCTIONS, Settings
+from eos.kafka.client.settings import FUNCTION_OPTIONS, Settings
 from eos.kafka.client.world import REAL, World
 from eos.records import Record
 from eos.session.outcomes import Listener, Outcome
@@ -52,7 +52,7 @@ class Worker(Listener):
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
-        if app.reads_several:  # however many topics match now: all members must share one assignment strategy
+        if app.reads_several_topics:  # however many topics match now: all members must share one assignment strategy
             self.settings = self.settings.for_several_topics()
         ledger = Ledger() if self.settings["eos.lineage"] else None
         self._keeper: Keeper | None = None
@@ -72,7 +72,7 @@ class Worker(Listener):
         self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
         self._found_topics = False
         self.session = TransactSession(
-            self.settings.without(*OF_FUNCTIONS),
+            self.settings.without(*FUNCTION_OPTIONS),
             app.topics,
             until_end=until_end,
             destinations=sorted(app.destinations),
@@ -100,7 +100,7 @@ class Worker(Listener):
         """
         if self._new_topics is None or self._found_topics:
             return
-        names = self.app.take_in(self._new_topics.now())
+        names = self.app.add_topics(self._new_topics.now())
         self._found_topics = True
         self.session.set_topics(self.app.topics, sorted(self.app.destinations), names)
 
@@ -151,7 +151,7 @@ class Worker(Listener):
 
     def states(self) -> list[tuple[str, int, int, int]]:
         """Return for each function with state its name, values, bytes on disk, and changes left to restore."""
-        return [] if self._keeper is None else self._keeper.standing()
+        return [] if self._keeper is None else self._keeper.sizes()
 
     # ---- notifications from the session -----------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Worker(Listener):
     def find_new_topics(self) -> list[str]:
         names = [] if self._new_topics is None else self._new_topics.arrived()
         if names:
-            self.app.take_in(names)
+            self.app.add_topics(names)
         for name in names:
             log.info("topic taken in", topic=name, function=self.app.routes[name].name)
         return names

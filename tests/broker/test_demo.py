@@ -172,7 +172,7 @@ def wrong(rows: list[Row]) -> set[str]:
 
 
 def judged(outputs: list[tuple[int, int, int, bytes, bytes]]) -> set[str]:
-    return wrong(proof.exactly_once(expected(), found(outputs)))
+    return wrong(proof.exactly_once_rows(expected(), found(outputs)))
 
 
 def test_the_proof_holds_for_an_exact_history() -> None:
@@ -198,7 +198,7 @@ def test_the_proof_finds_a_record_that_replaced_another_one() -> None:
     assert judged([stranger, *DELAYS[1:], *LATES]) >= {
         "records in flight-delays",
         "records lost",
-        "records out of nowhere",
+        "records without an input",
     }
 
 
@@ -218,11 +218,11 @@ def test_the_proof_finds_swapped_records() -> None:
 
 def test_without_an_effect_of_the_faults_nothing_is_proven() -> None:
     exact, effective = found(DELAYS + LATES), Contrast(flights=6, records=7, doubled=1, kills=1)
-    assert wrong(proof.faults(exact, 1, 1, effective)) == set()
-    assert len(wrong(proof.faults(exact, 0, 1, effective))) == 1
-    assert len(wrong(proof.faults(exact, 1, 0, effective))) == 1
-    assert len(wrong(proof.faults(found(DELAYS + LATES, uncommitted=8), 1, 1, effective))) == 1
-    assert len(wrong(proof.faults(exact, 1, 1, dataclasses.replace(effective, doubled=0)))) == 1
+    assert wrong(proof.fault_rows(exact, 1, 1, effective)) == set()
+    assert len(wrong(proof.fault_rows(exact, 0, 1, effective))) == 1
+    assert len(wrong(proof.fault_rows(exact, 1, 0, effective))) == 1
+    assert len(wrong(proof.fault_rows(found(DELAYS + LATES, uncommitted=8), 1, 1, effective))) == 1
+    assert len(wrong(proof.fault_rows(exact, 1, 1, dataclasses.replace(effective, doubled=0)))) == 1
 
 
 def test_the_expectation_is_the_published_file_read_without_importing_pandas() -> None:

@@ -16,7 +16,7 @@ from confluent_kafka.admin import AdminClient
 
 import eos as package
 from eos.broker import LocalKafka
-from eos.encoding.dead_letters import dead_letter
+from eos.encoding.dead_letters import make_dead_letter
 from eos.errors import Fenced
 from eos.kafka.client.settings import Settings
 from eos.records import Record
@@ -83,7 +83,7 @@ class Shop:
         records = [
             Record(self.source, 0, n, self.sent_ms, f"k{n}".encode(), value.encode()) for n, value in enumerate(values)
         ]
-        sends = [dead_letter(record, ValueError("why"), app=self.id) for record in records]
+        sends = [make_dead_letter(record, ValueError("why"), app=self.id) for record in records]
         self.send(self.dlq, [(key, value, headers or []) for _, value, key, _, _, headers in sends])
         return values
 
@@ -272,7 +272,7 @@ def test_letters_of_another_app_are_left_to_its_own_replay_unless_they_are_asked
     """Two Apps on one topic have one topic of dead letters; nobody's function runs over the other's."""
     now_ms = int(time.time() * 1000)  # retention removes at once what is old
     record = Record(shop.source, 0, 0, now_ms, b"k", b"bad other")
-    _, value, key, _, _, headers = dead_letter(record, ValueError("why"), app="billing", function="bill")
+    _, value, key, _, _, headers = make_dead_letter(record, ValueError("why"), app="billing", function="bill")
     shop.send(shop.dlq, [(key, value, headers or [])])
     shop.letters(1)
     (kind,) = shop.listed()

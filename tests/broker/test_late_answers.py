@@ -20,7 +20,7 @@ from eos.kafka.client.settings import Settings
 servers, group = sys.argv[1:]
 connect, clients = facts.connect, []  # kept: what was asked through them may still be answered
 facts.connect = lambda *asked: clients.append(connect(*asked)) or clients[-1]
-print(facts.ask(Settings({"bootstrap.servers": servers}), [], group, [], 20.0).group_operations, flush=True)
+print(facts.query_facts(Settings({"bootstrap.servers": servers}), [], group, [], 20.0).group_operations, flush=True)
 sys.stdin.readline()
 for client in clients:
     client.list_topics(timeout=20)

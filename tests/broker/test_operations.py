@@ -250,7 +250,7 @@ def test_workers_whose_supervisor_is_killed_commit_and_end(kafka: LocalKafka, pi
     for orphan in alive:
         orphan.kill()
     assert not alive, "a worker outlived its supervisor"
-    assert run.process.log.count("the supervisor is gone: stopping") == 2
+    assert run.process.log.count("supervisor ended, stopping") == 2
     assert run.process.log.count(" stopped records_in=") == 2, "they stopped as if they were asked to"
     again = Running(pipeline, "--workers", "1", "--until-end")
     assert again.process.wait() == 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eos.broker import LocalKafka
-from eos.kafka.admin.overdue import end_if_overdue
+from eos.kafka.admin.overdue import abort_if_overdue
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from tests.support.brokers import local_kafka
@@ -49,9 +49,9 @@ def test_only_an_overdue_transaction_is_ended_and_looks_like_its_own_timeout(kaf
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:  # first: it takes a while
         producer = open_transaction(kafka, names("t"), name)
         (before,) = admin.describe_all([name])
-        assert not end_if_overdue(admin, before, time.monotonic)
+        assert not abort_if_overdue(admin, before, time.monotonic)
         assert admin.describe_all([name]) == [before]
-        wait_until("it is overdue and ended", lambda: end_if_overdue(admin, before, time.monotonic), 30)
+        wait_until("it is overdue and ended", lambda: abort_if_overdue(admin, before, time.monotonic), 30)
         assert time.monotonic() - began >= TIMEOUT_MS / 1000
         wait_until("its markers", lambda: admin.describe_all([name])[0].state == "CompleteAbort")
         (after,) = admin.describe_all([name])
@@ -113,7 +113,7 @@ def test_a_survivor_ends_a_dead_members_transaction_and_a_paused_one_goes_on_wit
         survivor = pipeline.worker("b", settings=settings)
         wait_until("the survivor ends it", lambda: not of_the_paused("Ongoing"), 60)
         print(f"ended {time.monotonic() - began:.1f} s after the pause")
-        survivor.wait_log("ended the transaction of another member", count=len(was_open))
+        survivor.wait_log("overdue transaction of another member aborted", count=len(was_open))
         wait_until("its markers", lambda: was_open.keys() <= of_the_paused("CompleteAbort").keys())
         now = of_the_paused("CompleteAbort")
         assert {name: now[name] for name in was_open} == {name: epoch + 1 for name, epoch in was_open.items()}

@@ -169,7 +169,7 @@ def test_an_output_that_is_not_there_is_named_at_the_start_or_where_nobody_named
     named = TransactSession(loop.session(**soon).settings, [loop.source], destinations=[nowhere])
     with pytest.raises(Unavailable, match=f"topic {nowhere} does not exist at .*`eos topic create {nowhere}`"), named:
         pass
-    advice = f"topic {nowhere} does not exist: `eos topic create {nowhere}` makes it"
+    advice = f"topic {nowhere} does not exist: `eos topic create {nowhere}` creates it"
     with pytest.raises(Unavailable, match=advice), loop.session(**soon) as session:
         for txn in session:
             for record in txn.records:
@@ -377,7 +377,7 @@ def test_a_loop_on_a_machine_whose_clocks_stood_still_is_not_taken_for_replaced(
     loop: Loop,
 ) -> None:
     """A paused virtual machine: the broker's clock went on, and by its own its transaction is as young as before."""
-    stood_still = World(elapsing=lambda: 1.0)
+    stood_still = World(boot_clock=lambda: 1.0)
     timeout = {"transaction.timeout.ms": 1_000, "message.timeout.ms": 1_000}
     with loop.session(world=stood_still, **timeout) as session, ClusterAdmin(session.settings) as admin:
 

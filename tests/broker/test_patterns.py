@@ -177,7 +177,7 @@ def test_a_cluster_tells_its_topics_and_those_that_every_broker_knows(kafka: Loc
     topic = create_topic(kafka.bootstrap_servers, names("in"), 2)
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
         assert topic in admin.topics()
-        assert admin.known_everywhere([topic, names("not-there")]) == {topic}
+        assert admin.known_to_all_brokers([topic, names("not-there")]) == {topic}
 
 
 # ---- a life of years -------------------------------------------------------------------------------------------------

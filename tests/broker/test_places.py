@@ -26,7 +26,9 @@ def forget(pipeline: Pipeline) -> None:
     wait_until("a group that nobody knows", lambda: not pipeline.committed())
 
 
-@pytest.mark.parametrize(("reset", "danger"), [("earliest", "handle all again"), ("latest", "pass over")])
+@pytest.mark.parametrize(
+    ("reset", "danger"), [("earliest", "handle all records again"), ("latest", "skip the records")]
+)
 def test_a_group_that_was_forgotten_is_refused_until_it_is_told_where_to_go_on(
     reset: str, danger: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:

@@ -210,7 +210,7 @@ def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
         return transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state == "CompleteAbort"
 
     with Transactions(settings | {"transaction.timeout.ms": 3_000}) as transactions:
-        with pytest.raises(Temporary, match=r"outlived transaction\.timeout\.ms=3000"), transactions.begin() as txn:
+        with pytest.raises(Temporary, match=r"exceeded transaction\.timeout\.ms=3000"), transactions.begin() as txn:
             txn.send(topic, "too slow", partition=0)
             transactions._producer.flush()
             wait_until("the broker ends the transaction", timed_out)

@@ -98,7 +98,14 @@ def judge(
     )
     report.raise_if_violated()
     examined = {v.rule for v in report.verdicts}
-    assert {"no_duplicates", "no_losses", "no_strangers", "order", "atomic", "offsets_match_outputs"} <= examined
+    assert {
+        "no_duplicates",
+        "no_losses",
+        "no_unexpected_outputs",
+        "order",
+        "atomic",
+        "offsets_match_outputs",
+    } <= examined
     return int(failing.sum())
 
 

@@ -105,7 +105,7 @@ def test_a_topic_that_is_missing_is_exit_69_and_create_topics_makes_it(kafka: Lo
     missing = here.eos("run", "theapp.py:app", "--until-end", servers)
     assert missing.returncode == 69
     sentence = (
-        f"eos: topic {here.output} does not exist at {servers}: `eos topic create {here.output}` makes it, so does"
+        f"eos: topic {here.output} does not exist at {servers}: `eos topic create {here.output}` creates it, as does"
     )
     assert missing.stderr.splitlines()[-1].startswith(sentence)
     repaired = AdminClient({"bootstrap.servers": servers})

@@ -95,7 +95,7 @@ def test_a_reset_is_refused_while_a_transaction_pends_on_the_offsets(life: Life)
         producer.send_offset(life.app, life.input, 1)
         refused = life.reset("--from", "earliest", "--yes")
         assert refused.returncode == 69, refused.stderr
-        assert "a transaction pends on the offsets" in refused.stderr
+        assert "an open transaction contains offsets" in refused.stderr
         producer.commit()
     assert life.committed()[0] == 1
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from eos.broker import LocalKafka
-from eos.kafka.admin.fence import end_left_open
+from eos.kafka.admin.fence import abort_left_open
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from tests.support.raw import RawProducer, raw_producer
@@ -34,11 +34,11 @@ def test_what_both_ids_of_a_killed_worker_have_open_is_aborted_once_and_the_init
     before = {name: transaction_of(servers, name) for name in ids}
     assert [before[name].state for name in ids] == ["Ongoing", "Ongoing"]
     with ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin:
-        end_left_open(admin, ids)
+        abort_left_open(admin, ids)
         after = {name: transaction_of(servers, name) for name in ids}
         assert [after[name].state for name in ids] == ["CompleteAbort", "CompleteAbort"]
         assert [after[name].producer_epoch - before[name].producer_epoch for name in ids] == [1, 1]
-        end_left_open(admin, ids)
+        abort_left_open(admin, ids)
     assert {name: transaction_of(servers, name) for name in ids} == after, "nothing was open: nothing may change"
     # A successor's init is answered at its first try, without the client's fixed back-off of 500 ms between two.
     # 0: librdkafka bootstrapped again meanwhile, which restarts its counters (seen on 3.9.2).
@@ -56,7 +56,7 @@ def test_ids_that_nobody_used_or_that_committed_are_left_as_they_are(servers: st
         wait_until("the markers", lambda: transaction_of(servers, used).state == "CompleteCommit")
         before = transaction_of(servers, used)
         with ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin:
-            end_left_open(admin, [used, unused])
+            abort_left_open(admin, [used, unused])
             assert admin.describe(unused) is None
         assert transaction_of(servers, used) == before
         producer.commit_one(topic, "b")

@@ -196,7 +196,7 @@ def test_who_may_not_note_its_places_works_all_the_same_and_is_told(case: Case) 
     case.kafka.withdraw("TOPIC", "__eos_places")
     ended = case.run("SASL", PLAIN)
     assert ended.returncode == 0, ended.stderr
-    (said,) = (line for line in ended.stderr.splitlines() if "places are not noted" in line)
+    (said,) = (line for line in ended.stderr.splitlines() if "group history not written" in line)
     for part in (
         "offsets.retention.minutes",
         "topic __eos_places cannot be created: not authorised",

@@ -18,7 +18,7 @@ from confluent_kafka.admin import AdminClient
 from eos import cli
 from eos.broker import LocalKafka
 from eos.errors import InputGone
-from eos.kafka.admin.tail import TopicReader, read_until, reads_until
+from eos.kafka.admin.tail import TopicReader, read_batches_until, read_until
 from eos.kafka.client.settings import Settings
 from tests.support import forked
 from tests.support.reading import create_topic, visible_values, wait_until
@@ -206,7 +206,7 @@ def test_a_topic_that_does_not_exist_is_not_made_by_asking_for_it(eos: Run, name
         code, told, error = eos(*arguments)
         assert (code, told) == (69, "")
         assert f"topic {topic} does not exist at " in error
-        assert error.endswith(f": `eos topic create {topic}` makes it\n")
+        assert error.endswith(f": `eos topic create {topic}` creates it\n")
     assert topic not in eos("list")[1]
 
 
@@ -218,7 +218,7 @@ def test_what_a_broker_does_not_have_yet_is_waited_for_and_what_it_has_deleted_i
     create_topic(kafka.bootstrap_servers, topic, 1)
     settings = Settings({"bootstrap.servers": kafka.bootstrap_servers})
     with TopicReader(settings, topic, {0: 3}, uncommitted=False) as reader:
-        early = reads_until(reader, {0: 5})
+        early = read_batches_until(reader, {0: 5})
         for _ in range(10):  # a second, in which the broker says several times that there is no such offset
             assert next(early) == []
         eos("send", topic, *"abcde")
@@ -228,6 +228,6 @@ def test_what_a_broker_does_not_have_yet_is_waited_for_and_what_it_has_deleted_i
     admin.delete_records([place])[place].result(10)
     with (
         TopicReader(settings, topic, {0: 3}, uncommitted=False) as reader,
-        pytest.raises(InputGone, match="was removed meanwhile"),
+        pytest.raises(InputGone, match="retention removed records"),
     ):
         list(read_until(reader, {0: 5}))

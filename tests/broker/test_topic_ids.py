@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
 from eos.errors import InputGone
-from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.admin.topic_ids import TopicIdWatcher
 from eos.kafka.client.settings import Settings
 from tests.support.reading import create_topic, wait_until
 
@@ -58,7 +58,7 @@ def test_while_a_broker_is_down_it_is_left_alone_and_a_topic_made_anew_is_seen(
     others = ",".join(server for i, server in enumerate(servers.split(",")) if i != down)
     topic = create_topic(servers, names("t"), copies=3)
     gone: list[InputGone] = []
-    ids = TopicIds(Settings({"bootstrap.servers": servers}), [topic], gone.append)
+    ids = TopicIdWatcher(Settings({"bootstrap.servers": servers}), [topic], gone.append)
     ids.start()
     try:
         wait_until("the topic's id", lambda: topic in ids._known)

@@ -17,7 +17,7 @@ from confluent_kafka import IsolationLevel
 
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, Temporary
-from eos.kafka.admin.transactions import Verdict, abort_hanging, find_open, partition_of
+from eos.kafka.admin.transactions import Verdict, abort_hanging, find_open, log_partition_of
 from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin
 from eos.kafka.client.settings import Settings
 from tests.support import forked
@@ -113,7 +113,7 @@ def test_a_partition_that_is_open_although_its_coordinator_is_done_is_found_and_
     assert row["held_back"] == 1
 
     table = eos(kafka, "txn", "find-hanging", "--topic", topic)
-    assert "CompleteCommit: no marker will come" in table.stdout
+    assert "reports CompleteCommit and will write no marker" in table.stdout
     command = next(line for line in table.stderr.splitlines() if line.startswith("to abort it: eos "))
     healed = eos(kafka, *command.removeprefix("to abort it: eos ").split(), "--yes")
     assert healed.returncode == 0, healed.stderr
@@ -249,7 +249,7 @@ def test_a_worker_that_waits_for_a_hanging_offset_names_it_and_the_command_and_g
         wait_until("the cause", lambda: "because=" in log.read_text() or worker.poll() is not None, 60)
         said = log.read_text()
         assert worker.poll() is None, said
-        assert f"because=a transaction of {name} hangs on {OFFSETS_LOG}[{partition_of(app, 8)}]" in said
+        assert f"because=a transaction of {name} hangs on {OFFSETS_LOG}[{log_partition_of(app, 8)}]" in said
         assert f"command=`eos txn find-hanging --topic {OFFSETS_LOG}`" in said
         assert visible_values(servers, names("out")) == {0: []}
         with ClusterAdmin(settings(kafka)) as admin:

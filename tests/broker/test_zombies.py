@@ -18,8 +18,8 @@ from confluent_kafka import Consumer, KafkaException
 
 from eos.broker import LocalKafka
 from eos.errors import CallFailed, Unavailable
-from eos.kafka.admin.ownership import Identity, Owner, Reach, Situation, judge, settle
-from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.admin.ownership import Identity, Owner, Progress, Situation, judge, settle
+from eos.kafka.client.cluster import ClusterAdmin, TransactionalIdState
 from eos.kafka.client.settings import Settings
 from eos.session.producer.producer import TransactionalProducer
 from eos.session.recovery import MOST_REBUILDS
@@ -48,7 +48,9 @@ def broker(request: pytest.FixtureRequest) -> LocalKafka:
     return found
 
 
-def paused_in_transaction(pipeline: Pipeline, step: str, settings: dict[str, str]) -> tuple[WorkerProcess, Described]:
+def paused_in_transaction(
+    pipeline: Pipeline, step: str, settings: dict[str, str]
+) -> tuple[WorkerProcess, TransactionalIdState]:
     """A worker that stands still at this step of its third transaction, and what the coordinator says of it."""
     membership = {} if settings.get("group.protocol") == "consumer" else {"session.timeout.ms": "10000"}
     worker = pipeline.worker(settings=membership | settings, holds=[(step, 3)])
@@ -112,7 +114,7 @@ def test_a_worker_whose_every_transaction_outlives_its_timeout_gives_up_and_a_he
 
 
 def assert_fenced(
-    worker: WorkerProcess, *idle_or_open: Described, since: str = "since|started|initialised after"
+    worker: WorkerProcess, *idle_or_open: TransactionalIdState, since: str = "since|started|initialised after"
 ) -> None:
     """It stopped by itself with 79, and its sentence names both epochs of one of its transactional.ids, and since when
     it is the newer one's: from its open transaction, its first commit, or our own last one."""
@@ -134,7 +136,7 @@ def assert_unaffected(successor: WorkerProcess) -> None:
     assert "rebuilt" not in successor.log
 
 
-def wait_until_past(before: Described, timeout_ms: int) -> None:
+def wait_until_past(before: TransactionalIdState, timeout_ms: int) -> None:
     wait_until("the transaction is past its timeout", lambda: time.time() * 1000 > before.start_ms + timeout_ms + 100)
 
 
@@ -308,12 +310,12 @@ def topic(broker: LocalKafka, names: Callable[[str], str]) -> str:
 
 
 @pytest.fixture
-def ask(broker: LocalKafka, names: Callable[[str], str]) -> Iterator[Callable[[], Described | None]]:
+def ask(broker: LocalKafka, names: Callable[[str], str]) -> Iterator[Callable[[], TransactionalIdState | None]]:
     with ClusterAdmin(Settings({"bootstrap.servers": broker.bootstrap_servers})) as admin:
         yield lambda: admin.describe(names("tx"))
 
 
-Ask = Callable[[], Described | None]
+Ask = Callable[[], TransactionalIdState | None]
 
 
 def identity(raw: RawProducer) -> Identity:
@@ -322,14 +324,14 @@ def identity(raw: RawProducer) -> Identity:
 
 
 def situation(mine: Identity, acknowledged: bool = True, late: bool = False) -> Situation:
-    reach = Reach.ACKNOWLEDGED if acknowledged else Reach.NOTHING
+    reach = Progress.ACKNOWLEDGED if acknowledged else Progress.NOTHING
     return Situation(mine, reach, age_ms=SHORT_MS + 500 if late else 10, timeout_ms=SHORT_MS)
 
 
-def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> Described:
+def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> TransactionalIdState:
     """Until the coordinator says: our epoch plus `bumps`, in this state. The row, then, really happened."""
 
-    def row() -> Described | None:
+    def row() -> TransactionalIdState | None:
         found = ask()
         assert found is not None
         there = (found.producer_id, found.epoch, found.state) == (mine.producer_id, mine.epoch + bumps, state)
@@ -446,7 +448,7 @@ def test_a_second_one_initialised_while_ours_was_idle_is_newer(producer: Start, 
     second.abort()
     answer = wait_for(ask, mine, 1, "CompleteAbort")
     # Not to be told from our own ghost by the coordinator alone: the session asks the group.
-    assert judge(situation(mine, False), answer) is Owner.GHOST
+    assert judge(situation(mine, False), answer) is Owner.UNKNOWN_TIMEOUT
     # With a transaction of ours open it would have become E+2: our clock stands still, or the group knows better.
     assert judge(situation(mine), answer) is Owner.ABORTED_EARLY
     second.begin()
@@ -501,7 +503,7 @@ def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka
         mine = identity(raw)
         assert late.deliver_late().error == 0, "the late copy opens a transaction that nobody knows of"
         wait_for(lambda: admin.describe(name), mine, 1, "CompleteAbort")
-        assert settle(situation(mine, acknowledged=False), lambda: admin.describe(name))[0] is Owner.GHOST
+        assert settle(situation(mine, acknowledged=False), lambda: admin.describe(name))[0] is Owner.UNKNOWN_TIMEOUT
 
 
 def test_an_id_that_the_cluster_does_not_know_is_nobodys(ask: Ask) -> None:
@@ -512,7 +514,7 @@ def test_an_id_that_the_cluster_does_not_know_is_nobodys(ask: Ask) -> None:
         return False
 
     wait_until("a coordinator", answered)
-    assert settle(situation(Identity(1, 0)), ask)[0] is Owner.NOBODY
+    assert settle(situation(Identity(1, 0)), ask)[0] is Owner.EXPIRED
 
 
 def test_an_epoch_that_our_own_client_took_after_records_timed_out_is_known_as_ours(
@@ -540,7 +542,7 @@ def test_an_epoch_that_our_own_client_took_after_records_timed_out_is_known_as_o
             assert described.epoch == before.epoch + 1, "librdkafka took the next epoch by itself"
             known = producer.poll_identity(fresh=True)
             assert known == Identity(described.producer_id, described.epoch)
-            situation = Situation(known, Reach.SENT, age_ms=2_000, timeout_ms=10_000)
+            situation = Situation(known, Progress.SENT, age_ms=2_000, timeout_ms=10_000)
             assert judge(situation, described) is Owner.MINE
         finally:
             producer.close()

@@ -157,7 +157,7 @@ def test_a_killed_leader_is_replaced_and_comes_back_with_every_record(
     for again in (whole.kill, whole.restart):
         with pytest.raises(IllegalState, match=f"node {leader} is down"):
             again(leader)
-    with pytest.raises(IllegalState, match=rf"nodes \[{leader}\] cannot get in sync"):
+    with pytest.raises(IllegalState, match=rf"nodes \[{leader}\] cannot become in-sync"):
         whole.wait_in_sync()
     whole.start(leader)
     assert whole.wait_in_sync() >= 1

@@ -76,7 +76,7 @@ def test_a_cut(eos_kafka):
     code, said = run_pytest(tmp_path, test, f"--eos-kafka={backend}", "--eos-kafka-nodes=1")
     assert code == 0, said
     assert ("2 passed" if backend == "container" else "1 passed, 1 skipped") in said
-    assert ("eos: brokers are containers of" if backend == "container" else "local JVMs, as asked for") in said
+    assert ("eos: brokers are containers of" if backend == "container" else "local JVMs, as requested") in said
 
 
 def test_a_backend_that_was_asked_for_is_not_replaced(tmp_path: Path) -> None:

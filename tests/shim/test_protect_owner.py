@@ -68,7 +68,7 @@ def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
 
     with Transactions(settings | {"transaction.timeout.ms": 3_000}) as transactions:
         send(transactions, topic, "1", "2")
-        with pytest.raises(Temporary, match=r"outlived transaction\.timeout\.ms=3000"), transactions.begin() as txn:
+        with pytest.raises(Temporary, match=r"exceeded transaction\.timeout\.ms=3000"), transactions.begin() as txn:
             txn.send(topic, "too slow", partition=0)
             transactions._producer.flush()
             wait_until("the broker ends the transaction", timed_out)

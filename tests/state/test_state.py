@@ -21,7 +21,7 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 import eos
-from eos.app.cells import named
+from eos.app.cells import parse_cell
 from eos.broker import LocalKafka
 from eos.testing.verify import verify
 from tests.support import forked
@@ -247,7 +247,7 @@ class Counting:
         state: dict[tuple[str, bytes], bytes] = {}
         for messages in settled_records(self.servers, self.changelog).values():
             for message in messages:
-                cell = named(message.key() or b"")[:2]
+                cell = parse_cell(message.key() or b"")[:2]
                 if not cell[0]:
                     continue  # the task's own: its header
                 state.pop(cell, None)
@@ -583,7 +583,7 @@ def test_state_that_is_gone_is_not_begun_anew_unasked(counting: Counting) -> Non
     before = counting.visible()
     gone = counting.run(ends=66)
     assert "eos: state is gone: the changelog " in gone
-    assert " ends at 0, and went up to " in gone
+    assert " ends at 0, but went up to " in gone
     assert counting.visible() == before, "nothing was handled"
 
 
@@ -638,7 +638,7 @@ def test_changelog_of_others_ends_the_worker(counting: Counting) -> None:
     admin.delete_consumer_groups([counting.id])[counting.id].result(30)
     without_notes = "-X", "eos.places.topic="
     forgotten = counting.run(*without_notes, ends=66)
-    assert f"has no committed offset, and the changelog {counting.changelog}[" in forgotten
+    assert f"has no committed offset, but the changelog {counting.changelog}[" in forgotten
     assert counting.visible() == before, "nothing is counted again"
     producer = Producer({"bootstrap.servers": counting.servers})
     producer.produce(counting.changelog, b"{}", b"hello", 2)

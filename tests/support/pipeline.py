@@ -34,10 +34,10 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
-from eos.app.cells import named
+from eos.app.cells import parse_cell
 from eos.broker import LocalKafka
 from eos.errors import Unavailable
-from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.client.cluster import ClusterAdmin, TransactionalIdState
 from eos.kafka.client.settings import Settings
 from eos.testing.checker import CommitSeries, Counts, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_offsets, read_topic
@@ -59,7 +59,7 @@ FENCED = 79
 RULES = {
     "no_duplicates",
     "no_losses",
-    "no_strangers",
+    "no_unexpected_outputs",
     "order",
     "atomic",
     "atomic_transactions",
@@ -459,11 +459,11 @@ class Pipeline:
         """The ids a worker may be using: on brokers before 4.0 a replaced producer goes on under the other one."""
         return [f"{self.app}-{instance}", f"{self.app}-{instance}-alternate"]
 
-    def describe(self, instance: str = "one") -> list[Described]:
+    def describe(self, instance: str = "one") -> list[TransactionalIdState]:
         """The coordinator's view of the worker's ids, asked from outside."""
         return list(self._described(instance).values())
 
-    def _described(self, instance: str) -> dict[str, Described]:
+    def _described(self, instance: str) -> dict[str, TransactionalIdState]:
         if self._cluster is None:
             self._cluster = ClusterAdmin(Settings({"bootstrap.servers": self.servers}))
         answers = {name: self._cluster.describe(name) for name in self.transactional_ids(instance)}
@@ -476,10 +476,10 @@ class Pipeline:
         names = [name for name, found in self._described(instance).items() if found.state == "Ongoing"]
         return [place for name in names for place in transaction_of(self.servers, name).partitions]
 
-    def wait_state(self, *states: str, instance: str = "one", timeout_s: float = 15.0) -> Described:
+    def wait_state(self, *states: str, instance: str = "one", timeout_s: float = 15.0) -> TransactionalIdState:
         """Until one of the worker's ids is in one of these states."""
 
-        def reached() -> Described | None:
+        def reached() -> TransactionalIdState | None:
             return next((found for found in self.describe(instance) if found.state in states), None)
 
         return wait_until(f"instance {instance} in state {' or '.join(states)}", reached, timeout_s)
@@ -621,11 +621,11 @@ def counts_of(
     kept: dict[tuple[int, int, bytes | None], int] = {}
     for source, changes in enumerate(changelogs):
         for partition, cell, value in zip(changes.partition, changes.keys, changes.values, strict=True):
-            store, key, _ = named(cell or b"")
+            store, key, _ = parse_cell(cell or b"")
             if not store:
                 continue  # the task's own: its header
             kept[source, partition_of(int(partition), key), key] = int(value or b"")
-    return Counts(keys=outputs.keys, told=np.array(told, np.int64), kept=kept)
+    return Counts(keys=outputs.keys, reported=np.array(told, np.int64), final=kept)
 
 
 class Pipelines:

@@ -22,44 +22,44 @@ from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.kafka.admin.facts import connect
 from eos.kafka.admin.ownership import ABORTING
 from eos.kafka.admin.reset import Move, parse_skip, parse_target
-from eos.kafka.admin.transactions import ENDED, ENDING, Verdict, judge, partition_of
-from eos.kafka.client.cluster import ClusterAdmin, Listed, OpenProducer
-from eos.kafka.client.security import configuration, login_refused
+from eos.kafka.admin.transactions import ENDED, ENDING, Verdict, judge, log_partition_of
+from eos.kafka.client.cluster import ClusterAdmin, ListedTransaction, OpenProducer
+from eos.kafka.client.security import admin_configuration, login_refused
 from eos.kafka.client.settings import Settings
 from tests.support.secure import make_pki, openssl
 
 SEEN = OpenProducer(("t", 0), 7, 3, 100, 1_372_939_200_000, 0)
-KNOWN = Listed("id", 7, 3, "Ongoing", 0, 0, 10_000, frozenset({("t", 0)}))
+KNOWN = ListedTransaction("id", 7, 3, "Ongoing", 0, 0, 10_000, frozenset({("t", 0)}))
 
 
 @pytest.mark.parametrize("state", sorted(ENDED))
-def test_a_partition_whose_coordinator_is_done_hangs(state: str) -> None:
+def test_judge_finds_hanging_partition_if_coordinator_has_ended(state: str) -> None:
     verdict, reason = judge(SEEN, dataclasses.replace(KNOWN, state=state), True)
     assert verdict is Verdict.HANGING
     assert state in reason
 
 
 @pytest.mark.parametrize("state", sorted(ENDING))
-def test_a_partition_whose_markers_are_under_way_does_not_hang(state: str) -> None:
+def test_judge_finds_no_hang_while_markers_are_written(state: str) -> None:
     assert judge(SEEN, dataclasses.replace(KNOWN, state=state), True)[0] is Verdict.ENDING
 
 
-def test_a_transaction_that_its_coordinator_knows_on_this_partition_is_open() -> None:
+def test_judge_finds_open_transaction_known_to_coordinator() -> None:
     assert judge(SEEN, KNOWN, True)[0] is Verdict.OPEN
 
 
 @pytest.mark.parametrize("state", ["Ongoing", *sorted(ENDING)])
-def test_a_partition_that_the_coordinators_transaction_does_not_contain_hangs(state: str) -> None:
+def test_judge_finds_hang_if_coordinator_omits_the_partition(state: str) -> None:
     elsewhere = dataclasses.replace(KNOWN, state=state, partitions=frozenset({("t", 1)}))
     assert judge(SEEN, elsewhere, True)[0] is Verdict.HANGING
 
 
-def test_a_producer_that_no_coordinator_knows_hangs_only_if_all_coordinators_could_be_asked() -> None:
+def test_judge_finds_hang_of_unknown_producer_only_with_all_coordinators() -> None:
     assert judge(SEEN, None, True)[0] is Verdict.HANGING
     assert judge(SEEN, None, False)[0] is Verdict.UNKNOWN
 
 
-def test_every_state_of_a_transaction_is_ended_ending_or_ongoing() -> None:
+def test_transaction_states_are_ended_ending_or_ongoing() -> None:
     assert ENDED.isdisjoint(ENDING)
     assert set(ABORTING) < ENDING
     assert len(ENDED | ENDING | {"Ongoing"}) == 8  # TransactionState.java
@@ -108,7 +108,7 @@ def tls_server(pki: Path, pem: Path) -> Iterator[int]:
         ("other-ca", "IP:127.0.0.1", 2, "other", "was signed by a CA that is not trusted here (unable to get local"),
     ],
 )
-def test_refused_certificate_says_what_is_wrong_with_it(
+def test_refused_certificate_error_names_the_reason(
     pki: Path, name: str, holds: str, days: int, ca: str, said: str
 ) -> None:
     authority = ("-keyout", str(pki / "other.key"), "-out", str(pki / "other.pem"))
@@ -129,7 +129,7 @@ def test_refused_certificate_says_what_is_wrong_with_it(
 # ---- eos reset --from -----------------------------------------------------------------------------------------
 
 
-def test_where_a_reset_goes() -> None:
+def test_reset_target_parses() -> None:
     assert parse_target(["earliest"]).name == "earliest"
     assert parse_target(["latest"]).name == "latest"
     assert parse_target(["2013-07-04T12:00:00+00:00"]).timestamp_ms == 1372939200000
@@ -139,7 +139,7 @@ def test_where_a_reset_goes() -> None:
 
 
 @pytest.mark.skipif(not hasattr(time, "tzset"), reason="the zone of this process cannot be changed")
-def test_reset_time_without_a_zone_names_the_one_it_took(
+def test_reset_time_without_zone_shows_the_local_zone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
@@ -166,13 +166,13 @@ def test_reset_time_without_a_zone_names_the_one_it_took(
         ["t:0:1", "t[0]@2"],
     ],
 )
-def test_where_a_reset_cannot_go_is_a_usage_error(texts: list[str]) -> None:
+def test_reset_target_error_is_usage_error(texts: list[str]) -> None:
     with pytest.raises(UsageError, match="--from"):
         parse_target(texts)
 
 
 @pytest.mark.parametrize("text", ["earliest", "2013-07-04T12", "t:0", "t[0]", "t[0]@"])
-def test_only_a_record_can_be_skipped(text: str) -> None:
+def test_skip_target_accepts_only_offsets(text: str) -> None:
     with pytest.raises(UsageError, match=f"^--skip {re.escape(text)}: expected TOPIC"):
         parse_skip([text])
 
@@ -190,9 +190,7 @@ NOTES = {"v": 1, "instance": "a-one", "lineage": [2, 10, 7], "state": ["count", 
         (0, False, False, {"lineage": None}),
     ],
 )
-def test_reset_keeps_what_is_true_of_metadata(
-    after: int, skipping: bool, accepting: bool, changed: dict[str, object]
-) -> None:
+def test_reset_keeps_valid_metadata(after: int, skipping: bool, accepting: bool, changed: dict[str, object]) -> None:
     moved = update_metadata(Move(("in", 0), 12, after, 0, 20, json.dumps(NOTES)), skipping, accepting)
     expected = {name: value for name, value in (NOTES | changed).items() if value is not None}
     assert json.loads(moved.metadata) == expected
@@ -207,21 +205,21 @@ def test_reset_keeps_metadata_of_other_programs(metadata: str) -> None:
 # ---- the rest -------------------------------------------------------------------------------------------------
 
 
-def test_a_groups_partition_of_the_offsets_log_is_kafkas() -> None:
+def test_log_partition_matches_kafka() -> None:
     """By Java's String.hashCode: "" is 0, "ä" 228, "Aa" and "BB" 2112."""
-    assert partition_of("", 50) == 0
-    assert partition_of("ä", 50) == 228 % 50
-    assert partition_of("Aa", 50) == partition_of("BB", 50) == 2112 % 50
-    assert partition_of("polygenelubricants", 50) == 0  # hashCode is Integer.MIN_VALUE
+    assert log_partition_of("", 50) == 0
+    assert log_partition_of("ä", 50) == 228 % 50
+    assert log_partition_of("Aa", 50) == log_partition_of("BB", 50) == 2112 % 50
+    assert log_partition_of("polygenelubricants", 50) == 0  # hashCode is Integer.MIN_VALUE
     # Negative hash codes, as a JVM says: -771814909 and -1008770331.
-    assert partition_of("flights", 50) == 771814909 % 50
-    assert partition_of("orders", 50) == 1008770331 % 50
+    assert log_partition_of("flights", 50) == 771814909 % 50
+    assert log_partition_of("orders", 50) == 1008770331 % 50
 
 
-def test_tokens_without_a_source_are_a_configuration_error() -> None:
+def test_token_without_source_is_configuration_error() -> None:
     settings = Settings({"security.protocol": "sasl_ssl", "sasl.mechanism": "OAUTHBEARER"})
     with pytest.raises(ConfigurationError, match=r"sasl\.oauthbearer\.method=oidc"):
-        configuration(settings, 1000)
+        admin_configuration(settings, 1000)
 
 
 @pytest.mark.parametrize(
@@ -231,22 +229,24 @@ def test_tokens_without_a_source_are_a_configuration_error() -> None:
         ("sasl.oauthbearer.metadata.authentication.type", "azure_imds"),
     ],
 )
-def test_a_way_to_a_token_that_only_librdkafka_knows_is_refused_and_named(name: str, value: str) -> None:
+def test_unsupported_grant_type_is_refused_by_name(name: str, value: str) -> None:
     given = {"security.protocol": "sasl_ssl", "sasl.mechanism": "OAUTHBEARER", "sasl.oauthbearer.method": "oidc"}
-    configuration(Settings(given | {"sasl.oauthbearer.grant.type": "client_credentials"}), 1000)
+    admin_configuration(Settings(given | {"sasl.oauthbearer.grant.type": "client_credentials"}), 1000)
     with pytest.raises(ConfigurationError, match=f"^{name}={value} cannot be used here: set .*client_credentials"):
-        configuration(Settings(given | {name: value}), 1000)
+        admin_configuration(Settings(given | {name: value}), 1000)
 
 
-def test_a_ca_that_librdkafka_is_to_probe_for_is_the_systems_own() -> None:
-    context = configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "probe"}), 1000)["ssl_context"]
+def test_ssl_ca_location_probe_uses_system_certificates() -> None:
+    context = admin_configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "probe"}), 1000)[
+        "ssl_context"
+    ]
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.check_hostname
     with pytest.raises(ConfigurationError, match=r"ssl\.ca\.location cannot be used"):
-        configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "/nowhere/probe"}), 1000)
+        admin_configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "/nowhere/probe"}), 1000)
 
 
-def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
+def test_oauth_callback_gives_admin_client_its_token() -> None:
     asked: list[str] = []
 
     def oauth_cb(text: str) -> tuple[str, float]:
@@ -261,7 +261,7 @@ def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
             "sasl.oauthbearer.config": "a=b",
         }
     )
-    provider = configuration(settings, 1000)["sasl_oauth_token_provider"]
+    provider = admin_configuration(settings, 1000)["sasl_oauth_token_provider"]
     assert (provider.token(), provider.token()) == ("token", "token")
     assert asked == ["a=b"], "a token is asked for again before its time"
 
@@ -269,18 +269,18 @@ def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
 @pytest.mark.parametrize(
     ("mechanism", "settings"), [("PLAIN", "sasl.username, sasl.password"), ("OAUTHBEARER", "sasl.oauthbearer.*")]
 )
-def test_a_refused_login_names_the_settings_that_it_is_made_of(mechanism: str, settings: str) -> None:
+def test_refused_login_names_its_settings(mechanism: str, settings: str) -> None:
     refused = login_refused(Settings({"bootstrap.servers": "b:9092", "sasl.mechanism": mechanism}), "no")
     assert str(refused) == f"the login at b:9092 was refused: no: check sasl.mechanism and {settings}"
 
 
-def test_an_admin_connection_that_finds_no_broker_leaves_no_thread_behind() -> None:
+def test_admin_connection_failure_leaves_no_thread() -> None:
     with pytest.raises(Unavailable, match=r"cannot be reached: .*: check bootstrap\.servers"):
         ClusterAdmin(Settings({"bootstrap.servers": "127.0.0.1:9"}), timeout_ms=100)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kafka-io")] == []
 
 
-def test_an_interrupt_before_its_thread_began_is_what_its_maker_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admin_connection_interrupt_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """kafka-python's own close raises then, for a thread that cannot be joined."""
 
     def interrupted(thread: threading.Thread) -> None:
@@ -291,7 +291,7 @@ def test_an_interrupt_before_its_thread_began_is_what_its_maker_gets(monkeypatch
         ClusterAdmin(Settings({"bootstrap.servers": "127.0.0.1:9"}), timeout_ms=100)
 
 
-def test_requests_that_kafka_python_does_not_know_are_left_out() -> None:
+def test_apis_omit_requests_unknown_to_kafka_python() -> None:
     """Kafka 4.4 has one; without the others a preflight would say that the brokers are too old."""
     admin = object.__new__(ClusterAdmin)
     offered = {0: (0, 13), 65: (0, 0), 93: (0, 0), 30_000: (0, 0)}

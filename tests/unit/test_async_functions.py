@@ -18,12 +18,12 @@ import eos
 import eos.testing
 from eos import App, Out, Record, Settings, dlq, retry, skip
 from eos.app import concurrent
-from eos.app.lineage import Ledger, each_with_lineage
-from eos.app.routes import Route, feed_each
+from eos.app.lineage import Ledger, with_lineage
+from eos.app.routes import Route, feed_from
 from eos.encoding.lineage import HEADER, decode
 from eos.engine.handling import Collector, Halt, Handler
 from eos.errors import ConfigurationError, IllegalState, Interruption, PoisonRecord, Temporary
-from eos.records import Fed
+from eos.records import FeedResult
 from eos.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("loop_ends")
@@ -39,13 +39,13 @@ def records(*values: bytes) -> list[Record]:
     return [Record("in", 0, offset, value=value) for offset, value in enumerate(values)]
 
 
-def feed(made: Route, given: list[Record]) -> tuple[list[bytes | None], Fed]:
+def feed(made: Route, given: list[Record]) -> tuple[list[bytes | None], FeedResult]:
     kept = Collector()
     fed = made.feed(given, kept)
     return [send[1] for send in kept.sends], fed
 
 
-def test_all_records_of_a_feed_are_run_at_once_and_their_outputs_keep_their_order() -> None:
+def test_async_feed_runs_records_at_once_and_keeps_output_order() -> None:
     at_once = most = 0
 
     async def slowest_first(record: Record) -> bytes | None:
@@ -58,11 +58,11 @@ def test_all_records_of_a_feed_are_run_at_once_and_their_outputs_keep_their_orde
 
     values = [b"%d" % n for n in range(20)]
     put, fed = feed(route(slowest_first), records(*values))
-    assert (put, fed) == (values, Fed(20, 20, None))
+    assert (put, fed) == (values, FeedResult(20, 20, None))
     assert most == 20
 
 
-def test_a_feed_stops_at_the_first_that_failed_and_what_was_done_behind_it_is_not_done_again() -> None:
+def test_async_feed_stops_at_first_failure_and_keeps_later_results() -> None:
     runs: dict[bytes, int] = {}
 
     async def f(value: bytes) -> bytes:
@@ -78,13 +78,13 @@ def test_a_feed_stops_at_the_first_that_failed_and_what_was_done_behind_it_is_no
     put, fed = feed(made, given[2:])
     assert (put, fed.sent, fed.handled, str(fed.error)) == ([b"b"], 1, 1, "bad 2")
     put, fed = feed(made, given[4:])
-    assert (put, fed) == ([b"c"], Fed(1, 1, None))
+    assert (put, fed) == ([b"c"], FeedResult(1, 1, None))
     assert set(runs.values()) == {1}
     feed(made, given[4:])
     assert runs[b"c"] == 2, "what was sent is forgotten"
 
 
-def test_a_record_that_is_tried_again_alone_does_not_make_those_behind_it_run_again() -> None:
+def test_async_retry_does_not_rerun_later_records() -> None:
     runs: dict[bytes, int] = {}
 
     async def f(value: bytes) -> bytes:
@@ -100,7 +100,7 @@ def test_a_record_that_is_tried_again_alone_does_not_make_those_behind_it_run_ag
     assert runs == {b"a": 1, b"bad": 3, b"b": 1, b"c": 1}
 
 
-def test_decoding_results_and_async_generators_are_as_in_other_functions() -> None:
+def test_async_decoding_and_generators_match_sync_functions() -> None:
     async def generated(order: dict[str, int]) -> AsyncIterator[object]:
         yield order["n"]
         await asyncio.sleep(0)
@@ -120,7 +120,7 @@ def test_decoding_results_and_async_generators_are_as_in_other_functions() -> No
         eos.testing.run(app, [("in", "no")])
 
 
-def test_an_async_batch_function_is_run_to_its_end() -> None:
+def test_async_batch_function_runs_to_its_end() -> None:
     app = App("app")
 
     @app.process_batch("in", to="out", on_error=dlq)
@@ -132,14 +132,14 @@ def test_an_async_batch_function_is_run_to_its_end() -> None:
     assert (ran.values("out"), ran.values("in.dlq")) == ([b"1", b"1"], [b"0"])
 
 
-def test_lineage_knows_which_output_is_of_which_record() -> None:
+def test_async_lineage_matches_outputs_to_records() -> None:
     async def f(value: bytes) -> list[bytes]:
         await asyncio.sleep(0.01 / len(value))
         return [value] * len(value)
 
     ledger, kept = Ledger(), Collector()
     ledger.begin(("in", 0), 0, None)
-    assert feed_each(each_with_lineage(route(f).each, ledger))(records(b"a", b"bb"), kept) == Fed(3, 2, None)
+    assert feed_from(with_lineage(route(f).each, ledger))(records(b"a", b"bb"), kept) == FeedResult(3, 2, None)
     last = [headers[-1] for *_, headers in kept.sends if headers]
     assert [(name, *decode(source or b"")[2:]) for name, source in last] == [
         (HEADER, 0, 0, 1, 0),
@@ -163,7 +163,7 @@ def test_at_most_so_many_are_run_at_once() -> None:
     assert txn.fed == [3, 3, 2]
 
 
-def test_hooks_and_functions_share_one_event_loop() -> None:
+def test_async_hooks_and_functions_share_event_loop() -> None:
     loops = []
     app = App("app")
 
@@ -185,7 +185,7 @@ def test_hooks_and_functions_share_one_event_loop() -> None:
     assert loops[0].is_closed()
 
 
-def test_a_coroutine_that_is_cancelled_from_within_fails_as_its_record() -> None:
+def test_async_cancelled_coroutine_fails_as_its_record() -> None:
     async def f(value: bytes) -> None:
         raise asyncio.CancelledError
 
@@ -197,7 +197,7 @@ class Stop(Interruption):
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["while it waits", "while it works"])
-def test_what_a_signal_raises_comes_out_of_running_coroutines(busy: bool) -> None:
+def test_async_signal_exception_leaves_running_coroutines(busy: bool) -> None:
     async def f(value: bytes) -> None:
         if value == b"a":
             timer.start()  # not before: the signal must find them running
@@ -241,7 +241,7 @@ def an_app(batch: bool = False) -> App:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_run_inside_a_running_loop_is_refused_at_the_start_and_skips_nothing(batch: bool) -> None:
+def test_async_run_in_running_loop_is_refused_at_start(batch: bool) -> None:
     async def notebook() -> None:
         eos.testing.run(an_app(batch), [("in", b"a")])
 
@@ -249,7 +249,7 @@ def test_a_run_inside_a_running_loop_is_refused_at_the_start_and_skips_nothing(b
         asyncio.run(notebook())
 
 
-def test_an_async_hook_alone_is_refused_there_too_and_an_app_without_coroutines_runs() -> None:
+def test_async_hook_in_running_loop_is_refused() -> None:
     async def notebook() -> list[bytes | None]:
         app = App("app")
         app.process("in", to="out")(lambda record: b"x")
@@ -264,7 +264,7 @@ def test_an_async_hook_alone_is_refused_there_too_and_an_app_without_coroutines_
     assert asyncio.run(notebook()) == [b"x"]
 
 
-def test_the_way_that_the_refusal_names_works() -> None:
+def test_async_remedy_for_running_loop_works() -> None:
     async def notebook() -> list[bytes | None]:
         ran = await asyncio.to_thread(eos.testing.run, an_app(), [("in", b"a")])
         return ran.values("out")
@@ -272,7 +272,7 @@ def test_the_way_that_the_refusal_names_works() -> None:
     assert asyncio.run(notebook()) == [b"a"]
 
 
-def test_a_worker_is_refused_before_it_reaches_for_its_cluster() -> None:
+def test_async_worker_in_running_loop_is_refused_before_connecting() -> None:
     async def notebook() -> None:
         settings = {"bootstrap.servers": "127.0.0.1:1", "eos.startup.timeout.ms": 1_000}
         Worker(an_app(), Settings(settings)).run()
@@ -299,7 +299,7 @@ def test_a_loop_that_runs_where_the_start_could_not_see_it_is_no_failure_of_a_re
     assert [str(w.message) for w in warned if "never awaited" in str(w.message)] == []
 
 
-def test_a_loop_that_a_function_closed_is_no_failure_of_the_next_record() -> None:
+def test_async_closed_loop_does_not_fail_next_record() -> None:
     app = App("app")
 
     @app.process("in", to="out", on_error=skip)
@@ -308,11 +308,11 @@ def test_a_loop_that_a_function_closed_is_no_failure_of_the_next_record() -> Non
         await asyncio.sleep(30)
         return value
 
-    with pytest.raises(IllegalState, match="does not run any more"):
+    with pytest.raises(IllegalState, match="has stopped"):
         eos.testing.run(app, [("in", b"a"), ("in", b"b")])
 
 
-def test_a_machine_without_files_for_a_loop_is_no_failure_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_loop_creation_error_is_no_record_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left() -> asyncio.AbstractEventLoop:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -322,7 +322,7 @@ def test_a_machine_without_files_for_a_loop_is_no_failure_of_a_record(monkeypatc
         eos.testing.run(an_app(), [("in", b"a")])
 
 
-def test_a_runtime_error_of_the_function_itself_is_the_record_s() -> None:
+def test_async_runtime_error_of_function_is_record_failure() -> None:
     app = App("app")
 
     @app.process("in", to="out", on_error=skip)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from eos.kafka.client.raising import guarded
+from eos.kafka.client.client_calls import guard_callbacks
 
 
 @pytest.mark.parametrize("name", ["stats_cb", "error_cb", "throttle_cb"])
-def test_what_a_callback_raises_is_handed_on_and_does_not_leave_the_call(name: str) -> None:
+def test_callback_error_is_kept_and_not_raised_in_the_call(name: str) -> None:
     kept: list[Exception] = []
     heard: list[object] = []
 
@@ -18,31 +18,31 @@ def test_what_a_callback_raises_is_handed_on_and_does_not_leave_the_call(name: s
         heard.append(event)
         raise LookupError(str(event))
 
-    guarded({name: fail, "client.id": "c"}, kept.append)[name]("told")
+    guard_callbacks({name: fail, "client.id": "c"}, kept.append)[name]("told")
     assert heard == ["told"]
     assert [type(error) for error in kept] == [LookupError]
 
 
-def test_a_signals_exception_passes_at_once() -> None:
+def test_callback_signal_exception_passes_at_once() -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        guarded({"error_cb": interrupt}, pytest.fail)["error_cb"]("told")
+        guard_callbacks({"error_cb": interrupt}, pytest.fail)["error_cb"]("told")
 
 
-def test_a_configuration_without_callbacks_stays_as_it_is() -> None:
-    assert guarded({"client.id": "c", "stats_cb": None}, pytest.fail) == {"client.id": "c", "stats_cb": None}
+def test_configuration_without_callbacks_is_unchanged() -> None:
+    assert guard_callbacks({"client.id": "c", "stats_cb": None}, pytest.fail) == {"client.id": "c", "stats_cb": None}
 
 
 @pytest.mark.parametrize("token", [None, "token", ("token",), (b"token", 1.0), ("token", "soon"), ("t", 1, "p", {}, 5)])
-def test_a_malformed_token_is_a_failure_of_the_callback(token: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_token_is_a_callback_failure(token: Any, caplog: pytest.LogCaptureFixture) -> None:
     """An exception is taken for "no token", which is asked for again; a malformed one would end the call it came in."""
     with caplog.at_level("WARNING", "eos"), pytest.raises((TypeError, ValueError)):
-        guarded({"oauth_cb": lambda text: token}, pytest.fail)["oauth_cb"]("")
+        guard_callbacks({"oauth_cb": lambda text: token}, pytest.fail)["oauth_cb"]("")
     assert "oauth_cb failed" in caplog.text
 
 
-def test_a_good_token_passes() -> None:
-    ask = guarded({"oauth_cb": lambda text: (text, 7, "me", {"a": "b"})}, pytest.fail)["oauth_cb"]
+def test_valid_token_passes() -> None:
+    ask = guard_callbacks({"oauth_cb": lambda text: (text, 7, "me", {"a": "b"})}, pytest.fail)["oauth_cb"]
     assert ask("token") == ("token", 7.0, "me", {"a": "b"})

@@ -210,7 +210,7 @@ def test_in_a_container_without_an_instance_there_is_one_warning(
     [
         ("linger.ms", "expected name=value"),
         ("linger.msec=3", "did you mean linger.ms?"),
-        ("acks=1", "a record that only the leader has is lost with the leader"),
+        ("acks=1", "a record that only the leader has stored is lost with the leader"),
         ("isolation.level=read_uncommitted", "would copy aborted ones"),
         ("eos.transaction.interval.ms=soon", "is not a number"),
         ("message.timeout.ms=60000", "after the broker ended its transaction"),

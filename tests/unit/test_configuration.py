@@ -6,33 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from eos.kafka.client import names as names
+from eos.kafka.client import librdkafka_names
 from eos.kafka.client import settings as module
-from eos.kafka.client.configuration import DEFAULT, FORCED, HIDDEN, MEANINGS, markdown, rows
-from eos.kafka.client.settings import OPTIONS, SECRETS, Settings, sources
+from eos.kafka.client.configuration import DEFAULT, FORCED, HIDDEN, MEANINGS, list_settings, render_markdown
+from eos.kafka.client.settings import OPTIONS, SECRETS, Settings, read_sources
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_of_settings_is_up_to_date() -> None:
+def test_settings_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "reference" / "settings.md").read_text()
-    assert page == markdown(), "run: make reference"
+    assert page == render_markdown(), "run: make reference"
 
 
-def test_every_setting_of_ours_and_every_default_is_on_the_page() -> None:
-    page = markdown()
+def test_settings_page_has_every_option_and_default() -> None:
+    page = render_markdown()
     for name in [*OPTIONS, *module.PRODUCER_DEFAULTS, *module.CONSUMER_DEFAULTS, *module.COMMON_DEFAULTS]:
         assert f"| `{name}` |" in page, name
 
 
-def test_every_value_has_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_has_an_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "eos.toml").write_text('linger.ms = 5\n"compression.type" = "zstd"\neos.transaction.interval.ms = 50\n')
-    given = sources({"compression.codec": "lz4"}, {"EOS_INSTANCE": "here"})
+    given = read_sources({"compression.codec": "lz4"}, {"EOS_INSTANCE": "here"})
     values: dict[str, object] = {}
     for _, more in given:
         values |= more
-    found = {row.name: (row.value, row.origin) for row in rows(Settings(values), given)}
+    found = {row.name: (row.value, row.origin) for row in list_settings(Settings(values), given)}
     assert found["linger.ms"] == ("5", "eos.toml")
     assert found["compression.type"] == ("lz4", "command line"), "the stronger source, under its alias"
     assert found["eos.transaction.interval.ms"] == ("50", "eos.toml")
@@ -42,9 +42,9 @@ def test_every_value_has_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["transaction.timeout.ms"] == ("10000", DEFAULT)
 
 
-def test_what_is_shown_is_what_the_clients_are_given() -> None:
+def test_shown_values_match_client_configuration() -> None:
     settings = Settings({"group.id": "g", "linger.ms": 7})
-    found = {row.name: row.value for row in rows(settings, [])}
+    found = {row.name: row.value for row in list_settings(settings, [])}
     for client in (settings.consumer(), settings.producer("id")):
         for name, value in client.items():
             if name in found and name not in ("auto.offset.reset",):  # resolved by the session, see docs/DESIGN.md
@@ -52,18 +52,18 @@ def test_what_is_shown_is_what_the_clients_are_given() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SECRETS))
-def test_a_secret_is_not_shown(name: str) -> None:
-    found = {row.name: row.value for row in rows(Settings({name: "hunter2"}), [("flag", {name: "hunter2"})])}
+def test_secret_is_not_shown(name: str) -> None:
+    found = {row.name: row.value for row in list_settings(Settings({name: "hunter2"}), [("flag", {name: "hunter2"})])}
     assert found[name] == HIDDEN
 
 
-def test_every_setting_that_sounds_like_a_secret_is_one() -> None:
-    known = names.COMMON | names.CONSUMER_ONLY | names.PRODUCER_ONLY
+def test_names_that_sound_secret_are_secrets() -> None:
+    known = librdkafka_names.COMMON | librdkafka_names.CONSUMER_ONLY | librdkafka_names.PRODUCER_ONLY
     sounds = {n for n in known if any(w in n for w in ("password", "secret", "passphrase", "private.key.pem"))}
     assert sounds
     assert sounds <= SECRETS
 
 
-def test_every_meaning_is_of_a_setting_there_is() -> None:
-    known = names.COMMON | names.CONSUMER_ONLY | names.PRODUCER_ONLY
+def test_meanings_are_of_existing_settings() -> None:
+    known = librdkafka_names.COMMON | librdkafka_names.CONSUMER_ONLY | librdkafka_names.PRODUCER_ONLY
     assert set(MEANINGS) <= known

@@ -10,7 +10,7 @@ import pytest
 from eos.demo import spark
 from eos.demo.faults import Hit
 from eos.demo.proof import Row
-from eos.kafka.client.cluster import Described
+from eos.kafka.client.cluster import TransactionalIdState
 from eos.testing.checker import Ends
 from eos.testing.history import Log
 
@@ -46,7 +46,7 @@ def proof(
     stable = {**ends, (spark.HOURS, 0): 10 - hanging}
     monkeypatch.setattr(spark, "read_topic", read)
     monkeypatch.setattr(spark, "end_offsets", lambda *_: Ends(stable=stable, log_end=ends))
-    hit = Hit(spark.TRANSACTIONAL_ID, Described("Ongoing", 1, 0, 0), 2, 1)
+    hit = Hit(spark.TRANSACTIONAL_ID, TransactionalIdState("Ongoing", 1, 0, 0), 2, 1)
     return {row.check: row for row in spark.prove("nowhere", FLIGHTS, spark.Killed(hit, 1))}
 
 
@@ -60,29 +60,29 @@ def right_upserts() -> list[tuple[str, dict[str, int]]]:
     return first + [(key, dict(zip(names, totals, strict=True))) for key, totals in expected.items()]
 
 
-def test_the_right_totals_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_totals_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = proof(monkeypatch, right_upserts())
     assert [name for name, row in rows.items() if not row.holds] == []
 
 
-def test_a_batch_that_was_written_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     upserts = right_upserts()
     rows = proof(monkeypatch, upserts + upserts[-40:])
     assert [name for name, row in rows.items() if not row.holds] == ["upserts repeated or out of order"]
 
 
-def test_flights_that_were_lost_or_counted_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_or_repeated_flights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     upserts = right_upserts()
     key, row = upserts[-1]
     rows = proof(monkeypatch, [*upserts[:-1], (key, {**row, "flights": row["flights"] + 1})])
-    assert not rows["airport hours with other numbers"].holds
-    assert key in rows["airport hours with other numbers"].why
+    assert not rows["airport hours with wrong numbers"].holds
+    assert key in rows["airport hours with wrong numbers"].why
     assert not rows["flights counted, all airports and hours"].holds
-    assert not proof(monkeypatch, upserts[:-1])["airport hours with other numbers"].holds
-    assert not proof(monkeypatch, [])["airport hours with other numbers"].holds
+    assert not proof(monkeypatch, upserts[:-1])["airport hours with wrong numbers"].holds
+    assert not proof(monkeypatch, [])["airport hours with wrong numbers"].holds
 
 
-def test_a_hanging_transaction_and_a_kill_without_effect_do_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_transaction_and_ineffective_kill_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = proof(monkeypatch, right_upserts(), hanging=3, aborted=0)
     wrong = ["partitions with a hanging transaction", "aborted records a read_uncommitted reader gets"]
     assert [name for name, row in rows.items() if not row.holds] == wrong

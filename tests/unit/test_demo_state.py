@@ -11,7 +11,7 @@ from eos.app.cells import cell_of
 from eos.demo import state
 from eos.demo.faults import Hit
 from eos.demo.proof import Row
-from eos.kafka.client.cluster import Described
+from eos.kafka.client.cluster import TransactionalIdState
 from eos.testing.checker import Ends
 from eos.testing.history import Log
 
@@ -54,7 +54,7 @@ def proof(
     ends = {(state.BY_DAY, 0): 10}
     monkeypatch.setattr(state, "read_topic", read)
     monkeypatch.setattr(state, "end_offsets", lambda *_: Ends(stable=ends, log_end=ends))
-    hit = Hit("delays-by-day-a", Described("Ongoing", 1, 0, 0), 2, 1)
+    hit = Hit("delays-by-day-a", TransactionalIdState("Ongoing", 1, 0, 0), 2, 1)
     return {row.check: row for row in state.prove("nowhere", FLIGHTS, state.Killed((hit, hit), *reads))}
 
 
@@ -62,16 +62,16 @@ def wrong(rows: dict[str, Row]) -> set[str]:
     return {check for check, row in rows.items() if not row.holds}
 
 
-SUMS, KEPT = "airlines and days with another sum in the output", "airlines and days with another sum in the changelog"
+SUMS, KEPT = "airlines and days with a wrong sum in the output", "airlines and days with a wrong sum in the changelog"
 UNEVEN = "sums that skip or repeat a flight"
 
 
-def test_a_right_history_holds_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_history_holds_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = proof(monkeypatch, *right())
     assert (wrong(rows), len(rows)) == (set(), 11)
 
 
-def test_a_flight_that_was_summed_twice_or_never_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_or_missing_flight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, changes = right()
     assert wrong(proof(monkeypatch, [*outputs, outputs[-1]], changes)) == {"departures summed", UNEVEN}
     assert wrong(proof(monkeypatch, outputs[:-1], changes)) >= {"departures summed", SUMS}
@@ -81,6 +81,6 @@ def test_a_flight_that_was_summed_twice_or_never_is_found(monkeypatch: pytest.Mo
     assert "expected" in proof(monkeypatch, outputs, stale)[KEPT].why
 
 
-def test_faults_that_showed_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ineffective_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(wrong(proof(monkeypatch, *right(), reads=(9, 9)))) == 1
     assert len(wrong(proof(monkeypatch, *right(), reads=(0, 0)))) == 2

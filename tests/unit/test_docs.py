@@ -20,7 +20,7 @@ from benchmarks.shapes import SHAPES
 from docs import commands
 from eos import errors
 from eos.cli import COMMANDS
-from eos.kafka.client.names import COMMON, CONSUMER_ONLY, PRODUCER_ONLY
+from eos.kafka.client.librdkafka_names import COMMON, CONSUMER_ONLY, PRODUCER_ONLY
 from eos.kafka.client.settings import OPTIONS
 from eos.testing.clusters import Cluster
 from eos.testing.pytest_plugin import StartCluster
@@ -167,7 +167,7 @@ def test_every_dotted_name_in_documents_about_the_code_exists() -> None:
 
 
 def test_every_name_in_documents_is_in_the_file_that_is_named_with_it() -> None:
-    """As in "eos/state/notes.py `kept_by`, `check_stores`" and "`decide` in spark_connector/marker.py"."""
+    """As in "eos/state/notes.py `require_offset_note`, `check_stores`" and "`decide` in spark_connector/marker.py"."""
     path, quoted = r"((?:eos|spark_connector|tests)/[\w/]+\.py)", r"((?:(?:,? )?`\w+`)+)"
     unknown, checked = [], 0
     for document in OF_CODE:

@@ -42,7 +42,7 @@ class Cluster:
         self._refuses = frozenset(refuses)
         known = {"in": THERE, "out": THERE, TRANSACTION_LOG: THERE, OFFSETS_LOG: THERE} | topics
         facts = Facts("b:9092", 1, 2, frozenset(REQUIRED_APIS), {}, known)
-        monkeypatch.setattr(preflight, "look", lambda *_: facts)
+        monkeypatch.setattr(preflight, "gather_facts", lambda *_: facts)
         monkeypatch.setattr(doctor, "ClusterAdmin", lambda _: self)
         monkeypatch.setattr(doctor, "find_open", self._find_open)
 
@@ -113,7 +113,7 @@ def test_a_cluster_that_cannot_be_asked_is_a_finding_with_its_remedy(
     def look(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(preflight, "look", look)
+    monkeypatch.setattr(preflight, "gather_facts", look)
     found = {"check": check, "level": "failed", "found": error.args[0], "change": "check it", "exit_code": code}
     assert examined(target, capsys) == (code, [found])
     assert doctor.doctor(target, instance="one") == code

@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError, KafkaException
 import eos
 from eos import errors
 from eos.errors import Action, Call, CallFailed, EosError, describe_error, no_broker, stop_error
-from eos.kafka.client.failures import TABLE, classify, rebalanced
+from eos.kafka.client.failures import TABLE, classify, describe_rebalance
 
 K = KafkaError
 CALLS: tuple[Call, ...] = get_args(Call)
@@ -99,17 +99,17 @@ def kafka_error(code: int, flags: str = "0/0/0", reason: str = "why") -> KafkaEr
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row.case}: {row.action.name}")
-def test_a_measured_error_leads_to(row: Row) -> None:
+def test_measured_error_maps_to_action(row: Row) -> None:
     assert classify(row.call, kafka_error(row.code, row.flags)) is row.action
 
 
-def test_a_timeout_means_call_again_or_abort_by_its_flags_alone() -> None:
+def test_timeout_maps_to_retry_or_abort_by_flags() -> None:
     assert classify("commit", kafka_error(K._TIMED_OUT, "0/1/0")) is Action.RETRY
     assert classify("commit", kafka_error(K._TIMED_OUT, "0/0/1")) is Action.ABORT
     assert classify("commit", kafka_error(K._TIMED_OUT, "0/1/1")) is Action.ABORT
 
 
-def test_a_delivery_error_is_never_classified_by_flags() -> None:
+def test_delivery_error_ignores_flags() -> None:
     assert len(EXACT_CODES) > 100, EXACT_CODES
     for code in EXACT_CODES.values():
         actions = {
@@ -121,7 +121,7 @@ def test_a_delivery_error_is_never_classified_by_flags() -> None:
 
 
 @pytest.mark.parametrize("call", ["init", "begin", "produce", "flush", "send_offsets", "commit", "abort"])
-def test_an_error_that_the_table_does_not_know_is_decided_by_its_flags(call: Call) -> None:
+def test_unknown_error_is_decided_by_flags(call: Call) -> None:
     unknown = K.BROKER_NOT_AVAILABLE
     assert not {(call, unknown), ("*", unknown)} & TABLE.keys()
     assert classify(call, kafka_error(unknown, "0/0/1")) is Action.ABORT
@@ -131,13 +131,13 @@ def test_an_error_that_the_table_does_not_know_is_decided_by_its_flags(call: Cal
     assert classify(call, kafka_error(unknown, "0/0/0")) is Action.REBUILD, "without flags an error counts as fatal"
 
 
-def test_no_fatal_error_is_ever_retried_on_the_producer() -> None:
+def test_fatal_error_is_never_retried() -> None:
     for call, code in itertools.product(set(CALLS) - {"consume", "committed"}, EXACT_CODES.values()):
         assert classify(call, kafka_error(code, "1/0/0")) is not Action.RETRY, (call, code)
         assert classify(call, kafka_error(code, "1/1/0")) is not Action.RETRY, (call, code)
 
 
-def test_every_row_of_the_table_names_a_call_and_a_code_that_exist() -> None:
+def test_table_names_existing_calls_and_codes() -> None:
     codes = set(EXACT_CODES.values())
     assert {call for call, _ in TABLE} <= {*CALLS, "*"}
     assert {code for _, code in TABLE} <= codes
@@ -161,12 +161,12 @@ EXIT_CODES = {
 }
 
 
-def test_the_exit_codes_are_those_of_the_public_contract() -> None:
+def test_exit_codes_match_public_contract() -> None:
     tree = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, EosError)}
     assert {name: kind.exit_code for name, kind in tree.items()} == EXIT_CODES
 
 
-def test_the_tree_in_the_docstring_names_every_error_with_its_exit_code() -> None:
+def test_docstring_tree_names_every_error_with_exit_code() -> None:
     lines = {
         line.split()[1]: line for line in (errors.__doc__ or "").splitlines() if "──" in line and "EosE" not in line
     }
@@ -178,13 +178,13 @@ def test_the_tree_in_the_docstring_names_every_error_with_its_exit_code() -> Non
 # ---- sentences ---------------------------------------------------------------------------------------------
 
 
-def test_an_error_is_described_by_its_name_and_librdkafkas_sentence() -> None:
+def test_kafka_error_is_described_by_name_and_message() -> None:
     error = kafka_error(K._FENCED, "1/0/0", "Producer fenced by newer instance")
     assert describe_error(error) == "_FENCED (Producer fenced by newer instance)"
     assert describe_error(KafkaException(error)) == describe_error(error)
 
 
-def test_an_exception_is_described_by_its_class_and_text() -> None:
+def test_exception_is_described_by_class_and_message() -> None:
     assert describe_error(ValueError("no")) == "ValueError: no"
     assert describe_error(KafkaException("text only")) == "KafkaException: text only"
     assert describe_error(KafkaException()) == "KafkaException: "
@@ -206,7 +206,7 @@ STOPS: list[tuple[Action, type[EosError]]] = [
     [*STOPS, *((action, errors.Temporary) for action in Action if action not in dict(STOPS))],
     ids=lambda value: getattr(value, "name", getattr(value, "__name__", "")),
 )
-def test_a_failure_that_stops_becomes_the_public_error_of_its_kind(action: Action, kind: type[EosError]) -> None:
+def test_stopping_failure_becomes_public_error(action: Action, kind: type[EosError]) -> None:
     failure = CallFailed("commit", action, KafkaException(kafka_error(K.GROUP_AUTHORIZATION_FAILED, reason="no ACL")))
     stopped = stop_error(failure)
     assert type(stopped) is kind
@@ -221,27 +221,27 @@ STRUCT = (
 
 
 @pytest.mark.parametrize("row", [r for r in MEASURED if r.call in ("send_offsets", "commit")], ids=lambda r: r.case)
-def test_an_ordinary_rebalance_is_told_in_plain_words_and_nothing_else_is_taken_for_one(row: Row) -> None:
+def test_ordinary_rebalance_is_described_and_nothing_else(row: Row) -> None:
     failure = CallFailed(row.call, row.action, KafkaException(KafkaError(row.code, STRUCT)))
     moved = row.code in (K.UNKNOWN_MEMBER_ID, K.ILLEGAL_GENERATION, K.REBALANCE_IN_PROGRESS, K.STALE_MEMBER_EPOCH)
-    assert rebalanced(failure) == ("the group rebalances" if moved else "")
+    assert describe_rebalance(failure) == ("the group is rebalancing" if moved else "")
 
 
-def test_what_a_session_found_itself_of_a_rebalance_is_told_as_it_stands() -> None:
+def test_rebalance_found_by_session_is_described_as_found() -> None:
     sentence = "partitions of this transaction were revoked"
-    assert rebalanced(CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))) == sentence
-    assert rebalanced(CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))) == ""
-    assert rebalanced(CallFailed("send_offsets", Action.REBUILD, RuntimeError("it hung"))) == ""
+    assert describe_rebalance(CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))) == sentence
+    assert describe_rebalance(CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))) == ""
+    assert describe_rebalance(CallFailed("send_offsets", Action.REBUILD, RuntimeError("it hung"))) == ""
 
 
 @pytest.mark.parametrize(
     ("servers", "here"), [("localhost:1", True), ("a:1, [::1]:2", True), ("kafka.example:9092", False)]
 )
-def test_only_a_broker_of_this_machine_can_be_started_here(servers: str, here: bool) -> None:
+def test_only_local_broker_can_be_started(servers: str, here: bool) -> None:
     assert ("eos broker start" in no_broker(servers)) == here
 
 
-def test_every_error_that_a_program_of_ones_own_may_catch_is_in_the_package() -> None:
+def test_package_exports_every_catchable_error() -> None:
     """All but those of the command line."""
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, EosError)}
     public = {kind for kind in kinds if not issubclass(kind, errors.UsageError)}

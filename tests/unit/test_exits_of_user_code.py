@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eos.kafka.client.client_calls import guard_callbacks
 
 import eos.testing
 from eos import App, Out, PoisonRecord, Record, State, dlq, retry, skip
 from eos.cli import invoke
 from eos.engine.hooks import HookFailed
 from eos.errors import Interruption, Temporary, safe_str
-from eos.kafka.client.raising import guarded
 from eos.signals import ShutdownExpired
 
 GOOD, BAD = ("in", "good", "key"), ("in", "bad", "key")
@@ -279,7 +279,7 @@ def test_exit_in_a_callback_of_the_client_is_an_error(name: str) -> None:
     def leaves(_: str) -> None:
         sys.exit(0)
 
-    callback = guarded({name: leaves}, kept.append)[name]
+    callback = guard_callbacks({name: leaves}, kept.append)[name]
     try:
         callback("{}")
     except RuntimeError as error:

@@ -12,8 +12,8 @@ import pytest
 
 from eos.errors import Action, Call, CallFailed, CommitOutcomeUnknown, Fenced, Temporary
 from eos.kafka.admin import ownership
-from eos.kafka.admin.ownership import Identity, Owner, Reach, Situation
-from eos.kafka.client.cluster import Described
+from eos.kafka.admin.ownership import Identity, Owner, Progress, Situation
+from eos.kafka.client.cluster import TransactionalIdState
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.plain import Transactions
@@ -25,7 +25,7 @@ from eos.session.recovery import Step
 from eos.session.session import TransactSession
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
-SITUATION = Situation(Identity(1, 1), Reach.SENT, 1.0, 10_000)
+SITUATION = Situation(Identity(1, 1), Progress.SENT, 1.0, 10_000)
 AnyPatch = pytest.MonkeyPatch
 
 
@@ -64,7 +64,7 @@ class Asked:
             machine.fire(Event.INITIALISED)
             self.replacements.append(reason)
 
-        def settle(*_: object) -> tuple[Owner, Described | None]:
+        def settle(*_: object) -> tuple[Owner, TransactionalIdState | None]:
             self.questions += 1
             return owner, None
 
@@ -79,7 +79,7 @@ class Asked:
 
 @pytest.mark.parametrize("call", ["begin", "flush", "commit"])
 # Without a group nothing tells a ghost from a newer instance whose last transaction was aborted.
-@pytest.mark.parametrize("owner", [Owner.NEWER, Owner.GHOST])
+@pytest.mark.parametrize("owner", [Owner.NEWER, Owner.UNKNOWN_TIMEOUT])
 def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
     owner: Owner, call: Call, monkeypatch: AnyPatch
 ) -> None:
@@ -100,7 +100,7 @@ def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
     [
         (Owner.OWN_TIMEOUT, "flush", Temporary),
         (Owner.OWN_TIMEOUT, "commit", Temporary),
-        (Owner.NOBODY, "flush", Temporary),
+        (Owner.EXPIRED, "flush", Temporary),
         (Owner.MINE, "flush", Temporary),
         (Owner.MINE, "commit", CommitOutcomeUnknown),
     ],
@@ -163,7 +163,7 @@ def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]
     Asked(monkeypatch, producer, Owner.NEWER, "flush")
     monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
     state = "Ongoing" if start_ms > 0 else "Empty"
-    return " | ".join(one._parts.owner_info.describe_loss(producer, Described(state, 1, 3, start_ms)))
+    return " | ".join(one._parts.owner_info.describe_loss(producer, TransactionalIdState(state, 1, 3, start_ms)))
 
 
 def committed_by(instance: str, since: int) -> str:
@@ -196,7 +196,7 @@ def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
 
 def claimed(
     monkeypatch: AnyPatch,
-    answer: Described | None,
+    answer: TransactionalIdState | None,
     owner: Owner = Owner.NEWER,
     fresh: Identity = SITUATION.mine,
     epoch_may_have_advanced: bool = False,
@@ -214,17 +214,23 @@ def claimed(
 
 
 # Of whom the next epoch is, this answer does not tell.
-NEXT_EPOCH = Described("Empty", 1, 2)
+NEXT_EPOCH = TransactionalIdState("Empty", 1, 2)
 
 
 @pytest.mark.parametrize(
     ("answer", "known", "reason", "questions"),
     [
-        pytest.param(Described("CompleteCommit", 1, 1), {}, "retry: something", 0, id="the epoch is ours"),
-        pytest.param(Described("Ongoing", 1, 0), {}, "retry: something", 0, id="the broker is no coordinator any more"),
+        pytest.param(TransactionalIdState("CompleteCommit", 1, 1), {}, "retry: something", 0, id="the epoch is ours"),
+        pytest.param(
+            TransactionalIdState("Ongoing", 1, 0), {}, "retry: something", 0, id="the broker is no coordinator any more"
+        ),
         pytest.param(None, {}, "retry: something", 0, id="the broker knows no such id"),
         pytest.param(
-            Described("CompleteAbort", 1, 2), {"owner": Owner.OWN_TIMEOUT}, "failure: hung", 1, id="it timed out"
+            TransactionalIdState("CompleteAbort", 1, 2),
+            {"owner": Owner.OWN_TIMEOUT},
+            "failure: hung",
+            1,
+            id="it timed out",
         ),
         pytest.param(NEXT_EPOCH, {"fresh": Identity(1, 2)}, "abort", 0, id="our client took the epoch by itself"),
         pytest.param(
@@ -237,7 +243,7 @@ NEXT_EPOCH = Described("Empty", 1, 2)
     ],
 )
 def test_a_producer_is_replaced_while_the_id_is_ours(
-    answer: Described | None, known: dict[str, Any], reason: str, questions: int, monkeypatch: AnyPatch
+    answer: TransactionalIdState | None, known: dict[str, Any], reason: str, questions: int, monkeypatch: AnyPatch
 ) -> None:
     ours, asked = claimed(monkeypatch, answer, **known)
     ours.replace(asked.producer, reason)
@@ -258,9 +264,9 @@ def test_a_replacement_does_not_take_the_id_from_a_newer_instance(reason: str, m
 @pytest.mark.parametrize(
     ("owner", "group", "ours"),
     [
-        (Owner.GHOST, None, True),
-        (Owner.GHOST, True, True),
-        (Owner.GHOST, False, False),
+        (Owner.UNKNOWN_TIMEOUT, None, True),
+        (Owner.UNKNOWN_TIMEOUT, True, True),
+        (Owner.UNKNOWN_TIMEOUT, False, False),
         (Owner.ABORTED_EARLY, None, False),
         (Owner.ABORTED_EARLY, True, True),
         (Owner.ABORTED_EARLY, False, False),
@@ -272,7 +278,7 @@ def test_the_group_tells_whose_a_ghost_or_an_early_abort_is_and_without_one_only
 ) -> None:
     """A paused virtual machine has no clock that went on; without a group a newer instance cannot be ruled out."""
     more = {} if group is None else {"query_group": lambda: group}
-    one, asked = claimed(monkeypatch, Described("CompleteAbort", 1, 2), owner, **more)
+    one, asked = claimed(monkeypatch, TransactionalIdState("CompleteAbort", 1, 2), owner, **more)
     with contextlib.nullcontext() if ours else pytest.raises(Fenced):
         one.replace(asked.producer, reason)
     assert asked.replacements == ([reason] if ours else [])
@@ -281,14 +287,14 @@ def test_the_group_tells_whose_a_ghost_or_an_early_abort_is_and_without_one_only
 def test_who_was_fenced_is_asked_since_when_the_id_is_another_ones(monkeypatch: AnyPatch) -> None:
     """A transaction timed out, its caller waits before the next one, and meanwhile a newer instance starts."""
     ours, asked = claimed(monkeypatch, None, Owner.OWN_TIMEOUT)
-    timed_out = Described("CompleteAbort", 1, 2)
+    timed_out = TransactionalIdState("CompleteAbort", 1, 2)
     monkeypatch.setattr(ownership, "settle", lambda *_: (Owner.OWN_TIMEOUT, timed_out))
     asked.producer._machine.fire(Event.FENCE)
     assert ours.settle(asked.producer, "fenced") is Owner.OWN_TIMEOUT
     monkeypatch.setattr(ownership, "settle", lambda *_: (Owner.NEWER, None))
     monkeypatch.setattr(Silent, "describe", lambda self, name: timed_out)
     ours.confirm(asked.producer, "failure: flush raised")
-    monkeypatch.setattr(Silent, "describe", lambda self, name: Described("Empty", 1, 3))
+    monkeypatch.setattr(Silent, "describe", lambda self, name: TransactionalIdState("Empty", 1, 3))
     with pytest.raises(Fenced):
         ours.replace(asked.producer, "failure: flush raised")
     assert asked.replacements == []

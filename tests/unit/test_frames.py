@@ -13,8 +13,8 @@ import pytest
 
 import eos
 from eos import App, Record
-from eos.encoding.dead_letters import dead_letter
-from eos.encoding.frames import INNERMOST, TEXT_BYTES, frames_of, text_of
+from eos.encoding.dead_letters import make_dead_letter
+from eos.encoding.frames import MAX_FRAMES, MAX_TEXT_BYTES, format_frames, frames_of
 from eos.engine.handling import Collector, Handler
 
 pytestmark = pytest.mark.usefixtures("loop_ends")
@@ -67,25 +67,23 @@ def again(value: bytes) -> bytes:
         (again, ["again"]),
     ],
 )
-def test_frames_are_the_user_s_and_neither_ours_nor_a_library_s(
-    function: Callable[[Any], Any], told: list[str]
-) -> None:
+def test_frames_are_of_user_code_only(function: Callable[[Any], Any], told: list[str]) -> None:
     assert names(failure(function)) == told
 
 
-def test_a_decoder_of_the_user_s_own_is_found_behind_the_error_that_names_it() -> None:
+def test_frames_of_user_decoder_come_from_the_cause() -> None:
     assert names(failure(lambda value: value, decode=mine)) == ["mine"]
 
 
-def test_an_error_that_no_code_of_the_user_s_raised_has_none() -> None:
+def test_error_without_user_code_has_no_frames() -> None:
     def order(value: dict[str, int]) -> None: ...
 
     error = failure(order)
     assert frames_of(error) == []
-    assert "eos-dlq-trace" not in dict(dead_letter(Record("in", 0, 0), error, frames_of(error))[5] or [])
+    assert "eos-dlq-trace" not in dict(make_dead_letter(Record("in", 0, 0), error, frames_of(error))[5] or [])
 
 
-def test_a_program_that_is_installed_as_a_library_is_the_user_s_too(tmp_path: Path) -> None:
+def test_program_installed_as_library_counts_as_user_code(tmp_path: Path) -> None:
     installed = str(Path(msgspec.__file__).parent / "program.py")
     space: dict[str, Any] = {}
     exec(compile("def total(value):\n    return 1 / 0\n", installed, "exec"), space)
@@ -93,15 +91,15 @@ def test_a_program_that_is_installed_as_a_library_is_the_user_s_too(tmp_path: Pa
     assert (frame.file, frame.line, frame.function) == (installed, 2, "total")
 
 
-def test_deep_and_wide_code_is_told_within_its_bound_and_the_innermost_is_kept() -> None:
+def test_frame_text_is_bounded_and_keeps_the_innermost() -> None:
     space: dict[str, Any] = {}
     name = "n" * 300
     code = f"def {name}(depth):\n    return {name}(depth - 1) if depth else 1 / 0\ndef outer(value):\n    {name}(400)\n"
     exec(compile(code, "wide.py", "exec"), space)
     error = failure(space["outer"])
-    assert names(error) == [name] * INNERMOST
-    text = text_of(frames_of(error))
-    assert 300 < len(text.encode()) <= TEXT_BYTES
+    assert names(error) == [name] * MAX_FRAMES
+    text = format_frames(frames_of(error))
+    assert 300 < len(text.encode()) <= MAX_TEXT_BYTES
     assert set(text.splitlines()) == {f"wide.py:2 in {name}"}
 
 

@@ -12,7 +12,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicP
 
 from eos import log
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable
-from eos.kafka.admin import places
+from eos.kafka.admin import group_history
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Record
@@ -155,7 +155,7 @@ def test_notes_that_cannot_be_read_are_waited_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the group was here before is not to be guessed."""
-    monkeypatch.setattr(places, "_ASK_S", 0.2)
+    monkeypatch.setattr(group_history, "_REQUEST_TIMEOUT_S", 0.2)
     waiting = _of(_Cluster())
     waiting.assignment.assign([("in", 1)])
     waiting.start_offsets._waits = log.Reminder(waiting._world.now, 0.0)

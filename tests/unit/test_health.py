@@ -21,12 +21,21 @@ from eos import log
 from eos.errors import ConfigurationError, UsageError
 from eos.health import metrics
 from eos.health.board import Board
-from eos.health.incidents import Incidents, words
+from eos.health.incidents import Incidents, describe_event
 from eos.health.server import parse_address, serve
-from eos.health.status import Distribution, PartitionLag, Sample, StateOf, Status, judge, judge_report, stuck_after_s
+from eos.health.status import (
+    Distribution,
+    FunctionState,
+    PartitionLag,
+    Sample,
+    Status,
+    judge,
+    judge_report,
+    stuck_after_s,
+)
 from eos.kafka.client.settings import Settings
 from eos.observe import Histogram, Pulse
-from eos.probes import exposition
+from eos.probes import render_metrics
 
 ROOT = Path(__file__).parents[2]
 WELL = Sample(in_group=True, unresolved=0, lags=[])
@@ -50,7 +59,7 @@ def a_status(**more: object) -> Status:
         ("calling", "commit", 0.0, 39.0, WELL, False, False, "stuck for 61 s while calling commit at f (x.py:3)"),
         ("calling", "commit", 98.0, 98.0, WELL, True, True, "running"),
         ("calling", "commit", 10.0, 95.0, WELL, True, False, "waiting for the cluster for 90 s (commit)"),
-        ("polling", "", 0.0, 99.9, None, True, False, "not in its group yet, or its cluster does not answer"),
+        ("polling", "", 0.0, 99.9, None, True, False, "not in its group yet, or the cluster does not answer"),
         ("polling", "", 0.0, 99.9, Sample(False, 0, []), True, False, "not in its group yet"),
         (
             "polling",
@@ -69,7 +78,7 @@ def a_status(**more: object) -> Status:
         ("stopped", "", 99.0, 99.0, WELL, False, False, "stopped"),
     ],
 )
-def test_live_is_to_move_and_ready_is_to_be_in_the_group_with_a_cluster_that_answers(
+def test_live_needs_progress_and_ready_needs_group_and_cluster(
     doing: str, what: str, since: float, moved: float, sample: Sample | None, live: bool, ready: bool, reason: str
 ) -> None:
     verdict = judge((doing, what, since, moved), 100.0, LIMIT_S, sample, "f (x.py:3)")
@@ -77,7 +86,7 @@ def test_live_is_to_move_and_ready_is_to_be_in_the_group_with_a_cluster_that_ans
     assert verdict.reason.startswith(reason)
 
 
-def test_a_pulse_keeps_when_the_same_doing_began_and_notes_each_move() -> None:
+def test_pulse_keeps_start_of_activity_and_each_progress() -> None:
     pulse = Pulse()
     pulse.beat("calling", "commit")
     _, _, since, moved = pulse.now
@@ -89,7 +98,7 @@ def test_a_pulse_keeps_when_the_same_doing_began_and_notes_each_move() -> None:
     assert pulse.now[2] > since
 
 
-def test_what_another_thread_does_for_it_does_not_make_a_stuck_thread_look_alive() -> None:
+def test_other_thread_does_not_make_stuck_thread_look_alive() -> None:
     pulse = Pulse()
     before = pulse.now
     committer = threading.Thread(target=pulse.beat, args=("calling", "commit"))
@@ -108,9 +117,7 @@ def test_what_another_thread_does_for_it_does_not_make_a_stuck_thread_look_alive
         ({"eos.call.timeout.ms": 90_000}, 100),
     ],
 )
-def test_a_worker_may_stand_still_for_as_long_as_a_transaction_or_a_call_may(
-    given: dict[str, int], limit_s: float
-) -> None:
+def test_stuck_limit_covers_transaction_and_call_timeouts(given: dict[str, int], limit_s: float) -> None:
     assert stuck_after_s(Settings(given)) == limit_s
 
 
@@ -118,7 +125,7 @@ def test_a_worker_may_stand_still_for_as_long_as_a_transaction_or_a_call_may(
     ("silent_s", "live", "ready", "reason"),
     [(1.0, True, True, "starting"), (6.0, True, False, "has not reported"), (61.0, False, False, "has not reported")],
 )
-def test_a_supervised_worker_that_is_silent_is_not_ready_and_later_not_live(
+def test_silent_supervised_worker_is_not_ready_and_later_not_live(
     silent_s: float, live: bool, ready: bool, reason: str
 ) -> None:
     verdict = judge_report(a_status(), silent_s)
@@ -129,7 +136,7 @@ def test_a_supervised_worker_that_is_silent_is_not_ready_and_later_not_live(
 # ---- incidents ---------------------------------------------------------------------------------------------
 
 
-def test_incidents_are_warnings_and_the_few_telling_events_in_words_whatever_the_log_level(
+def test_incidents_are_warnings_and_notable_events_at_any_level(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log.configure(level="error")
@@ -146,15 +153,15 @@ def test_incidents_are_warnings_and_the_few_telling_events_in_words_whatever_the
     log.configure()
 
 
-def test_an_incident_that_quotes_a_whole_record_is_cut() -> None:
+def test_long_incident_is_cut() -> None:
     incidents = Incidents()
     incidents.note(1.0, "warning", "x" * 1_000_000)
     (kept,) = incidents.last()
     assert kept.text == "x" * 2_000 + "..."
 
 
-def test_words_name_what_is_left_when_there_is_no_reason() -> None:
-    assert words("worker stuck", {"seconds": 3, "group": "g"}) == "worker stuck (seconds 3)"
+def test_event_description_lists_fields_without_reason() -> None:
+    assert describe_event("worker stuck", {"seconds": 3, "group": "g"}) == "worker stuck (seconds 3)"
 
 
 # ---- metrics -----------------------------------------------------------------------------------------------
@@ -171,7 +178,7 @@ def full_status() -> Status:
         poison={"stop": 0, "dlq": 3, "skip": 0},
         commit_seconds=seen,
         lags=[PartitionLag("t", 0, 5), PartitionLag("t", 1, None)],
-        states=[StateOf("count", 12, 4096, 3)],
+        states=[FunctionState("count", 12, 4096, 3)],
     )
 
 
@@ -179,7 +186,7 @@ STATES = ("values", "bytes", "to_restore_records")
 
 
 def samples(*statuses: Status) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    _, text, content_type = exposition(lambda: metrics.families(statuses))
+    _, text, content_type = render_metrics(lambda: metrics.collect_metrics(statuses))
     assert content_type.startswith("text/plain")
     found = {}
     for family in text_string_to_metric_families(text.decode()):
@@ -190,7 +197,7 @@ def samples(*statuses: Status) -> dict[tuple[str, frozenset[tuple[str, str]]], f
     return found
 
 
-def test_a_scrape_parses_and_says_what_the_status_says() -> None:
+def test_scrape_parses_and_matches_status() -> None:
     mine = {("app", "a"), ("worker", "i")}
     found = samples(full_status())
     assert found["eos_records_in_total", frozenset(mine)] == 7
@@ -210,31 +217,31 @@ def test_a_scrape_parses_and_says_what_the_status_says() -> None:
     assert found["eos_commit_seconds_sum", frozenset(mine)] == pytest.approx(5.21)
 
 
-def test_several_workers_differ_by_a_label_and_one_that_never_reported_is_left_out() -> None:
+def test_workers_differ_by_label_and_unreported_ones_are_omitted() -> None:
     found = samples(full_status(), a_status(instance="j"), a_status(app="", instance="k"))
     assert {dict(labels)["worker"] for name, labels in found if name == "eos_ready"} == {"i", "j"}
 
 
-def test_every_metric_has_a_base_unit_a_help_and_is_named_in_names() -> None:
+def test_metrics_have_base_unit_help_and_listed_name() -> None:
     shown = {name for name, _ in samples(full_status())}
-    assert shown == metrics.names()
+    assert shown == metrics.metric_names()
     assert len(shown) > 20
     assert not [name for name in shown if name.endswith(("_ms", "_millis", "_kb"))]
 
 
-def test_the_dashboard_and_the_documentation_name_metrics_that_exist_and_the_documentation_all_of_them() -> None:
+def test_dashboard_and_docs_name_existing_metrics() -> None:
     dashboard = json.loads((ROOT / "docs/grafana-dashboard.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked += [str(variable["query"]) for variable in dashboard["templating"]["list"]]
     named = {name for text in asked for name in re.findall(r"\beos_\w+", text)}
     assert len(named) > 15
-    assert named <= metrics.names(), named - metrics.names()
+    assert named <= metrics.metric_names(), named - metrics.metric_names()
     documented = set(re.findall(r"\beos_[a-z_]+\b", (ROOT / "docs/reference/metrics.md").read_text()))
-    known = {re.sub("_(bucket|sum|count)$", "", name) for name in metrics.names()}
+    known = {re.sub("_(bucket|sum|count)$", "", name) for name in metrics.metric_names()}
     assert documented == known
 
 
-def test_without_prometheus_client_health_is_importable_and_metrics_say_what_to_install() -> None:
+def test_metrics_without_prometheus_client_name_the_package() -> None:
     program = (
         "import sys; sys.modules['prometheus_client'] = None; sys.modules['watchfiles'] = None\n"
         "import eos.cli.run, http.client\n"
@@ -244,7 +251,7 @@ def test_without_prometheus_client_health_is_importable_and_metrics_say_what_to_
         "    answer = ask.getresponse(); print(answer.status, answer.read().decode())\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.stdout.startswith("501 the metrics need prometheus-client: pip install 'eos-kafka[metrics]'"), ended
+    assert ended.stdout.startswith("501 metrics need prometheus-client: pip install 'eos-kafka[metrics]'"), ended
 
 
 # ---- the server --------------------------------------------------------------------------------------------
@@ -274,7 +281,7 @@ def answers() -> Iterator[Answers]:
         yield made
 
 
-def test_probes_answer_200_only_if_it_holds_for_every_worker_and_say_why(answers: Answers) -> None:
+def test_probes_answer_200_only_if_all_workers_pass(answers: Answers) -> None:
     assert answers.ask("/livez") == (200, "ok i: starting\n")
     answers.statuses = [a_status(), a_status(instance="j", ready=False, reason="joining")]
     assert answers.ask("/livez")[0] == 200
@@ -283,14 +290,14 @@ def test_probes_answer_200_only_if_it_holds_for_every_worker_and_say_why(answers
     assert answers.ask("/livez") == (503, "NOT OK i: stuck\n")
 
 
-def test_what_is_not_there_is_404_a_wrong_since_is_400_and_head_has_no_body(answers: Answers) -> None:
+def test_http_errors_and_head_requests(answers: Answers) -> None:
     assert answers.ask("/nope")[0] == 404
     assert answers.ask("/status.json?since=yesterday")[0] == 400
     assert answers.ask("/livez", "HEAD") == (200, "")
     assert answers.ask("/livez", "POST")[0] == 501
 
 
-def test_the_page_needs_nothing_from_outside(answers: Answers) -> None:
+def test_page_needs_no_external_resources(answers: Answers) -> None:
     code, page = answers.ask("/")
     assert code == 200
     assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", page)
@@ -298,7 +305,7 @@ def test_the_page_needs_nothing_from_outside(answers: Answers) -> None:
     assert "innerHTML" not in page, "a topic's name is text and never markup"
 
 
-def test_the_board_hands_out_only_the_points_that_are_not_known_yet() -> None:
+def test_board_returns_only_new_points() -> None:
     board = Board(lambda: [a_status(records_in=5)])
     board.note([a_status(records_in=5)])
     (point,) = board.view().history["i"]
@@ -306,7 +313,7 @@ def test_the_board_hands_out_only_the_points_that_are_not_known_yet() -> None:
     assert board.view(point[0]).history["i"] == []
 
 
-def test_clients_that_say_nothing_are_limited_and_do_not_hold_up_the_probes_for_long(answers: Answers) -> None:
+def test_silent_clients_are_limited_and_do_not_block_probes(answers: Answers) -> None:
     silent = [socket.create_connection(("127.0.0.1", answers.port)) for _ in range(40)]
     deadline = time.monotonic() + 30
     while True:
@@ -321,7 +328,7 @@ def test_clients_that_say_nothing_are_limited_and_do_not_hold_up_the_probes_for_
         connection.close()
 
 
-def test_a_port_that_is_taken_is_a_configuration_error_with_the_port() -> None:
+def test_used_port_is_configuration_error_with_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         taken_port = pytest.raises(ConfigurationError, match=f"--http-port 127.0.0.1:{port}: Address already in use")
@@ -338,11 +345,11 @@ def test_a_port_that_is_taken_is_a_configuration_error_with_the_port() -> None:
         ("localhost:9", ("localhost", 9)),
     ],
 )
-def test_an_address_is_a_port_or_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
+def test_address_is_port_or_host_and_port(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
 
 
 @pytest.mark.parametrize("text", ["", "http", "host:", "70000", "-1", "1.5"])
-def test_an_address_that_is_none_is_a_usage_error(text: str) -> None:
+def test_invalid_address_is_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="expected PORT or HOST:PORT"):
         parse_address(text)

@@ -13,14 +13,14 @@ from eos import App, Out, Record, State
 from eos.app import results
 from eos.testing.offline import Ran
 
-SWALLOWED = "a tombstone led to no output"
-PAIR = "a tuple is not a key and a value"
-NOTHING = "a function returned None against its annotation"
+SWALLOWED = "tombstone dropped"
+PAIR = "tuple sent as separate records"
+NOTHING = "function returned None against its annotation"
 
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "_said", set())
+    monkeypatch.setattr(results, "_warned", set())
 
 
 def app_of(function: Callable[[Any], Any], to: Any = "out", **more: Any) -> App:
@@ -54,7 +54,7 @@ async def later(record: Record) -> bytes | None:
 
 
 @pytest.mark.parametrize("function", [raw, typed, generated, listed, later])
-def test_a_swallowed_tombstone_is_told_once_with_its_place_and_what_to_write(
+def test_dropped_tombstone_is_warned_once_with_position_and_remedy(
     function: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     ran = run(function, {"n": 1}, None, None, {"n": 2})
@@ -66,7 +66,7 @@ def test_a_swallowed_tombstone_is_told_once_with_its_place_and_what_to_write(
     assert "return ()" in line
 
 
-def test_what_the_hint_says_to_write_passes_tombstones_on_or_drops_them_without_a_line(
+def test_remedies_of_tombstone_hint_work_without_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def out(record: Record) -> Out:
@@ -84,7 +84,7 @@ def test_what_the_hint_says_to_write_passes_tombstones_on_or_drops_them_without_
     assert caplog.messages == []
 
 
-def test_a_filter_and_a_function_without_destination_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_filter_and_function_without_destination_are_not_warned(caplog: pytest.LogCaptureFixture) -> None:
     def none(record: Record) -> None: ...
 
     run(none, b"a", b"b")
@@ -92,7 +92,7 @@ def test_a_filter_and_a_function_without_destination_are_told_nothing(caplog: py
     assert caplog.messages == []
 
 
-def test_a_copy_of_the_route_as_spark_makes_for_each_task_says_nothing_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_route_copy_does_not_warn_again(caplog: pytest.LogCaptureFixture) -> None:
     route = app_of(raw).routes["in"]
     for copy in (route, pickle.loads(pickle.dumps(route))):
         assert copy.outputs(Record("in", 0, 7)) == ()
@@ -100,7 +100,7 @@ def test_a_copy_of_the_route_as_spark_makes_for_each_task_says_nothing_again(cap
 
 
 @pytest.mark.parametrize("result", [("key", "value"), (b"key", b"value"), ("key", {"n": 1}), ("key", None)])
-def test_a_tuple_that_looks_like_key_and_value_is_told_once(result: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_tuple_like_key_and_value_is_warned_once(result: Any, caplog: pytest.LogCaptureFixture) -> None:
     def pair(record: Record) -> Any:
         return result
 
@@ -112,7 +112,7 @@ def test_a_tuple_that_looks_like_key_and_value_is_told_once(result: Any, caplog:
 
 
 @pytest.mark.parametrize("result", [["key", "value"], ("a", "b", "c"), (1, 2), ("a",), (), ("a", Out("b"))])
-def test_other_results_of_several_are_told_nothing(result: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_multiple_results_are_not_warned(result: Any, caplog: pytest.LogCaptureFixture) -> None:
     def several(record: Record) -> Any:
         return result
 
@@ -163,7 +163,7 @@ FORGETFUL = [
 
 @pytest.mark.parametrize("function", FORGETFUL, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("more", [{}, {"encode": str.encode}], ids=["", "encode"])
-def test_a_function_without_its_return_is_warned_of_once(
+def test_missing_return_is_warned_once(
     function: Callable[..., Any], more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert run(function, "a", "b", "c", **more).sent == []
@@ -173,7 +173,7 @@ def test_a_function_without_its_return_is_warned_of_once(
 
 
 @pytest.mark.parametrize("state", [False, True])
-def test_a_batch_function_without_its_return_is_warned_of_once(state: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_return_of_batch_function_is_warned_once(state: bool, caplog: pytest.LogCaptureFixture) -> None:
     app = App("app")
 
     def plain(records: list[Record]) -> list[Out]:  # type: ignore[return]
@@ -210,7 +210,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("function", FILTERS, ids=lambda function: function.__name__)
-def test_a_filter_is_not_warned_of(function: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_filter_is_not_warned(function: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     decode = {"decode": bytes.decode} if function is filters_without_an_annotation else {}
     assert run(function, "a", "b", **decode).sent == []
     assert caplog.messages == []

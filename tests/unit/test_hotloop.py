@@ -56,7 +56,7 @@ def no_headers(message: Any, error: Exception) -> Any:
 
 
 @both
-def test_messages_become_records_in_order_and_errors_none(loop: Any) -> None:
+def test_records_of_returns_messages_in_order_without_errors(loop: Any) -> None:
     error = message(1, error=KafkaError(KafkaError._PARTITION_EOF))
     headed = message(2, headers=[("h", b"x")], key=None, value=None, timestamp=(0, -1))
     assert loop.records_of([message(0), error, headed], Record, no_headers) == [
@@ -79,7 +79,7 @@ class Other:
 
 
 @both
-def test_what_is_no_message_of_the_client_is_asked_by_name(loop: Any) -> None:
+def test_records_of_asks_foreign_messages_by_name(loop: Any) -> None:
     mixed = [Other(message(0)), message(1), Other(message(2))]
     assert [record.offset for record in loop.records_of(mixed, Record, no_headers)] == [0, 1, 2]
     assert loop.records_of(mixed[1:], Record, no_headers) == python.records_of(mixed[1:], Record, no_headers)
@@ -118,7 +118,7 @@ TIMES = st.integers(-(2**63), 2**63 - 1) | st.sampled_from([-1, 0, 1, 1_700_000_
 
 @both
 @given(st.lists(st.tuples(st.sampled_from([Message, Heir, Late, Odd, Counted]), st.sampled_from([0, 1, 2]), TIMES)))
-def test_timestamps_are_what_the_getter_says(loop: Any, made: list[tuple[type[Message], int, int]]) -> None:
+def test_timestamp_comes_from_the_getter(loop: Any, made: list[tuple[type[Message], int, int]]) -> None:
     messages = [kind(topic="in", timestamp=(how, when)) for kind, how, when in made]
     before = Counted.made
     records = loop.records_of(messages, Record, no_headers)
@@ -173,7 +173,7 @@ def list_of(*fields: object) -> list[object]:
 
 @both
 @pytest.mark.parametrize("kind", [Collected, Shuffled, Wider, Checked, Slots, list_of, lambda *f: Record(*f)])
-def test_a_record_of_another_kind_is_made_by_calling_it(loop: Any, kind: Any) -> None:
+def test_other_record_type_is_made_by_calling_it(loop: Any, kind: Any) -> None:
     given = [message(0), message(1, key=None, headers=[("h", b"x")])]
     fields = [
         ("in", 3, 0, 1_700_000_000_000, b"k", b"v", ()),
@@ -188,13 +188,13 @@ def test_a_record_of_another_kind_is_made_by_calling_it(loop: Any, kind: Any) ->
 
 @both
 @pytest.mark.parametrize("fails", ["error", "topic", "timestamp", "value", "headers"])
-def test_a_getter_that_raises_raises(loop: Any, fails: str) -> None:
+def test_getter_error_is_raised(loop: Any, fails: str) -> None:
     with pytest.raises(ValueError, match=fails):
         loop.records_of([message(0), Other(message(1), fails)], Record, no_headers)
 
 
 @both
-def test_a_record_whose_headers_raise_gets_others(loop: Any) -> None:
+def test_record_with_failing_headers_gets_other_headers(loop: Any) -> None:
     asked: list[tuple[object, str]] = []
 
     def others(message: Any, error: Exception) -> list[tuple[str, bytes]]:
@@ -208,7 +208,7 @@ def test_a_record_whose_headers_raise_gets_others(loop: Any) -> None:
 
 
 @both
-def test_a_record_type_that_raises_raises(loop: Any) -> None:
+def test_record_type_error_is_raised(loop: Any) -> None:
     def never(*_: object) -> None:
         raise LookupError("no record")
 
@@ -236,9 +236,7 @@ def placed(kind: Callable[..., Any], topic: str, partition: int, offset: int) ->
         )
     )
 )
-def test_runs_begin_where_the_partition_changes_or_the_offset_does_not_rise(
-    loop: Any, made: list[tuple[Any, str, int, int]]
-) -> None:
+def test_runs_begin_at_partition_change_or_offset_drop(loop: Any, made: list[tuple[Any, str, int, int]]) -> None:
     expected = [
         at for at, each in enumerate(made) if at == 0 or each[1:3] != made[at - 1][1:3] or each[3] <= made[at - 1][3]
     ]
@@ -247,7 +245,7 @@ def test_runs_begin_where_the_partition_changes_or_the_offset_does_not_rise(
 
 @both
 @pytest.mark.parametrize("lacks", ["topic", "partition", "offset"])
-def test_a_record_that_is_nowhere_raises(loop: Any, lacks: str) -> None:
+def test_record_without_position_raises(loop: Any, lacks: str) -> None:
     where = {"topic": "in", "partition": 1, "offset": 1}
     del where[lacks]
     with pytest.raises(AttributeError, match=lacks):
@@ -255,7 +253,7 @@ def test_a_record_that_is_nowhere_raises(loop: Any, lacks: str) -> None:
 
 
 @compiled
-def test_records_that_go_while_they_are_compared_are_not_touched() -> None:
+def test_records_freed_during_comparison_are_not_touched() -> None:
     class Emptying:
         def __eq__(self, other: object) -> bool:
             records.clear()
@@ -380,7 +378,7 @@ class Case:
         if output[1] in (b"refuse", b"for good"):
             raise BufferError("full")
 
-    def refused(self, error: Exception, send: tuple[object, ...]) -> None:
+    def on_produce_error(self, error: Exception, send: tuple[object, ...]) -> None:
         self.calls.append(("refused", type(error), send))
         if send[1] == b"for good":
             raise RuntimeError("refused")
@@ -392,14 +390,14 @@ class Case:
 
     def run(self, loop: Any) -> tuple[object, ...]:
         sent, handled, error = loop.feed_values(
-            self.records, self.function, self.decode, self.target, self.produce, self.refused, self.other
+            self.records, self.function, self.decode, self.target, self.produce, self.on_produce_error, self.other
         )
         return sent, handled, type(error), str(error), self.calls
 
     def run_batch(self, loop: Any) -> tuple[object, ...] | None:
         outs = [item for _, made_of in self._results for item in made_of[1]]
         try:
-            fed = loop.feed_outs(outs, self.target, 7, self.produce, self.refused)
+            fed = loop.feed_outs(outs, self.target, 7, self.produce, self.on_produce_error)
         except (TypeError, ValueError) as error:
             return type(error), str(error), self.calls
         return fed and (fed[0], type(fed[1]), str(fed[1]), self.calls)
@@ -416,7 +414,7 @@ passing_names = st.sampled_from([None, PASSING, frozenset({"a"})])
 @compiled
 @settings(max_examples=300)
 @given(st.lists(st.tuples(inputs, results)), st.booleans(), st.booleans(), st.booleans(), passing_names)
-def test_both_feeds_do_the_same(made: Any, target: bool, decodes: bool, none: bool, passing: Any) -> None:
+def test_feed_values_matches_in_both_forms(made: Any, target: bool, decodes: bool, none: bool, passing: Any) -> None:
     given = {"target": target, "decodes": decodes, "none": none, "passing": passing}
     both = [Case(made, **given).run(loop) for loop in (native, python)]
     assert both[0] == both[1]
@@ -425,20 +423,20 @@ def test_both_feeds_do_the_same(made: Any, target: bool, decodes: bool, none: bo
 @compiled
 @settings(max_examples=300)
 @given(st.lists(st.tuples(inputs, st.tuples(st.just("list"), st.lists(usual_outs | items, max_size=3))), max_size=3))
-def test_both_feed_the_same_of_a_batch(made: Any) -> None:
+def test_feed_outs_matches_in_both_forms(made: Any) -> None:
     assert Case(made).run_batch(native) == Case(made).run_batch(python)
 
 
 @both
 @settings(max_examples=300)
 @given(inputs, results, passing_names)
-def test_what_is_usual_leads_to_what_the_rules_in_full_say(loop: Any, record: Record, made: Any, passing: Any) -> None:
+def test_usual_results_match_the_full_rules(loop: Any, record: Record, made: Any, passing: Any) -> None:
     """Those that Route.outputs goes by, and Spark with it. Of two things that are wrong with one output either may be
     told, but never what is the record's fault in place of what is the App's."""
     shape, made_of = made
     app = App("app")
     app.process("in", to=["out", "more"])(lambda _: SHAPES[shape](made_of))
-    route = app.routes["in"].bound(passing or ())
+    route = app.routes["in"].bind(passing or ())
     try:
         wanted: Any = list(route.outputs(record))
     except (ConfigurationError, TypeError, ValueError) as error:
@@ -452,7 +450,7 @@ def test_what_is_usual_leads_to_what_the_rules_in_full_say(loop: Any, record: Re
 
 
 @both
-def test_headers_that_are_passed_go_with_every_output_and_with_what_is_refused(loop: Any) -> None:
+def test_passed_headers_go_with_sent_and_failed_outputs(loop: Any) -> None:
     made = [(Record("in", 0, 0, 5, b"k", b"v", given), ("one", [b"v"])) for given in HEADERS]
     own = Out(b"refuse", headers=[("pass", "own"), ("b", None)])
     made.append((Record("in", 0, 0, 5, b"k", b"v", HEADERS[3]), ("list", [own])))
@@ -468,7 +466,7 @@ def test_headers_that_are_passed_go_with_every_output_and_with_what_is_refused(l
 
 @both
 @pytest.mark.parametrize("headers", [[()], [3], [([], b"1")], 5])
-def test_headers_of_another_shape_are_an_error_of_their_record(loop: Any, headers: Any) -> None:
+def test_malformed_headers_are_an_error_of_their_record(loop: Any, headers: Any) -> None:
     record = types.SimpleNamespace(key=b"k", value=b"v", timestamp=5, headers=headers)
     target = Case([], passing=PASSING).target
     result = loop.feed_values([record], lambda r: r.value, None, target, never, never, never)
@@ -477,7 +475,7 @@ def test_headers_of_another_shape_are_an_error_of_their_record(loop: Any, header
 
 
 @compiled
-def test_the_client_takes_the_headers_that_are_passed_and_those_of_an_out() -> None:
+def test_client_gets_passed_headers_and_those_of_an_out() -> None:
     given: list[Any] = []
     producer = client(10, lambda _, message: given.append(message.value()))
     record = Record("in", 0, 0, 5, b"k", b"v", [("pass", b"1"), ("too", None), ("a", b"2")])
@@ -490,7 +488,7 @@ def test_the_client_takes_the_headers_that_are_passed_and_those_of_an_out() -> N
 
 
 @both
-def test_a_feed_says_where_it_stopped_and_why(loop: Any) -> None:
+def test_feed_reports_where_it_stopped_and_why(loop: Any) -> None:
     case = Case(usual(b"v", None, {"json": 1}, b"refuse", "raise", b"v"))
     sent, handled, error, sentence, _ = case.run(loop)
     assert (sent, handled, error, sentence) == (3, 4, ValueError, "function")
@@ -498,7 +496,7 @@ def test_a_feed_says_where_it_stopped_and_why(loop: Any) -> None:
 
 
 @both
-def test_of_several_outputs_none_goes_out_before_all_are_made(loop: Any) -> None:
+def test_several_outputs_are_sent_only_once_all_are_made(loop: Any) -> None:
     for shape in ("list", "generator", "tuple"):
         for broken in ([Out(b"v"), KEEP], [b"v", b"w", "\ud800"]):
             case = Case([(usual(b"")[0][0], (shape, broken))])
@@ -510,14 +508,14 @@ def test_of_several_outputs_none_goes_out_before_all_are_made(loop: Any) -> None
 
 @both
 @pytest.mark.parametrize("key", ["k", b"k", Texts("k")])
-def test_a_pair_is_for_other_to_hint_at(loop: Any, key: object) -> None:
+def test_pair_result_goes_to_other(loop: Any, key: object) -> None:
     case = Case([(usual(b"")[0][0], ("tuple", pair)) for pair in ([key, b"v"], [key, Out(b"v")])])
     case.run(loop)
     assert [call[3] for call in case.calls if call[0] == "other"] == [(key, b"v")]
 
 
 @both
-def test_none_of_a_record_without_a_value_is_for_other_to_judge(loop: Any) -> None:
+def test_none_result_of_tombstone_goes_to_other(loop: Any) -> None:
     """It may be a tombstone that was to be passed on."""
     tombstone = Record("in", 0, 9)
     case = Case([*usual(None, b"v"), (tombstone, ("one", [None])), (tombstone, ("list", [b"v", None]))])
@@ -529,10 +527,10 @@ def test_none_of_a_record_without_a_value_is_for_other_to_judge(loop: Any) -> No
 
 
 @both
-@pytest.mark.parametrize("where", ["function", "produce", "refused", "other", "decode", "encode"])
-def test_what_is_no_exception_is_given_to_the_caller_too(loop: Any, where: str) -> None:
+@pytest.mark.parametrize("where", ["function", "produce", "on_produce_error", "other", "decode", "encode"])
+def test_base_exception_is_returned_too(loop: Any, where: str) -> None:
     """A function's SystemExit is its record's failure, a signal's exception ends the run: the caller knows which."""
-    made = usual({"other": Out(b"v", topic="unnamed"), "refused": b"refuse", "encode": 5}.get(where, b"v"))
+    made = usual({"other": Out(b"v", topic="unnamed"), "on_produce_error": b"refuse", "encode": 5}.get(where, b"v"))
     case = Case(made, decodes=True)
 
     def interrupt(*_: object) -> None:
@@ -545,9 +543,11 @@ def test_what_is_no_exception_is_given_to_the_caller_too(loop: Any, where: str) 
 
 
 @both
-def test_an_error_keeps_its_traceback(loop: Any) -> None:
+def test_error_keeps_its_traceback(loop: Any) -> None:
     case = Case(usual("raise"))
-    error = loop.feed_values(case.records, case.function, None, case.target, case.produce, case.refused, case.other)[2]
+    error = loop.feed_values(
+        case.records, case.function, None, case.target, case.produce, case.on_produce_error, case.other
+    )[2]
     frames = []
     trace: types.TracebackType | None = error.__traceback__
     while trace is not None:
@@ -557,7 +557,7 @@ def test_an_error_keeps_its_traceback(loop: Any) -> None:
 
 
 @both
-def test_records_that_are_plain_objects_are_read_by_name(loop: Any) -> None:
+def test_plain_object_records_are_read_by_name(loop: Any) -> None:
     put: list[object] = []
     record = types.SimpleNamespace(key=b"k", value=b"v", timestamp=5)
     known = Record("in", 0, 0, 6, b"l", b"w")
@@ -569,7 +569,7 @@ def test_records_that_are_plain_objects_are_read_by_name(loop: Any) -> None:
 
 
 @both
-def test_what_of_a_batch_is_not_usual_sends_nothing(loop: Any) -> None:
+def test_unusual_batch_result_sends_nothing(loop: Any) -> None:
     fine = Out(b"v", b"k", timestamp=0)
     for odd in (Out(b"v"), Out(b"v", timestamp=0), Out(b"v", b"k", "unnamed", timestamp=0), b"v"):
         case = Case([(Record("in", 0, 0), ("list", [fine, odd]))])
@@ -578,14 +578,14 @@ def test_what_of_a_batch_is_not_usual_sends_nothing(loop: Any) -> None:
 
 
 @both
-def test_an_output_of_a_batch_that_keeps_its_time_has_the_batch_s(loop: Any) -> None:
+def test_batch_output_with_kept_time_gets_the_batchs(loop: Any) -> None:
     case = Case([(Record("in", 0, 0), ("list", [Out(b"a", b"k"), Out(b"b", b"k", timestamp=0)]))])
     assert case.run_batch(loop) == (2, type(None), "None", case.calls)
     assert case.calls == [("produce", "out", b"a", b"k", -1, None, None, 7), ("produce", "out", b"b", b"k")]
 
 
 @both
-def test_where_a_batch_stops(loop: Any) -> None:
+def test_batch_feed_stop_position(loop: Any) -> None:
     outs = [
         Out(b"a", b"k", timestamp=0),
         None,
@@ -604,7 +604,7 @@ def test_where_a_batch_stops(loop: Any) -> None:
 
 
 @compiled
-def test_a_list_that_shrinks_while_it_is_fed_ends_early() -> None:
+def test_list_shrinking_during_feed_ends_early() -> None:
     outs = [Out(5, b"k", timestamp=0), Out(b"b", b"k", timestamp=0), Out(b"c", b"k", timestamp=0)]
 
     def encode(value: object) -> bytes:
@@ -619,7 +619,7 @@ def test_a_list_that_shrinks_while_it_is_fed_ends_early() -> None:
 
 @compiled
 @pytest.mark.parametrize("target", [(), ("out",) * 8, "out", ("out", 1, 2, Out, KEEP, print, print)])
-def test_a_target_of_another_shape_is_refused(target: Any) -> None:
+def test_malformed_target_is_refused(target: Any) -> None:
     with pytest.raises(TypeError):
         native.feed_outs([], target, 0, never, never)
     with pytest.raises(TypeError):
@@ -647,7 +647,7 @@ TARGET = ("out", frozenset({"out", "more"}), None, Out, KEEP, never, never, True
 
 
 @both
-def test_the_client_takes_what_it_has_room_for_and_the_rest_is_refused(loop: Any) -> None:
+def test_client_with_full_queue_gets_what_fits(loop: Any) -> None:
     producer, refused = client(3), []
     outs = [
         Out(b"a", b"k", timestamp=0),
@@ -664,7 +664,7 @@ def test_the_client_takes_what_it_has_room_for_and_the_rest_is_refused(loop: Any
 
 
 @both
-def test_the_client_has_in_its_queue_what_was_put(loop: Any) -> None:
+def test_client_queue_has_what_was_sent(loop: Any) -> None:
     given: list[object] = []
     producer = client(1_000, lambda _, message: given.append((message.topic(), message.key(), message.value())))
     outs = [Out(b"%d" % n, b"k%d" % n if n % 2 else None, timestamp=n if n % 3 else 0) for n in range(9)]
@@ -677,7 +677,7 @@ def test_the_client_has_in_its_queue_what_was_put(loop: Any) -> None:
 
 
 @both
-def test_other_builtin_functions_get_their_arguments_too(loop: Any) -> None:
+def test_other_builtin_functions_get_their_arguments(loop: Any) -> None:
     """They are told apart by how they take them."""
     outs, refused = [Out(b"v", b"k", timestamp=0)], []
     assert loop.feed_outs(outs, TARGET, 0, "{} {} {}".format, never) == (1, None)
@@ -690,7 +690,7 @@ def test_other_builtin_functions_get_their_arguments_too(loop: Any) -> None:
 
 
 @compiled
-def test_no_reference_is_lost_and_none_kept() -> None:
+def test_feed_leaks_no_reference() -> None:
     """Every way through the compiled functions, many times: what they were given has as many references as before."""
     outs_of_all_kinds = [Out(**{"value": b"v", name: one}) for name, ones in PARTS.items() for one in ones]
     made = [
@@ -732,7 +732,7 @@ def test_no_reference_is_lost_and_none_kept() -> None:
 
 
 @compiled
-def test_the_client_s_produce_loses_no_reference_and_keeps_none() -> None:
+def test_client_produce_leaks_no_reference() -> None:
     value, key, topic = b"value" * 9, b"key" * 9, "out-topic"
     outs = [Out(value, key, timestamp=0), Out(value, key, timestamp=10**12)]
     full, producer = client(1), client(1_000)
@@ -778,17 +778,17 @@ def choice(**environment: str) -> str:
 
 
 @compiled
-def test_the_compiled_loop_is_used_where_it_is_and_no_client_is_imported_for_it() -> None:
+def test_compiled_loop_is_used_without_importing_client() -> None:
     assert choice() == "True eos.hotloop._native False"
 
 
-def test_python_can_be_chosen() -> None:
+def test_python_form_can_be_chosen() -> None:
     assert choice(EOS_PURE_PYTHON="1") == "False eos.hotloop.python False"
 
 
 @compiled
 @pytest.mark.parametrize(("change", "used"), [("", True), ("// another rule\n", False)])
-def test_a_compiled_loop_of_another_source_is_told_and_not_used(tmp_path: Path, change: str, used: bool) -> None:
+def test_compiled_loop_of_other_source_is_reported_and_not_used(tmp_path: Path, change: str, used: bool) -> None:
     """As an editable installation is left behind by a pull; also where a user's tests turn warnings into errors."""
     package = Path(eos.__file__).parent
     shutil.copytree(package, tmp_path / "eos", ignore=shutil.ignore_patterns("__pycache__"))

@@ -19,20 +19,20 @@ import msgspec
 import pytest
 
 from eos import App, Record, State
-from eos.app.ageing import stamped
 from eos.app.cells import HEADER, cell_of
+from eos.app.expiry import add_write_time
 from eos.app.routes import Route
 from eos.app.state import Store
 from eos.broker.jars import cache_directory
 from eos.errors import ConfigurationError, InputGone, Temporary, Unavailable
 from eos.kafka.admin import facts, tail
-from eos.kafka.admin.tail import Seen, Span
+from eos.kafka.admin.tail import MarkedRecord, OffsetRange
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL
 from eos.state import changelog, folders, restoring
 from eos.state.engines import ENGINES, EngineFailed
 from eos.state.keeper import Keeper
-from eos.state.notes import Beside, check_partitions, header_now, noted_of
+from eos.state.notes import OffsetNote, check_partitions, current_header, make_offset_note
 from eos.state.tasks import Task
 from eos.state.values import InMemory
 from tests.support.reading import wait_until
@@ -58,27 +58,27 @@ def keeper_on(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[Record], folder:
     """Its changelog is each of these in turn; a record's offset is its number in it."""
     left = list(lives)
 
-    def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, Span]:
+    def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, OffsetRange]:
         assert (topic, list(partitions)) == ("shop-count-changelog", [0])
         READER.log = [
             msgspec.structs.replace(record, offset=n)
             for n, record in enumerate(left.pop(0) if len(left) > 1 else left[0])
         ]
-        return {0: Span(READER.low, len(READER.log), len(READER.log))}
+        return {0: OffsetRange(READER.low, len(READER.log), len(READER.log))}
 
     READER.starts, READER.low = [], 0
     monkeypatch.setattr(facts, "connect", lambda *_: None)
-    monkeypatch.setattr(tail, "each_held", held)
-    monkeypatch.setattr(facts, "leaderless", lambda *_: frozenset())
+    monkeypatch.setattr(tail, "partition_offsets_or_errors", held)
+    monkeypatch.setattr(facts, "find_leaderless", lambda *_: frozenset())
     monkeypatch.setattr(tail, "TopicReader", READER)
-    monkeypatch.setattr(restoring, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(restoring, "_FOLDER_WAIT_S", 0.0)
     keeper = Keeper(app_of(), SETTINGS if folder is None else Settings({"eos.state.dir": str(folder)}))
     keeper._fits = fits()
     return keeper
 
 
-def fits(**more: Any) -> dict[str, changelog.Fit]:
-    return {"shop-count-changelog": changelog.Fit("shop-count-changelog", 1, **more)}
+def fits(**more: Any) -> dict[str, changelog.ChangelogFit]:
+    return {"shop-count-changelog": changelog.ChangelogFit("shop-count-changelog", 1, **more)}
 
 
 class Reader:
@@ -107,11 +107,11 @@ class Reader:
     def at(self, partition: int) -> int:
         return self._at
 
-    def read(self) -> list[Seen]:
+    def read(self) -> list[MarkedRecord]:
         if self.fails:
             raise self.fails.pop()
         self._at += 1
-        return [Seen(self.log[self._at - 1])]
+        return [MarkedRecord(self.log[self._at - 1])]
 
 
 READER = Reader()
@@ -139,7 +139,7 @@ def note(value: bytes | None) -> Record:
     return Record("shop-count-changelog", 0, 0, key=CELL, value=value)
 
 
-def test_a_partition_begins_with_what_its_changelog_says_and_nothing_from_before(
+def test_restore_returns_exactly_the_changelogs_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], [], [note(b"7"), note(None)])
@@ -190,11 +190,11 @@ def test_keeper_writes_nothing_for_a_partition_without_offset(monkeypatch: pytes
     assert kept(keeper) is None, "what was not sent does not count"
 
 
-OPEN = Span(0, 5, 9)
+OPEN = OffsetRange(0, 5, 9)
 
 
 def restoring_of(
-    monkeypatch: pytest.MonkeyPatch, answers: dict[int, list[Span | Unavailable]], at_least: int = 0
+    monkeypatch: pytest.MonkeyPatch, answers: dict[int, list[OffsetRange | Unavailable]], at_least: int = 0
 ) -> tuple[restoring.Restoring, list[float]]:
     """Restores these partitions into memory, given what brokers answer about each in turn; and its clock."""
     now = [0.0]
@@ -202,7 +202,7 @@ def restoring_of(
         now=lambda: now[0], unix=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
     )
 
-    def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, Span | Unavailable]:
+    def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, OffsetRange | Unavailable]:
         return {p: answers[p].pop(0) if len(answers[p]) > 1 else answers[p][0] for p in partitions}
 
     class Skipping(Reader):
@@ -212,13 +212,13 @@ def restoring_of(
             self._at = 0
             return self
 
-        def read(self) -> list[Seen]:
+        def read(self) -> list[MarkedRecord]:
             self._at = 1_000
             return []
 
     monkeypatch.setattr(facts, "connect", lambda *_: None)
-    monkeypatch.setattr(tail, "each_held", held)
-    monkeypatch.setattr(facts, "leaderless", lambda *_: frozenset())
+    monkeypatch.setattr(tail, "partition_offsets_or_errors", held)
+    monkeypatch.setattr(facts, "find_leaderless", lambda *_: frozenset())
     monkeypatch.setattr(tail, "TopicReader", Skipping())
     ends = dict.fromkeys(answers, at_least)
     route = app_of().routes["in"]
@@ -230,13 +230,13 @@ def until_ready(one: restoring.Restoring, now: list[float], most_s: float = 200.
     ready: set[int] = set()
     until = now[0] + most_s
     while not one.done and now[0] < until:
-        ready |= one.go_on().keys()
+        ready |= one.run_steps().keys()
     return ready
 
 
-def test_restore_waits_until_the_transaction_before_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_waits_for_decision_of_previous_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator answers before its markers are everywhere: what is committed may not be readable yet."""
-    one, now = restoring_of(monkeypatch, {0: [OPEN, OPEN, Span(0, 9, 9)]})
+    one, now = restoring_of(monkeypatch, {0: [OPEN, OPEN, OffsetRange(0, 9, 9)]})
     assert until_ready(one, now) == {0}
     one, now = restoring_of(monkeypatch, {0: [OPEN]})
     with pytest.raises(Temporary, match=r"state cannot be restored: log\[0\] has an open transaction"):
@@ -245,25 +245,25 @@ def test_restore_waits_until_the_transaction_before_is_decided(monkeypatch: pyte
 
 def test_restore_waits_for_a_leader_that_does_not_know_the_end_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a broker that has just become the leader answers first must not be taken for all."""
-    short, whole = Span(0, 120, 120), Span(0, 193, 193)
-    one, now = restoring_of(monkeypatch, {0: [Unavailable("no leader"), Span(0, 0, 0), whole]}, 193)
+    short, whole = OffsetRange(0, 120, 120), OffsetRange(0, 193, 193)
+    one, now = restoring_of(monkeypatch, {0: [Unavailable("no leader"), OffsetRange(0, 0, 0), whole]}, 193)
     assert until_ready(one, now) == {0}
     # How long the brokers were away before does not count.
     one, now = restoring_of(monkeypatch, {0: [*[Unavailable("no leader")] * 900, short, short, whole]}, 193)
     assert until_ready(one, now) == {0}
     one, now = restoring_of(monkeypatch, {0: [short]}, 193)
-    with pytest.raises(InputGone, match=r"the changelog log\[0\] ends at 120, and went up to 193 when offsets of its"):
+    with pytest.raises(InputGone, match=r"the changelog log\[0\] ends at 120, but went up to 193 when offsets of its"):
         until_ready(one, now)
 
 
 def test_restore_of_a_leaderless_partition_does_not_stop_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, now = restoring_of(monkeypatch, {0: [], 1: [Span(0, 7, 7)]})
-    monkeypatch.setattr(facts, "leaderless", lambda *_: frozenset({0}))  # the client would wait for it
+    one, now = restoring_of(monkeypatch, {0: [], 1: [OffsetRange(0, 7, 7)]})
+    monkeypatch.setattr(facts, "find_leaderless", lambda *_: frozenset({0}))  # the client would wait for it
     assert until_ready(one, now, 300.0) == {1}
     assert (list(one.partitions), one.done) == ([0], False)
-    waits = [line for line in caplog.messages if "restoring state waits" in line]
+    waits = [line for line in caplog.messages if "state restore waiting" in line]
     assert 10 < len(waits) < 40, "said every ten seconds"
 
 
@@ -283,14 +283,14 @@ def test_restore_of_a_leaderless_partition_does_not_stop_others(
         (0, 101, 0.0, (0, False)),
     ],
 )
-def test_restore_starts_where_the_folder_stands_or_at_the_beginning(
+def test_restore_starts_at_folder_position_or_at_beginning(
     low: int, position: int, age_s: float, start: tuple[int, bool] | None
 ) -> None:
-    found = changelog.start_of(position, 50.0, Span(low, 100, 100), tombstones_s=10.0, now=50.0 + age_s)
+    found = changelog.find_start(position, 50.0, OffsetRange(low, 100, 100), tombstones_s=10.0, now=50.0 + age_s)
     assert found == start
 
 
-def test_restore_ends_where_the_changelogs_beginning_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_restore_fails_if_changelog_beginning_was_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = [note(b"%d" % number) for number in range(5)]
     first = keeper_on(monkeypatch, log, folder=tmp_path)
     restore(first)
@@ -316,7 +316,7 @@ def test_restore_refuses_a_record_of_another_program(monkeypatch: pytest.MonkeyP
         restore(keeper_on(monkeypatch, [note(b"1"), strange]))
 
 
-def test_restore_writes_by_bytes_with_the_position(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_restore_writes_in_bounded_batches_with_position(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A restore that is killed goes on where it stood, however large the values are."""
     large = [note(b"%d" % number + b"x" * 3_000_000) for number in range(6)]
     keeper = keeper_on(monkeypatch, large, folder=tmp_path)
@@ -338,7 +338,7 @@ def _raised(error: Exception | None) -> None:
         raise error
 
 
-def test_keeper_notes_the_changelogs_end_beside_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeper_notes_changelog_end_in_offset_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], [note(b"1")] * 7)
     restore(keeper)
     said = []
@@ -351,8 +351,8 @@ def test_keeper_notes_the_changelogs_end_beside_the_offset(monkeypatch: pytest.M
     # What was read, and for each transaction with changes their records and its marker; the header is one.
     assert said == [{"state": ["count", end, 1, ("seen",)]} for end in (5, 5, 5, 7)]
     asked: list[int] = []
-    unsettled = changelog.unsettled
-    monkeypatch.setattr(changelog, "unsettled", lambda *a: asked.append(a[2]) or unsettled(*a))
+    unsettled = changelog.explain_unsettled
+    monkeypatch.setattr(changelog, "explain_unsettled", lambda *a: asked.append(a[2]) or unsettled(*a))
     restore(keeper, said[-1])
     restore(keeper_on(monkeypatch, [note(b"1")] * 9), {"state": ["count", 9, 1]})  # of an earlier version
     assert asked == [7, 9]
@@ -361,19 +361,22 @@ def test_keeper_notes_the_changelogs_end_beside_the_offset(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("beside", "sentence"),
     [
-        ({"state": ["counts", 9, 1]}, 'by the function counts, which kept state, .* name="counts" in the decorator of'),
+        (
+            {"state": ["counts", 9, 1]},
+            'the function counts kept state for records of in, .* name="counts" in the decorator of',
+        ),
         (
             {"state": ["count", 9, 1, ["a", "old"]]},
-            r'count kept the state a, old, and the code has seen in its place, .*was=\{"seen": "a"\}',
+            r'count kept the state a, old, but the code has seen instead, .*was=\{"seen": "a"\}',
         ),
-        ({"state": ["count", 9, 1, ["old", "seen"]]}, "count kept the state old, and the code has it no more"),
+        ({"state": ["count", 9, 1, ["old", "seen"]]}, "count kept the state old, which the code no longer has"),
         *[
-            (other, "count has state now, and handled records of in before without it")
+            (other, "count has state now, but handled records of in without it before")
             for other in ({"state": 7}, {"state": ["count", "x", 3]}, {"state": []}, [5], {})
         ],
     ],
 )
-def test_keeper_refuses_what_was_handled_with_other_state(
+def test_keeper_refuses_records_handled_with_other_state(
     monkeypatch: pytest.MonkeyPatch, beside: object, sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
@@ -401,7 +404,7 @@ def test_user_without_a_home_keeps_state_in_memory(
     monkeypatch.setattr(Path, "home", home)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert Keeper(app_of(), Settings({}))._folder is None
-    assert "state is kept in memory" in caplog.text
+    assert "state kept in memory" in caplog.text
     with pytest.raises(ConfigurationError, match="~/state cannot be found: this user has no home folder: set it, or"):
         Keeper(app_of(), Settings({"eos.state.dir": "~/state"}))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -421,14 +424,14 @@ def header(**more: object) -> bytes:
             header(stores={"seen": "MapState[str]"}),
             r"seen of count was a MapState\[str\] when it was kept, and is a State",
         ),
-        (header(app="shop-count"), r"belongs to the App shop-count, and App shop would write to it"),
-        (header(function="counts"), r"belongs to the function counts, and function count would write to it"),
-        (header(v=2), r"is of format 2, and this version of eos reads formats up to 1: run the newer version"),
+        (header(app="shop-count"), r"belongs to the App shop-count, but App shop would write to it"),
+        (header(function="counts"), r"belongs to the function counts, but function count would write to it"),
+        (header(v=2), r"has format 2, but this version of eos reads formats up to 1: run a newer version"),
         (
             header(stores={"gone": "State"}),
-            r'count kept the state gone, and the code has seen in its place, .* was=\{"seen": "gone"\}',
+            r'count kept the state gone, but the code has seen instead, .* was=\{"seen": "gone"\}',
         ),
-        (header(stores={"gone": "State", "seen": "State"}), "count kept the state gone, and the code has it no more"),
+        (header(stores={"gone": "State", "seen": "State"}), "count kept the state gone, which the code no longer has"),
         (header(stores={}), "the state seen of count is new, and would begin empty"),
         (b"{}", r"the header of the changelog shop-count-changelog\[0\] cannot be read"),
     ],
@@ -438,18 +441,18 @@ def test_keeper_refuses_a_changelog_by_its_header(monkeypatch: pytest.MonkeyPatc
         restore(keeper_on(monkeypatch, [Record("", 0, 0, key=HEADER, value=there)]))
 
 
-def test_names_of_ninety_states_are_in_the_header_alone() -> None:
+def test_names_of_ninety_states_are_only_in_the_header() -> None:
     """Brokers take 4,096 bytes beside an offset."""
     stores = tuple(Store(f"a_long_name_of_a_state_{number}", State, (int,)) for number in range(90))
     route = Route(lambda value: None, str, ("in",), (), False, stores=stores, name="count")
-    assert noted_of(route, 7, 1) == Beside("count", 7, 1)
-    assert len(header_now("shop", route).stores) == 90
+    assert make_offset_note(route, 7, 1) == OffsetNote("count", 7, 1)
+    assert len(current_header("shop", route).stores) == 90
 
 
-def test_keeper_refuses_state_that_no_offset_was_committed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeper_refuses_state_without_a_committed_offset(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [note(b"1"), Record("", 0, 0, key=HEADER, value=HEADER_VALUE)]
     with pytest.raises(
-        InputGone, match=r"in\[0\] has no committed offset, and the changelog shop-count-changelog\[0\]"
+        InputGone, match=r"in\[0\] has no committed offset, but the changelog shop-count-changelog\[0\]"
     ):
         restore(keeper_on(monkeypatch, there), uncommitted=[("in", 0)])
     restore(keeper_on(monkeypatch, there))
@@ -457,13 +460,13 @@ def test_keeper_refuses_state_that_no_offset_was_committed_with(monkeypatch: pyt
 
 
 def test_keeper_refuses_partitions_that_grew_with_their_changelog(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = Beside("count", 7, 3)
+    beside = OffsetNote("count", 7, 3)
     check_partitions(beside, "in", 3)
     with pytest.raises(ConfigurationError, match="in and its changelog had 3 partitions when it was kept, and have 4"):
         check_partitions(beside, "in", 4)
 
 
-def test_a_source_that_grew_under_a_running_worker_is_refused_with_its_new_partition(
+def test_source_grown_while_running_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keeper = keeper_on(monkeypatch)
@@ -473,7 +476,7 @@ def test_a_source_that_grew_under_a_running_worker_is_refused_with_its_new_parti
     def require(*_: object) -> None:
         raise ConfigurationError("has 1 partitions, and in has 2")
 
-    monkeypatch.setattr(changelog, "require", require)
+    monkeypatch.setattr(changelog, "create_missing", require)
     new = {("in", 1): SimpleNamespace(offset=0, metadata=json.dumps(NOTE))}
     with pytest.raises(ConfigurationError, match="has 1 partitions, and in has 2"):
         wait_until("it is checked again", lambda: keeper.restore(new, new))
@@ -481,38 +484,38 @@ def test_a_source_that_grew_under_a_running_worker_is_refused_with_its_new_parti
     def away(*_: object) -> None:
         raise Unavailable("no broker")
 
-    monkeypatch.setattr(changelog, "require", away)
+    monkeypatch.setattr(changelog, "create_missing", away)
     asked: list[int] = []
 
     def asks() -> None:
         asked.append(1)
         away()
 
-    monkeypatch.setattr(keeper, "_require", asks)
+    monkeypatch.setattr(keeper, "_create_and_check", asks)
     wait_until("it is asked again and again", lambda: len(asked) > 2 or keeper.restore(new, new))
     assert keeper.restore(new, new) == set()
     # Without growth the partitions begin: what is wrong with a changelog shows in it.
     keeper = keeper_on(monkeypatch, [])
     keeper._checked_at -= 60.0
-    monkeypatch.setattr(keeper, "_require", away)
+    monkeypatch.setattr(keeper, "_create_and_check", away)
     restore(keeper)
     keeper.close()
 
 
-def test_a_restore_waits_for_a_broker_that_is_away_while_it_reads(
+def test_restore_waits_for_unavailable_broker_while_reading(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")])
     monkeypatch.setattr(READER, "fails", [Unavailable("reading stands still for 30 s"), Unavailable("again")])
-    monkeypatch.setattr(restoring, "_MOMENT_S", 0.0)
+    monkeypatch.setattr(restoring, "_STEP_S", 0.0)
     restore(keeper)
     assert len(READER.starts) == 3, "the group is polled in between"
     assert kept(keeper) == b"2"
-    waits = [line for line in caplog.messages if "restoring state waits" in line]
+    waits = [line for line in caplog.messages if "state restore waiting" in line]
     assert len(waits) == 2
 
 
-def test_an_end_that_is_no_offset_is_not_read_to() -> None:
+def test_restore_does_not_read_to_a_negative_end() -> None:
     """Else a restore would take the changelog for empty."""
 
     def answers(asked: dict[Any, Any], **_: object) -> dict[Any, Future[Any]]:
@@ -521,8 +524,8 @@ def test_an_end_that_is_no_offset_is_not_read_to() -> None:
             future.set_result(SimpleNamespace(offset=-1))
         return futures
 
-    with pytest.raises(Unavailable, match=r"the offsets of log\[0\] are unavailable: a broker says -1"):
-        tail.stable_ends(SimpleNamespace(list_offsets=answers), "log", [0])
+    with pytest.raises(Unavailable, match=r"the offsets of log\[0\] are unavailable: a broker answered -1"):
+        tail.stable_offsets(SimpleNamespace(list_offsets=answers), "log", [0])
 
 
 def commit(keeper: Keeper) -> None:
@@ -531,7 +534,7 @@ def commit(keeper: Keeper) -> None:
     keeper.committed()
 
 
-def test_restart_after_aborts_reads_nothing_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_restart_after_aborts_reads_no_known_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What an abort left in the changelog is passed by the next commit that changes something there."""
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], folder=tmp_path)
     restore(keeper)
@@ -542,7 +545,7 @@ def test_restart_after_aborts_reads_nothing_that_it_has(monkeypatch: pytest.Monk
         asked.append(partitions)
         return {0: 9}
 
-    monkeypatch.setattr(tail, "stable_ends", stable_ends)
+    monkeypatch.setattr(tail, "stable_offsets", stable_ends)
     kept(keeper, b"3")
     commit(keeper)
     assert (task.values.position, asked) == (2 + 2 + 1, []), "a record, the header and the marker"
@@ -563,7 +566,7 @@ def test_restart_after_aborts_reads_nothing_that_it_has(monkeypatch: pytest.Monk
     keeper.close()
 
 
-def test_folder_is_dated_before_its_transactions_offsets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_as_of_precedes_its_transactions_offsets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process may stand still between a commit and the folder's write, while others delete keys."""
     clock = [1_000.0]
     keeper = keeper_on(monkeypatch, [], folder=tmp_path)
@@ -577,10 +580,10 @@ def test_folder_is_dated_before_its_transactions_offsets(monkeypatch: pytest.Mon
     keeper.close()
 
 
-def test_what_is_over_is_deleted_by_a_transaction_that_has_records_of_its_partition() -> None:
+def test_expired_entries_are_deleted_by_a_transaction_of_the_partition() -> None:
     """Another member may have the partition by then, and have renewed the value."""
-    values = InMemory(ageing=[b"seen"])
-    values.apply({CELL: stamped(0, b"1")}, 0, 0.0)
+    values = InMemory(expiring=[b"seen"])
+    values.apply({CELL: add_write_time(0, b"1")}, 0, 0.0)
     keeper = Keeper(app_of(), SETTINGS)
     keeper._tasks["in", 0] = task = Task(values, {b"seen": 10})
     task._committed_ms = task.time_ms = 50
@@ -589,7 +592,7 @@ def test_what_is_over_is_deleted_by_a_transaction_that_has_records_of_its_partit
     assert [entry for entry in send(keeper) if entry[0] == CELL] == [(CELL, None)]
 
 
-def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_continues_after_the_last_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     longer = [note(b"%d" % number) for number in range(1, 9)]
     first = keeper_on(monkeypatch, longer[:2], folder=tmp_path)
     restore(first)
@@ -615,7 +618,7 @@ def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("why", ["boot", "another changelog", "away too long", "damaged"])
-def test_a_folder_that_may_be_wrong_is_begun_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
+def test_untrusted_folder_is_discarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
     one = keeper_on(monkeypatch, [note(b"1"), note(b"2")], folder=tmp_path)
     restore(one)
     one.close()
@@ -636,7 +639,7 @@ def test_a_folder_that_may_be_wrong_is_begun_anew(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_folder_is_not_thrown_away_where_none_can_be_opened(tmp_path: Path, engine: str) -> None:
+def test_folder_is_kept_if_no_engine_can_be_opened(tmp_path: Path, engine: str) -> None:
     def failing(path: Path, memory_bytes: int) -> None:
         ENGINES[engine](path, memory_bytes).close()
         raise EngineFailed("Too many open files")
@@ -691,7 +694,7 @@ def test_keys_of_any_length_are_kept(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_a_folder_that_cannot_be_is_said_before_the_first_record(tmp_path: Path) -> None:
+def test_unusable_folder_is_reported_before_the_first_record(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"eos.state.dir=.*/file/x cannot be written: Not a directory"):
         folders.check_folder(tmp_path / "file" / "x")
@@ -699,7 +702,7 @@ def test_a_folder_that_cannot_be_is_said_before_the_first_record(tmp_path: Path)
 
 def test_keeper_waits_for_the_coordinator_of_a_new_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Exception | None] = [Unavailable("NotCoordinatorError"), None]
-    monkeypatch.setattr(Keeper, "_require", lambda _: _raised(answers.pop(0)))
+    monkeypatch.setattr(Keeper, "_create_and_check", lambda _: _raised(answers.pop(0)))
     Keeper(app_of(), SETTINGS).prepare()
     assert answers == []
     answers += [Unavailable("NotCoordinatorError")] * 20
@@ -707,39 +710,39 @@ def test_keeper_waits_for_the_coordinator_of_a_new_cluster(monkeypatch: pytest.M
         Keeper(app_of(), Settings({"eos.state.dir": "", "eos.startup.timeout.ms": "1000"})).prepare()
 
 
-def test_where_the_usual_folder_cannot_be_values_are_in_memory(
+def test_unusable_default_folder_keeps_state_in_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "home").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(Keeper, "_require", lambda _: None)
+    monkeypatch.setattr(Keeper, "_create_and_check", lambda _: None)
     keeper_on(monkeypatch).prepare()
     Keeper(app_of(), Settings({})).prepare()
     (line,) = caplog.messages
-    assert "state is kept in memory, and read anew at each start why=eos.state.dir=" in line
+    assert "state kept in memory, each start restores all of it reason=eos.state.dir=" in line
     with pytest.raises(ConfigurationError, match="cannot be written: Not a directory"):
         Keeper(app_of(), Settings({"eos.state.dir": str(tmp_path / "home" / "x")})).prepare()
 
 
-def test_two_functions_of_one_name_do_not_share_their_state() -> None:
+def test_functions_of_one_name_do_not_share_state() -> None:
     app = app_of()
 
     def count(value: str, seen: State[int]) -> None: ...
 
     app.process("other", to="out")(count)
-    with pytest.raises(ConfigurationError, match="two functions with state are named count: each needs a name of its"):
+    with pytest.raises(ConfigurationError, match="two functions with state are named count: give one another name="):
         Keeper(app, SETTINGS)
     long = App("a" * 249)
     long.process("in", to="out")(count)
     with pytest.raises(
-        ConfigurationError, match=r"the state of count needs the topic 'a{249}-count-changelog', and Kafka"
+        ConfigurationError, match=r"the state of count needs the topic 'a{249}-count-changelog', which Kafka"
     ):
         Keeper(long, SETTINGS)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("synced", [True, False])
-def test_folder_synced_at_its_end_is_kept_under_another_boot(
+def test_folder_synced_at_close_is_kept_under_another_boot(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, synced: bool
 ) -> None:
     def opened() -> folders.InFolder:
@@ -765,7 +768,7 @@ def test_folder_synced_at_its_end_is_kept_under_another_boot(
     fourth.close()
 
 
-def test_folders_unused_for_long_are_deleted(tmp_path: Path) -> None:
+def test_unused_folders_are_deleted(tmp_path: Path) -> None:
     def opened(task: str) -> folders.InFolder:
         found = folders.InFolder.of(tmp_path, task, "id")
         assert found is not None
@@ -786,7 +789,7 @@ def test_folders_unused_for_long_are_deleted(tmp_path: Path) -> None:
     used.close()
 
 
-def test_folder_deleted_while_it_is_locked_has_no_two_owners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_deleted_while_locked_has_no_two_owners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lock = fcntl.flock
 
     def deleted_first(opened: int, how: int) -> None:
@@ -795,27 +798,27 @@ def test_folder_deleted_while_it_is_locked_has_no_two_owners(monkeypatch: pytest
         (tmp_path / "t.0" / "lock").unlink()
 
     monkeypatch.setattr("fcntl.flock", deleted_first)
-    owned = folders._own(tmp_path, "t", True)
+    owned = folders._acquire_folder(tmp_path, "t", True)
     assert owned is None, "asked again in a moment"
-    owned = folders._own(tmp_path, "t", True)
+    owned = folders._acquire_folder(tmp_path, "t", True)
     assert owned is not None
     assert owned[0] == tmp_path / "t.0"
 
 
-def test_changelog_with_short_lived_tombstones_is_warned_of(
+def test_changelog_with_short_tombstone_retention_is_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(facts, "connect", lambda *_: None)
     for tombstones_s in (3_599.0, 3_600.0):
-        fit = changelog.Fit("shop-count-changelog", 1, tombstones_s=tombstones_s)
-        monkeypatch.setattr(changelog, "fit_of", lambda *_, fit=fit: fit)
-        changelog.require(SETTINGS, "shop", app_of().stateful)
+        fit = changelog.ChangelogFit("shop-count-changelog", 1, tombstones_s=tombstones_s)
+        monkeypatch.setattr(changelog, "check_fit", lambda *_, fit=fit: fit)
+        changelog.create_missing(SETTINGS, "shop", app_of().stateful)
     (line,) = [line for line in caplog.messages if "changelog keeps tombstones for a short time" in line]
     assert "topic=shop-count-changelog delete_retention_ms=3599000" in line
 
 
 @pytest.mark.parametrize(("engine", "needed"), [("lmdb", 280), ("rocksdb", 320)])
-def test_too_few_open_files_are_told_with_the_number_that_is_needed(
+def test_too_few_open_files_error_names_the_needed_number(
     engine: str, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten partitions, before a folder of theirs is opened."""
@@ -827,12 +830,10 @@ def test_too_few_open_files_are_told_with_the_number_that_is_needed(
 
     monkeypatch.setattr("eos.state.keeper.allow_open_files", allows)
     keeper = Keeper(app_of(), Settings({"eos.state.dir": str(tmp_path), "eos.state.engine": engine}))
-    keeper._fits = {"shop-count-changelog": changelog.Fit("shop-count-changelog", 10)}
+    keeper._fits = {"shop-count-changelog": changelog.ChangelogFit("shop-count-changelog", 10)}
     starts: Any = {("in", number): SimpleNamespace(offset=5, metadata="") for number in range(10)}
-    sentence = (
-        rf"state of 10 partitions needs about {needed} open files with eos.state.engine={engine}, and this .* open"
-    )
-    with pytest.raises(ConfigurationError, match=f"{sentence} {needed - 1}: raise its limit"):
+    sentence = rf"about {needed} open files with eos.state.engine={engine}, but the limit of this process is"
+    with pytest.raises(ConfigurationError, match=f"{sentence} {needed - 1}: raise the limit"):
         keeper.restore(starts, starts)
     assert asked == [2 * needed]
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ STAMPS = st.lists(st.tuples(INT32, INT32, INT64, INT32), max_size=30)
 
 
 @given(STAMPS, st.binary(max_size=40))
-def test_the_bulk_reader_finds_what_was_stamped_whatever_follows_it(sources, behind):
+def test_unstamp_many_finds_stamps_before_any_payload(sources, behind):
     lineage = unstamp_many([stamp(*source) + behind for source in sources])
     found = list(zip(lineage.topic, lineage.partition, lineage.offset, lineage.copy, strict=True))
     assert found == sources
@@ -23,44 +23,44 @@ def test_the_bulk_reader_finds_what_was_stamped_whatever_follows_it(sources, beh
 
 
 @given(st.tuples(INT32, INT32, INT64, INT32), st.binary(max_size=40))
-def test_one_stamp_and_its_payload_come_apart_again(source, behind):
+def test_stamp_and_payload_can_be_split(source, behind):
     value = stamp(*source) + behind
     assert unstamp(value) == source
     assert payload(value) == behind
 
 
-def test_a_stamp_is_twenty_bytes_little_endian():
+def test_stamp_is_twenty_bytes_little_endian():
     assert stamp(1, 2, 3, 4) == bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0])
     assert WIDTH_BYTES == 20
 
 
-def test_payloads_of_different_lengths_do_not_shift_the_next_stamp():
+def test_payload_lengths_do_not_shift_the_next_stamp():
     lineage = unstamp_many([stamp(0, 1, 2) + b"a", stamp(3, 4, 5) + b"b" * 99, stamp(6, 7, 8)])
     assert lineage.offset.tolist() == [2, 5, 8]
 
 
-def test_no_stamps_give_empty_arrays_of_the_right_types():
+def test_no_stamps_give_empty_arrays_of_right_types():
     lineage = unstamp_many([])
     assert len(lineage) == 0
     assert (lineage.topic.dtype, lineage.offset.dtype) == (np.int32, np.int64)
 
 
 @pytest.mark.parametrize(("odd", "said"), [(None, "no bytes"), (b"", "0 bytes"), (b"x" * 19, "19 bytes")])
-def test_a_value_that_cannot_hold_a_stamp_is_an_error_that_names_it(odd, said):
+def test_value_too_short_for_a_stamp_is_named(odd, said):
     with pytest.raises(ValueError, match=f"element 2 of 4 has {said}"):
         unstamp_many([stamp(0, 0, 0), stamp(0, 0, 1), odd, stamp(0, 0, 2)])
 
 
-def test_a_short_value_is_not_made_up_for_by_a_long_one():
+def test_long_value_does_not_hide_a_short_one():
     with pytest.raises(ValueError, match="element 0 of 2"):
         unstamp_many([b"x" * 10, stamp(0, 0, 1) + b"x" * 10])
 
 
-def test_a_single_value_too_short_is_an_error():
+def test_single_short_value_is_an_error():
     with pytest.raises(ValueError, match="cannot hold a stamp"):
         unstamp(b"short")
 
 
-def test_a_number_that_does_not_fit_is_refused_when_it_is_stamped():
+def test_number_too_large_for_a_stamp_is_refused():
     with pytest.raises(struct.error):
         stamp(2**31, 0, 0)

@@ -24,14 +24,14 @@ def written(log_format: str, level: str = "info") -> io.StringIO:
     return stream
 
 
-def test_a_human_line_has_time_level_event_and_fields() -> None:
+def test_human_line_has_time_level_event_and_fields() -> None:
     stream = written("human")
     log.info("committed", transactional_id="app-1", epoch=3)
     pattern = r"\d\d:\d\d:\d\d\.\d{3} info    committed transactional_id=app-1 epoch=3\n"
     assert re.fullmatch(pattern, stream.getvalue())
 
 
-def test_a_json_line_has_the_same_as_members_and_its_time_in_utc() -> None:
+def test_json_line_has_same_members_and_utc_time() -> None:
     stream = written("json")
     log.warning("fenced", transactional_id="app-1", producer_id=4007, epoch=3, state="Fenced")
     (line,) = stream.getvalue().splitlines()
@@ -48,7 +48,7 @@ def test_a_json_line_has_the_same_as_members_and_its_time_in_utc() -> None:
     }
 
 
-def test_a_json_event_is_one_line_whatever_its_fields_hold() -> None:
+def test_json_event_is_one_line_for_any_fields() -> None:
     stream = written("json")
     log.info("stopped", reason="two\nlines \u2028 and \x00", at=Path("/data"), error=ValueError("no"), nothing=None)
     (line,) = stream.getvalue().split("\n")[:-1]
@@ -70,7 +70,7 @@ def test_every_event_is_exactly_one_line(log_format: str) -> None:
     ("level", "shown"),
     [("debug", ["d", "i", "w"]), ("info", ["i", "w"]), ("warning", ["w"]), ("error", [])],
 )
-def test_the_level_decides_what_is_shown(level: str, shown: list[str]) -> None:
+def test_level_decides_what_is_shown(level: str, shown: list[str]) -> None:
     stream = written("json", level)
     log.debug("d")
     log.info("i")
@@ -78,13 +78,13 @@ def test_the_level_decides_what_is_shown(level: str, shown: list[str]) -> None:
     assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == shown
 
 
-def test_a_percent_sign_in_an_event_is_text() -> None:
+def test_percent_sign_in_event_is_text() -> None:
     stream = written("human")
     log.info("100 %s done")
     assert "100 %s done" in stream.getvalue()
 
 
-def test_librdkafkas_own_lines_show_only_on_debug() -> None:
+def test_librdkafka_lines_show_only_on_debug() -> None:
     stream = written("human", "info")
     log.client_logger.error("%3|FAIL|rdkafka")
     assert stream.getvalue() == ""
@@ -100,7 +100,7 @@ def test_configuring_twice_writes_each_line_once() -> None:
     assert len(second.getvalue().splitlines()) == 1
 
 
-def test_without_configuration_events_are_ordinary_records_of_the_logger_eos(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_without_configuration_are_records_of_logger_eos(caplog: pytest.LogCaptureFixture) -> None:
     log.logger.propagate = True
     with caplog.at_level(logging.INFO, logger="eos"):
         log.info("committed", epoch=3)
@@ -116,13 +116,13 @@ def test_without_configuration_events_are_ordinary_records_of_the_logger_eos(cap
         ("logging.basicConfig(level='INFO')", "INFO:eos:began\nWARNING:eos:lost 3 n=1\n"),
     ],
 )
-def test_a_program_that_says_nothing_of_logging_hears_warnings(configured: str, heard: str) -> None:
+def test_unconfigured_program_prints_warnings(configured: str, heard: str) -> None:
     program = f"import logging; from eos import log; {configured}; log.info('began'); log.warning('lost 3', n=1)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert (ran.stdout, ran.stderr) == ("", heard)
 
 
-def test_what_anybody_wrote_does_not_move_a_terminals_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_text_does_not_move_terminal_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure()
     log.warning("dead letter", error="\x1b[2J\x1b]0;owned\x07 \u202e")
     table = Table("message")
@@ -134,12 +134,12 @@ def test_what_anybody_wrote_does_not_move_a_terminals_cursor(capsys: pytest.Capt
     assert "\x1b" not in told.err + told.out
 
 
-def test_details_of_a_library_are_held_back_whatever_levels_say(caplog: pytest.LogCaptureFixture) -> None:
+def test_library_debug_lines_are_hidden_at_any_level(caplog: pytest.LogCaptureFixture) -> None:
     """As a user's module sets them: on the root logger, or on the library's own."""
     below = logging.getLogger("secretive.net.connection")
     for name in (None, "secretive", "secretive.net.connection"):
         caplog.set_level(logging.DEBUG, name)
-    log.hold_back("secretive")
+    log.hide_debug_lines("secretive")
     below.debug("the password")
     logging.getLogger("secretive.later").debug("the token")
     caplog.set_level(logging.DEBUG, "secretive")
@@ -149,7 +149,7 @@ def test_details_of_a_library_are_held_back_whatever_levels_say(caplog: pytest.L
     assert caplog.messages == ["connected", "another library"]
 
 
-def test_library_says_no_more_than_before_it_was_held_back(caplog: pytest.LogCaptureFixture) -> None:
-    log.hold_back("reticent")
+def test_hiding_debug_lines_never_lowers_a_level(caplog: pytest.LogCaptureFixture) -> None:
+    log.hide_debug_lines("reticent")
     logging.getLogger("reticent").info("connected")
     assert caplog.messages == []

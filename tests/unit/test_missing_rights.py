@@ -68,7 +68,7 @@ def admin_denying(denied: str = "") -> ClusterAdmin:
     return admin
 
 
-def test_of_several_transactional_ids_the_one_that_may_not_be_seen_is_named() -> None:
+def test_missing_right_names_the_transactional_id() -> None:
     admin = admin_denying("b")
     assert [row.transactional_id for row in admin.describe_all(["a", "c"])] == ["a", "c"]
     for ask in (lambda: admin.describe("b"), lambda: admin.describe_all(["a", "b", "c"])):
@@ -77,7 +77,7 @@ def test_of_several_transactional_ids_the_one_that_may_not_be_seen_is_named() ->
         assert str(raised.value) == said("transactional.id b", "DESCRIBE")
 
 
-def test_of_several_topics_the_one_whose_producers_may_not_be_seen_is_named() -> None:
+def test_missing_right_names_the_topic_of_producers() -> None:
     admin = admin_denying("u")
     assert admin.open_producers({("t", 0): 1, ("v", 0): 1}) == []
     with pytest.raises(NotAuthorised) as raised:
@@ -85,7 +85,7 @@ def test_of_several_topics_the_one_whose_producers_may_not_be_seen_is_named() ->
     assert str(raised.value) == said("topic u", "READ")
 
 
-def test_a_marker_that_may_not_be_written_and_a_group_that_may_not_be_seen_are_named() -> None:
+def test_missing_right_names_marker_and_group() -> None:
     with pytest.raises(NotAuthorised) as raised:
         admin_denying().write_abort_marker(OpenProducer(("t", 0), 7, 3, 100, 1_372_939_200_000, 0))
     assert str(raised.value) == said("the cluster", "CLUSTER_ACTION")
@@ -94,7 +94,7 @@ def test_a_marker_that_may_not_be_written_and_a_group_that_may_not_be_seen_are_n
     assert str(raised.value) == said("group g", "DESCRIBE")
 
 
-def test_an_id_that_may_not_be_fenced_is_named() -> None:
+def test_missing_right_names_id_that_may_not_be_fenced() -> None:
     def init_transactions(_: float) -> None:
         raise KafkaException(KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED))
 
@@ -107,7 +107,7 @@ def test_an_id_that_may_not_be_fenced_is_named() -> None:
 # ---- a worker -----------------------------------------------------------------------------------------------------
 
 
-def test_an_input_whose_offsets_may_not_be_committed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_right_names_topic_of_offset_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """READ on the input may be withdrawn between a fetch and the commit of what it brought."""
     transactional = TransactionalProducer(Settings({"group.id": "g"}), "t")
     transactional._client = SimpleNamespace(producer=SimpleNamespace(send_offsets_to_transaction=None))  # type: ignore[assignment]
@@ -125,7 +125,7 @@ def test_an_input_whose_offsets_may_not_be_committed_is_named(monkeypatch: pytes
     assert str(stopped).startswith(said("topic in", "READ"))
 
 
-def test_an_output_that_the_client_knows_to_be_forbidden_is_named() -> None:
+def test_missing_right_names_forbidden_output() -> None:
     """Its metadata may say so before a record is sent: then `produce` itself raises, and not the delivery."""
     transactional = TransactionalProducer(Settings(), "t")
 
@@ -154,7 +154,7 @@ def test_an_output_that_the_client_knows_to_be_forbidden_is_named() -> None:
     ],
 )
 @pytest.mark.parametrize("call", ["produce", "delivery"])
-def test_changelog_error_is_no_input_records(call: str, code: int, action: Action, sentence: str) -> None:
+def test_changelog_error_is_not_blamed_on_an_input_record(call: str, code: int, action: Action, sentence: str) -> None:
     """Only a value that is too large is. An error about an output stays what it was."""
     transactional = TransactionalProducer(Settings(), "t", changelogs={"log"})
     raised = KafkaException(KafkaError(code)) if call == "produce" else None
@@ -225,7 +225,7 @@ class Offsets:
 @pytest.mark.parametrize(
     "call", ["list_topics", "list_consumer_group_offsets", "list_offsets", "alter_consumer_group_offsets"]
 )
-def test_of_a_groups_topics_the_one_that_may_not_be_read_is_named(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_right_names_unreadable_topic_of_group(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reset, "connect", lambda *_: Offsets(call, "b"))
     monkeypatch.setattr(reset, "describe_topic", lambda *_: Topic(exists=None))
     admin = SimpleNamespace(metadata_by_partition=lambda _: {})

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from eos.kafka.admin.overdue import OverdueWatch, committers, pause_before, still_open
-from eos.kafka.admin.transactions import partition_of
-from eos.kafka.client.cluster import Listed
+from eos.kafka.admin.overdue import (
+    OverdueTransactionWatcher,
+    find_still_open,
+    seconds_until_check,
+    transactional_ids_in,
+)
+from eos.kafka.admin.transactions import log_partition_of
+from eos.kafka.client.cluster import ListedTransaction
 from eos.kafka.client.settings import Settings
 
 PARTITIONS = 50
@@ -17,15 +22,15 @@ def owner(name: str) -> str:
     return json.dumps({"instance": name, "host": "h", "since": 1}) + "\0"
 
 
-def listed(name: str, start_ms: int = 1_000, offsets_of: str = "", state: str = "Ongoing") -> Listed:
-    here = ("__consumer_offsets", partition_of(offsets_of, PARTITIONS)) if offsets_of else ("out", 0)
-    return Listed(name, 7, 0, state, 1, start_ms, 10_000, frozenset({here}))
+def listed(name: str, start_ms: int = 1_000, offsets_of: str = "", state: str = "Ongoing") -> ListedTransaction:
+    here = ("__consumer_offsets", log_partition_of(offsets_of, PARTITIONS)) if offsets_of else ("out", 0)
+    return ListedTransaction(name, 7, 0, state, 1, start_ms, 10_000, frozenset({here}))
 
 
 class Cluster:
     """These transactions, and these committers of the group's offsets; counts what is asked for."""
 
-    def __init__(self, transactions: list[Listed], wrote: list[str]) -> None:
+    def __init__(self, transactions: list[ListedTransaction], wrote: list[str]) -> None:
         self.known = {t.transactional_id: t for t in transactions}
         self.wrote = wrote
         self.described: list[str] = []
@@ -39,49 +44,55 @@ class Cluster:
     def ongoing(self, prefix: str) -> list[str]:
         return [name for name, t in self.known.items() if name.startswith(prefix) and t.state == "Ongoing"]
 
-    def describe_all(self, names: list[str]) -> list[Listed]:
+    def describe_all(self, names: list[str]) -> list[ListedTransaction]:
         self.described += names
         return [self.known[name] for name in names if name in self.known]
 
 
 def looked_after(cluster: Any, group: str = "orders", own: str = "orders-a") -> list[str]:
-    return [t.transactional_id for t in OverdueWatch(Settings(), group, own)._of_others(cluster)]
+    return [t.transactional_id for t in OverdueTransactionWatcher(Settings(), group, own)._of_others(cluster)]
 
 
-def test_another_apps_transactions_are_left_alone_whatever_its_name_begins_with() -> None:
+def test_watcher_ignores_other_apps_with_similar_names() -> None:
     eu = listed("orders-eu-b", offsets_of="orders-eu")
     cluster = Cluster([listed("orders-b"), eu, listed("payments-b")], wrote=["orders-a", "orders-b"])
     assert looked_after(cluster) == ["orders-b"]
     assert "payments-b" not in cluster.described, "of all that is open in the cluster only names are listed"
 
 
-def test_who_died_before_its_first_commit_is_known_by_its_offsets() -> None:
+def test_watcher_knows_member_without_commit_by_its_offsets() -> None:
     first = listed("orders-c", offsets_of="orders")
     assert looked_after(Cluster([first, listed("orders-d")], wrote=[])) == ["orders-c"]
 
 
-def test_an_own_transaction_is_never_ended_and_one_with_a_longer_name_is_another_ones() -> None:
+def test_watcher_never_aborts_own_or_longer_named_transaction() -> None:
     names = ["orders-a", "orders-a-alternate", "orders-a-2"]
     assert looked_after(Cluster([listed(name) for name in names], wrote=names)) == ["orders-a-2"]
 
 
-def test_a_loop_of_ones_own_is_known_by_what_it_committed() -> None:
+def test_watcher_knows_own_loops_by_their_commits() -> None:
     assert looked_after(Cluster([listed("x-1"), listed("x-2")], ["x-1", "x-2"]), "orders", own="x-1") == ["x-2"]
 
 
-def test_committers_are_told_from_what_others_wrote_and_an_earlier_versions_instance() -> None:
+def test_committed_metadata_names_transactional_ids() -> None:
     texts = [owner("g-a"), owner("b"), "", "no JSON", "[]", json.dumps({"instance": 7}), json.dumps({"other": "x"})]
-    assert {"g-a", "g-a-alternate", "b", "g-b", "g-b-alternate"} <= committers("g", texts)
-    assert committers("g", texts[2:]) == set()
+    assert {"g-a", "g-a-alternate", "b", "g-b", "g-b-alternate"} <= transactional_ids_in("g", texts)
+    assert transactional_ids_in("g", texts[2:]) == set()
 
 
-def test_a_member_that_lives_is_asked_for_once_more_only() -> None:
+def test_live_member_is_queried_only_once_more() -> None:
     """Its transactions end within moments: the next one that is open has another start."""
     seen = [listed("a"), listed("b"), listed("c")]
     now: Any = Cluster([listed("a"), listed("b", start_ms=2_000), listed("c", state="CompleteCommit")], [])
-    assert [t.transactional_id for t in still_open(now, seen)] == ["a"]
+    assert [t.transactional_id for t in find_still_open(now, seen)] == ["a"]
 
 
-def test_the_next_look_is_when_one_is_due_but_not_late_if_our_clock_is_wrong() -> None:
+def test_next_check_is_due_time_within_limits() -> None:
     opened = [listed("a", start_ms=100_000), listed("b", start_ms=103_000)]  # due at 110,000 and 113,000
-    assert [pause_before(opened, now) for now in (0, 106_000, 108_000, 109_900, 200_000)] == [5.0, 4.0, 2.0, 0.5, 0.5]
+    assert [seconds_until_check(opened, now) for now in (0, 106_000, 108_000, 109_900, 200_000)] == [
+        5.0,
+        4.0,
+        2.0,
+        0.5,
+        0.5,
+    ]

@@ -24,7 +24,7 @@ def shout(session: Iterable[eos.Transaction]) -> None:
 
 
 @pytest.mark.parametrize("size", [None, 1, 3])
-def test_a_loop_runs_to_the_end_of_its_records(size: int | None) -> None:
+def test_session_loop_runs_to_end_of_records(size: int | None) -> None:
     with eos.testing.Session(WORDS, size=size, group="shop") as session, session.stopping_on_signals():
         shout(session)
     assert session.ran.values("loud-words") == [b"TO", b"BE"]
@@ -42,7 +42,7 @@ def test_a_loop_runs_to_the_end_of_its_records(size: int | None) -> None:
     ]
 
 
-def test_what_was_not_committed_comes_again_and_is_not_told() -> None:
+def test_aborted_records_come_again_without_their_outputs() -> None:
     with eos.testing.Session([("in", str(n)) for n in range(6)], size=4) as session:
         seen: list[bytes | None] = []
         with pytest.raises(ZeroDivisionError):
@@ -69,7 +69,7 @@ def test_what_was_not_committed_comes_again_and_is_not_told() -> None:
     assert (session.transactions, session.aborts) == (1, 2)
 
 
-def test_a_loop_that_was_left_has_committed_nothing_of_the_transaction_it_was_in() -> None:
+def test_broken_loop_commits_nothing_of_open_transaction() -> None:
     with eos.testing.Session([("in", "a"), ("in", "b")], size=1) as session:
         for txn in session:
             for record in txn.records:
@@ -79,8 +79,8 @@ def test_a_loop_that_was_left_has_committed_nothing_of_the_transaction_it_was_in
     assert session.ran.values("out") == [b"a"]
 
 
-def test_what_a_test_gets_wrong_is_said() -> None:
-    with pytest.raises(ConfigurationError, match="size=0: a transaction has one record at least"):
+def test_wrong_test_setup_is_explained() -> None:
+    with pytest.raises(ConfigurationError, match="size=0: a transaction has at least one record"):
         eos.testing.Session([], size=0)
     with eos.testing.Session([("in", "a")]) as session, pytest.raises(IllegalState, match="or always aborts"):
         for txn in session:
@@ -89,10 +89,10 @@ def test_what_a_test_gets_wrong_is_said() -> None:
     with eos.testing.Session([Record("in", 0, 0)], destinations=["out"]) as session:
         with pytest.raises(TypeError):
             next(session).send("out", object())
-        with pytest.raises(ConfigurationError, match="sent to uot, which destinations= does not name"):
+        with pytest.raises(ConfigurationError, match="sent to uot, which is not in destinations="):
             next(session).send("uot", b"x")
         with pytest.raises(IllegalState, match="takes no record, or always aborts"):
             for _ in session:
                 pass
-        with pytest.raises(ConfigurationError, match="no output goes to 'uot', they go to out"):
+        with pytest.raises(ConfigurationError, match="no output goes to 'uot': outputs go to out"):
             session.ran.values("uot")

@@ -8,23 +8,23 @@ from typing import NamedTuple
 
 import pytest
 
-from eos.kafka.admin.ownership import AGREEMENT_INTERVAL_S, Identity, Owner, Reach, Situation, judge, settle
-from eos.kafka.client.cluster import Described
+from eos.kafka.admin.ownership import AGREEMENT_INTERVAL_S, Identity, Owner, Progress, Situation, judge, settle
+from eos.kafka.client.cluster import TransactionalIdState
 
 TIMEOUT_MS = 10_000
 E = 7
 PRODUCER = 4007
 # What we know at the first fenced call: a transaction with something acknowledged, older or younger than its timeout;
 # and no transaction, or one of which nothing was acknowledged.
-LATE = Situation(Identity(PRODUCER, E), Reach.ACKNOWLEDGED, age_ms=10_500, timeout_ms=TIMEOUT_MS)
-YOUNG = Situation(Identity(PRODUCER, E), Reach.ACKNOWLEDGED, age_ms=400, timeout_ms=TIMEOUT_MS)
-IDLE = Situation(Identity(PRODUCER, E), Reach.NOTHING, age_ms=60_000, timeout_ms=TIMEOUT_MS)
+LATE = Situation(Identity(PRODUCER, E), Progress.ACKNOWLEDGED, age_ms=10_500, timeout_ms=TIMEOUT_MS)
+YOUNG = Situation(Identity(PRODUCER, E), Progress.ACKNOWLEDGED, age_ms=400, timeout_ms=TIMEOUT_MS)
+IDLE = Situation(Identity(PRODUCER, E), Progress.NOTHING, age_ms=60_000, timeout_ms=TIMEOUT_MS)
 # Records were sent, and the broker that was to answer hangs.
-UNANSWERED = Situation(Identity(PRODUCER, E), Reach.SENT, age_ms=10_500, timeout_ms=TIMEOUT_MS)
-YOUNG_UNANSWERED = Situation(Identity(PRODUCER, E), Reach.SENT, age_ms=400, timeout_ms=TIMEOUT_MS)
+UNANSWERED = Situation(Identity(PRODUCER, E), Progress.SENT, age_ms=10_500, timeout_ms=TIMEOUT_MS)
+YOUNG_UNANSWERED = Situation(Identity(PRODUCER, E), Progress.SENT, age_ms=400, timeout_ms=TIMEOUT_MS)
 
 # The first copy of its init was cut, the client sent it again.
-TWICE = Situation(Identity(PRODUCER, E), Reach.SENT, age_ms=10_500, timeout_ms=TIMEOUT_MS, inits=2)
+TWICE = Situation(Identity(PRODUCER, E), Progress.SENT, age_ms=10_500, timeout_ms=TIMEOUT_MS, inits=2)
 
 
 class Row(NamedTuple):
@@ -58,14 +58,18 @@ ROWS = [
     Row("a second one initialised while mine was idle, commits", IDLE, 1, "PrepareCommit", Owner.NEWER),
     Row("the same, seen with a late transaction of mine", LATE, 1, "Empty", Owner.NEWER),
     Row(
-        "a second one aborted something while mine was idle: the group is asked", IDLE, 1, "CompleteAbort", Owner.GHOST
+        "a second one aborted something while mine was idle: the group is asked",
+        IDLE,
+        1,
+        "CompleteAbort",
+        Owner.UNKNOWN_TIMEOUT,
     ),
     Row("a second one timed out while mine was idle", IDLE, 2, "CompleteAbort", Owner.NEWER),
     Row("mine timed out, then a second one initialised", LATE, 2, "Empty", Owner.NEWER),
     Row("mine timed out, then a second one works", LATE, 2, "Ongoing", Owner.NEWER),
     Row("mine timed out, then a second one aborted", LATE, 2, "CompleteAbort", Owner.NEWER),
     Row("mine timed out, then a second one timed out", LATE, 3, "CompleteAbort", Owner.NEWER),
-    Row("own ghost timed out while I was idle", IDLE, 1, "CompleteAbort", Owner.GHOST),
+    Row("own ghost timed out while I was idle", IDLE, 1, "CompleteAbort", Owner.UNKNOWN_TIMEOUT),
     Row(
         "own timeout of a transaction whose requests were not answered",
         UNANSWERED,
@@ -73,7 +77,13 @@ ROWS = [
         "CompleteAbort",
         Owner.OWN_TIMEOUT,
     ),
-    Row("the same, younger than its timeout: the group is asked", YOUNG_UNANSWERED, 1, "CompleteAbort", Owner.GHOST),
+    Row(
+        "the same, younger than its timeout: the group is asked",
+        YOUNG_UNANSWERED,
+        1,
+        "CompleteAbort",
+        Owner.UNKNOWN_TIMEOUT,
+    ),
     Row("a late copy of my own init: the group is asked", TWICE, 1, "Empty", Owner.LATE_INIT),
     Row("more than copies of my own init", TWICE, 2, "Empty", Owner.NEWER),
     Row("a second one initialised and commits, whatever became of my init", TWICE, 1, "CompleteCommit", Owner.NEWER),
@@ -83,8 +93,8 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.what}: E+{row.bumps} {row.state} {row.owner.name}")
-def test_a_measured_answer_means(row: Row) -> None:
-    assert judge(row.mine, Described(row.state, PRODUCER, E + row.bumps)) is row.owner
+def test_measured_answer_maps_to_owner(row: Row) -> None:
+    assert judge(row.mine, TransactionalIdState(row.state, PRODUCER, E + row.bumps)) is row.owner
 
 
 STATES = [  # Kafka's TransactionState
@@ -100,14 +110,14 @@ STATES = [  # Kafka's TransactionState
 
 
 @pytest.mark.parametrize("age_ms", [0, TIMEOUT_MS - 1, TIMEOUT_MS, 10 * TIMEOUT_MS])
-@pytest.mark.parametrize("reach", Reach)
-def test_it_was_my_own_timeout_only_if_every_condition_holds(reach: Reach, age_ms: float) -> None:
+@pytest.mark.parametrize("reach", Progress)
+def test_own_timeout_needs_every_condition(reach: Progress, age_ms: float) -> None:
     situation = Situation(Identity(PRODUCER, E), reach, age_ms, TIMEOUT_MS)
     examined = 0
     for producer, epoch, state in itertools.product((PRODUCER, 9), range(E - 1, E + 5), STATES):
-        all_hold = reach is not Reach.NOTHING and age_ms >= TIMEOUT_MS
+        all_hold = reach is not Progress.NOTHING and age_ms >= TIMEOUT_MS
         all_hold = all_hold and (producer, epoch, state) == (PRODUCER, E + 1, "CompleteAbort")
-        answer = judge(situation, Described(state, producer, epoch))
+        answer = judge(situation, TransactionalIdState(state, producer, epoch))
         assert (answer is Owner.OWN_TIMEOUT) == all_hold
         examined += 1
     assert examined == 96
@@ -115,13 +125,13 @@ def test_it_was_my_own_timeout_only_if_every_condition_holds(reach: Reach, age_m
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("situation", [LATE, YOUNG, IDLE], ids=["late", "young", "idle"])
-def test_another_producer_id_is_a_newer_instance_whatever_its_epoch(situation: Situation, state: str) -> None:
+def test_other_producer_id_is_newer_at_any_epoch(situation: Situation, state: str) -> None:
     for epoch in (0, E, E + 1, E + 2):
-        assert judge(situation, Described(state, PRODUCER + 1, epoch)) is Owner.NEWER
+        assert judge(situation, TransactionalIdState(state, PRODUCER + 1, epoch)) is Owner.NEWER
 
 
-def test_an_expired_transactional_id_belongs_to_nobody() -> None:
-    assert judge(LATE, None) is Owner.NOBODY
+def test_expired_transactional_id_has_no_owner() -> None:
+    assert judge(LATE, None) is Owner.EXPIRED
 
 
 # ---- asking ------------------------------------------------------------------------------------------------
@@ -130,7 +140,9 @@ def test_an_expired_transactional_id_belongs_to_nobody() -> None:
 class Coordinator:
     """Answers by a fake clock: `script` maps a moment (seconds) to the answer from then on."""
 
-    def __init__(self, script: dict[float, Described | None], answer_takes_s: Callable[[int], float] = lambda n: 0.01):
+    def __init__(
+        self, script: dict[float, TransactionalIdState | None], answer_takes_s: Callable[[int], float] = lambda n: 0.01
+    ):
         self.now = 100.0
         self._began = self.now
         self._script = script
@@ -143,25 +155,25 @@ class Coordinator:
     def pause(self, seconds: float) -> None:
         self.now += seconds
 
-    def describe(self) -> Described | None:
+    def describe(self) -> TransactionalIdState | None:
         since = self.now - self._began
         self.asked_at.append(since)
         answer = [answer for moment, answer in sorted(self._script.items()) if moment <= since][-1]
         self.now += self._takes(len(self.asked_at))  # on its way back
         return answer
 
-    def settle(self, situation: Situation, patience_s: float = 10.0) -> tuple[Owner, Described | None]:
+    def settle(self, situation: Situation, patience_s: float = 10.0) -> tuple[Owner, TransactionalIdState | None]:
         return settle(situation, self.describe, patience_s, self.pause, self.clock)
 
 
-TIMED_OUT = Described("CompleteAbort", PRODUCER, E + 1)
-BUSY = Described("PrepareAbort", PRODUCER, E + 1)
-FENCING = Described("PrepareEpochFence", PRODUCER, E + 1)
-SUCCESSOR = Described("Empty", PRODUCER, E + 2)
+TIMED_OUT = TransactionalIdState("CompleteAbort", PRODUCER, E + 1)
+BUSY = TransactionalIdState("PrepareAbort", PRODUCER, E + 1)
+FENCING = TransactionalIdState("PrepareEpochFence", PRODUCER, E + 1)
+SUCCESSOR = TransactionalIdState("Empty", PRODUCER, E + 2)
 
 
-@pytest.mark.parametrize(("situation", "owner"), [(LATE, Owner.OWN_TIMEOUT), (IDLE, Owner.GHOST)])
-def test_two_answers_a_second_and_a_half_apart_must_agree(situation: Situation, owner: Owner) -> None:
+@pytest.mark.parametrize(("situation", "owner"), [(LATE, Owner.OWN_TIMEOUT), (IDLE, Owner.UNKNOWN_TIMEOUT)])
+def test_settle_needs_two_answers_one_and_a_half_seconds_apart(situation: Situation, owner: Owner) -> None:
     coordinator = Coordinator({0: TIMED_OUT})
     assert coordinator.settle(situation) == (owner, TIMED_OUT)
     assert coordinator.asked_at[-1] - coordinator.asked_at[0] >= AGREEMENT_INTERVAL_S == 1.5
@@ -183,8 +195,8 @@ def test_two_answers_a_second_and_a_half_apart_must_agree(situation: Situation, 
         pytest.param({0: BUSY, 300.0: SUCCESSOR}, Owner.NEWER, 300, id="busy for minutes with a successor's abort"),
     ],
 )
-def test_answers_that_change_are_asked_for_until_two_agree_that_are_a_second_and_a_half_apart(
-    script: dict[float, Described | None], owner: Owner, asked_until_s: float
+def test_settle_asks_until_two_answers_agree(
+    script: dict[float, TransactionalIdState | None], owner: Owner, asked_until_s: float
 ) -> None:
     """Counted from the first that was not busy: what a transaction ended as may take minutes, with leaders away."""
     coordinator = Coordinator(script)
@@ -192,7 +204,7 @@ def test_answers_that_change_are_asked_for_until_two_agree_that_are_a_second_and
     assert coordinator.asked_at[-1] >= asked_until_s
 
 
-def test_a_slow_second_answer_is_not_a_late_one() -> None:
+def test_settle_accepts_slow_second_answer() -> None:
     """It was given when it was asked for, not when it arrived: a successor may have come since."""
     coordinator = Coordinator({0: TIMED_OUT, 1.0: SUCCESSOR}, answer_takes_s=lambda n: 3.0 if n == 2 else 0.01)
     assert coordinator.settle(LATE) == (Owner.NEWER, SUCCESSOR)
@@ -202,26 +214,26 @@ def test_a_slow_second_answer_is_not_a_late_one() -> None:
     ("answer", "owner"),
     [
         (SUCCESSOR, Owner.NEWER),
-        (Described("Ongoing", PRODUCER + 1, 0), Owner.NEWER),
-        (Described("CompleteCommit", PRODUCER, E), Owner.MINE),
-        (None, Owner.NOBODY),
+        (TransactionalIdState("Ongoing", PRODUCER + 1, 0), Owner.NEWER),
+        (TransactionalIdState("CompleteCommit", PRODUCER, E), Owner.MINE),
+        (None, Owner.EXPIRED),
     ],
     ids=["a newer epoch", "a newer producer id", "still ours", "expired"],
 )
-def test_an_answer_that_leaves_no_doubt_is_taken_at_once(answer: Described | None, owner: Owner) -> None:
+def test_settle_returns_at_once_on_certain_answer(answer: TransactionalIdState | None, owner: Owner) -> None:
     coordinator = Coordinator({0: answer})
     assert coordinator.settle(LATE) == (owner, answer)
     assert coordinator.asked_at == [0.0]
 
 
-def test_a_young_transaction_that_was_aborted_is_given_a_newer_instance_the_time_of_an_init_to_show_itself() -> None:
+def test_early_abort_waits_for_a_possible_newer_init() -> None:
     coordinator = Coordinator({0: TIMED_OUT})
     assert coordinator.settle(YOUNG) == (Owner.ABORTED_EARLY, TIMED_OUT)
     assert coordinator.asked_at[-1] >= AGREEMENT_INTERVAL_S
     assert Coordinator({0: TIMED_OUT, 1.0: SUCCESSOR}).settle(YOUNG) == (Owner.NEWER, SUCCESSOR)
 
 
-def test_a_coordinator_that_flips_for_ever_is_somebody_elses() -> None:
+def test_flipping_coordinator_means_newer_instance() -> None:
     flips = {moment: BUSY if int(moment) % 2 else TIMED_OUT for moment in range(40)}
     coordinator = Coordinator({float(moment): answer for moment, answer in flips.items()})
     owner, answer = coordinator.settle(LATE)
@@ -230,32 +242,32 @@ def test_a_coordinator_that_flips_for_ever_is_somebody_elses() -> None:
 
 
 @pytest.mark.parametrize("patience_s", [1.0, 10.0])
-def test_a_coordinator_busy_beyond_patience_is_somebody_elses(patience_s: float) -> None:
-    coordinator = Coordinator({0: Described("Ongoing", PRODUCER, E + 1)})
+def test_busy_coordinator_means_newer_instance(patience_s: float) -> None:
+    coordinator = Coordinator({0: TransactionalIdState("Ongoing", PRODUCER, E + 1)})
     owner, answer = coordinator.settle(IDLE, patience_s)
-    assert (owner, answer) == (Owner.NEWER, Described("Ongoing", PRODUCER, E + 1))
+    assert (owner, answer) == (Owner.NEWER, TransactionalIdState("Ongoing", PRODUCER, E + 1))
     assert patience_s <= coordinator.asked_at[-1] < patience_s + 0.5
 
 
-BEHIND = Described("Empty", PRODUCER, E - 1)
-MINE = Described("Empty", PRODUCER, E)
+BEHIND = TransactionalIdState("Empty", PRODUCER, E - 1)
+MINE = TransactionalIdState("Empty", PRODUCER, E)
 
 
 @pytest.mark.parametrize(("then", "owner"), [(MINE, Owner.MINE), (SUCCESSOR, Owner.NEWER)])
-def test_a_coordinator_of_the_past_is_asked_until_the_present_one_answers(then: Described, owner: Owner) -> None:
+def test_outdated_coordinator_is_asked_until_the_current_one_answers(then: TransactionalIdState, owner: Owner) -> None:
     """Found by the failure matrix, transaction coordinator cut off: a worker took an epoch before its own for a newer
     instance's."""
     assert Coordinator({0: BEHIND, 4.0: then}).settle(YOUNG) == (owner, then)
 
 
-def test_a_transactional_id_that_stays_behind_our_epoch_is_nobody_elses() -> None:
+def test_id_with_older_epoch_for_long_is_ours() -> None:
     coordinator = Coordinator({0: BEHIND})
     assert coordinator.settle(YOUNG) == (Owner.MINE, BEHIND)
     assert 10.0 <= coordinator.asked_at[-1] < 10.5
 
 
-def test_a_coordinator_that_cannot_be_asked_is_the_callers_to_wait_for() -> None:
-    def unreachable() -> Described | None:
+def test_coordinator_error_is_raised_to_the_caller() -> None:
+    def unreachable() -> TransactionalIdState | None:
         raise ConnectionError("down")
 
     with pytest.raises(ConnectionError, match="down"):

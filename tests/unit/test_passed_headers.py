@@ -58,23 +58,23 @@ async def several_later(record: Record) -> AsyncIterator[object]:
 
 
 @pytest.mark.parametrize("function", [raw, typed, out, several, later, several_later])
-def test_every_output_of_a_record_gets_its_trace(function: Callable[[Any], Any]) -> None:
+def test_every_output_gets_its_records_trace(function: Callable[[Any], Any]) -> None:
     ran = eos.testing.run(app_of(function), records(HEADERS, (), [("other", b"x")]))
     each = len(ran.sent) // 3
     assert [sent.headers for sent in ran.sent] == [TRACE] * each + [[]] * each * 2
 
 
-def test_an_encoder_of_the_user_s_own_changes_nothing_about_it() -> None:
+def test_passed_headers_work_with_own_encoder() -> None:
     ran = eos.testing.run(app_of(typed, encode=lambda value: b"x"), records(HEADERS))
     assert [sent.headers for sent in ran.sent] == [TRACE]
 
 
-def test_a_header_that_an_out_has_itself_is_not_passed() -> None:
+def test_own_header_of_an_out_replaces_the_passed_one() -> None:
     ran = eos.testing.run(app_of(lambda record: Out("v", headers={"traceparent": "mine", "h": "1"})), records(HEADERS))
     assert ran.sent[0].headers == [("tracestate", b"v=1"), ("traceparent", b"mine"), ("h", b"1")]
 
 
-def test_a_batch_function_s_outputs_have_no_single_input_and_pass_what_they_say() -> None:
+def test_batch_outputs_get_no_passed_headers() -> None:
     app = App("app")
     app.process_batch("in", to="out")(
         lambda records: [records[0].out("a"), records[0].out("b", headers=records[0].headers)]
@@ -83,7 +83,7 @@ def test_a_batch_function_s_outputs_have_no_single_input_and_pass_what_they_say(
     assert [sent.headers for sent in ran.sent] == [[], HEADERS]
 
 
-def test_a_dead_letter_has_all_headers_once() -> None:
+def test_dead_letter_has_all_headers_once() -> None:
     def fails(record: Record) -> None:
         raise ValueError
 
@@ -104,11 +104,11 @@ def test_with_lineage_both_are_there() -> None:
     ("setting", "names"),
     [(None, {"traceparent", "tracestate"}), ("", set()), (" a, b,, ", {"a", "b"}), ("traceparent", {"traceparent"})],
 )
-def test_the_setting_is_a_list_of_names(setting: str | None, names: set[str]) -> None:
+def test_passed_headers_setting_is_a_list_of_names(setting: str | None, names: set[str]) -> None:
     assert Settings({} if setting is None else {"eos.headers.pass": setting}).passed_headers == names
 
 
-def test_by_default_a_trace_is_passed_and_nothing_else() -> None:
+def test_only_traces_are_passed_by_default() -> None:
     assert OPTIONS["eos.headers.pass"].default == "traceparent,tracestate"
 
 
@@ -118,6 +118,6 @@ def test_without_names_nothing_is_passed() -> None:
     assert kept.sends[0][5] is None
 
 
-def test_a_route_keeps_it_when_spark_ships_it() -> None:
-    route = app_of(raw).routes["in"].bound(["traceparent"])
+def test_pickled_route_keeps_passed_headers() -> None:
+    route = app_of(raw).routes["in"].bind(["traceparent"])
     assert pickle.loads(pickle.dumps(route)).outputs(records(HEADERS)[0])[0][5] == [("traceparent", b"00-1")]

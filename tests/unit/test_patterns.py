@@ -16,7 +16,7 @@ import eos
 import eos.testing
 from eos import App, Out, Record, TransactSession
 from eos.errors import CallFailed, ConfigurationError, InputGone, NotAuthorised, Unavailable
-from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.admin.topic_ids import TopicIdWatcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.session.consumer.assignment import Assignment
@@ -63,7 +63,7 @@ def test_a_source_that_begins_with_a_caret_is_a_pattern_beside_names() -> None:
     assert app.topics == ["delays"], "no topic matches before somebody looked"
     assert [pattern.pattern for pattern in app.patterns] == ["^flights-.*", "^b[0-9]"]
     assert [route.name for route in app.functions] == ["single", "batch"]
-    assert app.take_in(["flights-2", "b1", "delays", "xflights-3", "flights-1", "b12"]) == [
+    assert app.add_topics(["flights-2", "b1", "delays", "xflights-3", "flights-1", "b12"]) == [
         "b1",
         "flights-1",
         "flights-2",
@@ -71,13 +71,13 @@ def test_a_source_that_begins_with_a_caret_is_a_pattern_beside_names() -> None:
     assert app.topics == ["delays", "b1", "flights-1", "flights-2"]
     assert app.routes["flights-1"] is app.routes["delays"]
     assert app.routes["b1"].batch
-    assert app.take_in(["flights-1", "b1"]) == [], "nothing is new twice"
+    assert app.add_topics(["flights-1", "b1"]) == [], "nothing is new twice"
     assert repr(app) == "App('app', [<Route single: ^flights-.*, delays -> out>, <Route batch: ^b[0-9] -> out>])"
 
 
 def test_a_pattern_must_match_the_whole_name() -> None:
     app = app_of(("^a|bc", "out"))
-    assert app.take_in(["a", "ab", "bc", "bcd", "abc"]) == ["a", "bc"]
+    assert app.add_topics(["a", "ab", "bc", "bcd", "abc"]) == ["a", "bc"]
 
 
 @pytest.mark.parametrize("pattern", ["^(", "^a{99999999999}", "^*", "^[a"])
@@ -99,21 +99,24 @@ def test_an_app_of_patterns_alone_has_something_to_run() -> None:
 def test_an_explicit_name_wins_over_a_pattern_in_whatever_order_they_are_defined() -> None:
     for definitions in ((("^in-.*", "out"), ("in-1", "out")), (("in-1", "out"), ("^in-.*", "out"))):
         app = app_of(*definitions)
-        assert app.take_in(["in-1", "in-2"]) == ["in-2"]
+        assert app.add_topics(["in-1", "in-2"]) == ["in-2"]
         assert app.routes["in-1"] is not app.routes["in-2"]
         assert app.routes["in-1"].sources == ("in-1",)
 
 
 def test_a_topic_that_patterns_of_two_functions_match_is_refused_with_both_and_nothing_is_taken() -> None:
     app = app_of(("^in-.*", "out"), ("^.*-b", "out"))
-    assert app.take_in(["in-a", "x-b"]) == ["in-a", "x-b"]
-    with pytest.raises(ConfigurationError, match="'in-b' matches the patterns of two functions, copied and other: one"):
-        app.take_in(["in-c", "in-b"])
+    assert app.add_topics(["in-a", "x-b"]) == ["in-a", "x-b"]
+    with pytest.raises(
+        ConfigurationError,
+        match="'in-b' matches the patterns of two functions, copied and other: a topic has one function",
+    ):
+        app.add_topics(["in-c", "in-b"])
     assert app.topics == ["in-a", "x-b"]
 
 
 def test_two_patterns_of_one_function_may_match_one_topic() -> None:
-    assert app_of((["^in-.*", "^.*-b"], "out")).take_in(["in-b"]) == ["in-b"]
+    assert app_of((["^in-.*", "^.*-b"], "out")).add_topics(["in-b"]) == ["in-b"]
 
 
 def test_one_pattern_of_two_functions_is_refused_at_the_definition() -> None:
@@ -124,12 +127,14 @@ def test_one_pattern_of_two_functions_is_refused_at_the_definition() -> None:
 def test_kafka_s_own_topics_and_dead_letters_are_never_taken() -> None:
     app = App("app")
     app.process("^.*", on_error=eos.dlq)(lambda record: None)
-    assert app.take_in(["__consumer_offsets", "__own", "in", "in.dlq", "others.dlq", "_in"]) == ["_in", "in"]
+    assert app.add_topics(["__consumer_offsets", "__own", "in", "in.dlq", "others.dlq", "_in"]) == ["_in", "in"]
     assert app.destinations == {"in.dlq", "_in.dlq"}
 
 
 def test_a_pattern_that_matches_a_destination_is_refused_in_whatever_order_they_are_defined() -> None:
-    sentence = r"the pattern '\^a-\.\*' matches 'a-out', a destination of the App 'app': its records could come back"
+    sentence = (
+        r"the pattern '\^a-\.\*' matches 'a-out', a destination of the App 'app': its records could return forever"
+    )
     for definitions in (
         [("^a-.*", "a-out")],
         [("^a-.*", "out"), ("in", ["x", "a-out"])],
@@ -146,20 +151,20 @@ def test_a_pattern_that_matches_a_destination_is_refused_in_whatever_order_they_
 def test_a_pattern_that_matches_dead_letters_of_the_app_is_none_of_them() -> None:
     app = app_of(("^in.*", "out"), on_error=eos.dlq)
     app.process("in-1", to="in-2.dlq", on_error=eos.dlq)(other)
-    assert app.take_in(["in-1.dlq", "in-2.dlq", "in-1", "in-2"]) == ["in-2"]
+    assert app.add_topics(["in-1.dlq", "in-2.dlq", "in-1", "in-2"]) == ["in-2"]
 
 
 def test_what_a_copy_takes_in_the_app_itself_does_not() -> None:
     app = app_of(("^in-.*", "out"))
-    assert copy.copy(app).take_in(["in-1"]) == ["in-1"]
+    assert copy.copy(app).add_topics(["in-1"]) == ["in-1"]
     assert app.topics == []
     worker = Worker(app, Settings({"bootstrap.servers": "127.0.0.1:9"}))
-    worker.app.take_in(["in-1"])
+    worker.app.add_topics(["in-1"])
     assert (app.topics, worker.app.topics) == ([], ["in-1"])
 
 
 pickled = app_of((["^in-.*", "in"], "out"))
-pickled.take_in(["in-1"])
+pickled.add_topics(["in-1"])
 
 
 def test_an_app_with_patterns_survives_pickling_with_what_it_took_in() -> None:
@@ -167,7 +172,7 @@ def test_an_app_with_patterns_survives_pickling_with_what_it_took_in() -> None:
     assert again.topics == ["in", "in-1"]
     assert again.routes["in"] is again.routes["in-1"] is next(iter(again.patterns.values()))
     assert again.routes["in"].sources == ("^in-.*", "in")
-    assert again.take_in(["in-1", "in-2"]) == ["in-2"]
+    assert again.add_topics(["in-1", "in-2"]) == ["in-2"]
 
 
 # ---- what is looked for ----------------------------------------------------------------------------------------------
@@ -198,7 +203,7 @@ class Brokers:
     def topics(self) -> set[str]:
         return set(self.there)
 
-    def known_everywhere(self, topics: Iterable[str]) -> set[str]:
+    def known_to_all_brokers(self, topics: Iterable[str]) -> set[str]:
         return set(topics) - self.late
 
 
@@ -250,7 +255,7 @@ def test_missing_dead_letters_are_created_where_a_setting_says_so(
     made: list[Mapping[str, int]] = []
     known = SimpleNamespace(topics={"in-1": SimpleNamespace(partitions={0: None, 1: None})}, brokers={0: None})
     monkeypatch.setattr(new_topics, "connect", lambda *_: None)
-    monkeypatch.setattr(new_topics, "metadata", lambda *_: known)
+    monkeypatch.setattr(new_topics, "cluster_metadata", lambda *_: known)
 
     def create(settings: Settings, wanted: Mapping[str, int], count: int, world: World) -> None:
         made.append(wanted)
@@ -291,12 +296,12 @@ def test_nobody_looks_where_the_client_was_told_not_to_look_for_partitions_eithe
 def test_a_topic_that_was_taken_in_is_looked_at_whether_it_is_made_anew() -> None:
     ids = {"in": "1", "new": "1"}
     admin: Any = SimpleNamespace(topic_ids=lambda topics: {topic: ids[topic] for topic in topics})
-    watch = TopicIds(Settings({}), ["in"], lambda gone: None)
-    assert watch._look(admin) is None
+    watch = TopicIdWatcher(Settings({}), ["in"], lambda gone: None)
+    assert watch._check(admin) is None
     watch.watch(["in", "new"])
-    assert watch._look(admin) is None
+    assert watch._check(admin) is None
     ids["new"] = "2"
-    assert "topic new was deleted and recreated" in str(watch._look(admin))
+    assert "topic new was deleted and recreated" in str(watch._check(admin))
 
 
 def test_missing_changelog_is_gone_after_a_moment() -> None:
@@ -308,19 +313,19 @@ def test_missing_changelog_is_gone_after_a_moment() -> None:
         sleep=lambda seconds: vars(clock).update(now=clock.now + seconds),
         admin=lambda settings, timeout_ms: contextlib.nullcontext(admin),
     )
-    watch = TopicIds(Settings({}), ["in"], lambda gone: None, world, changelogs=["log"])
-    watch.note(admin)
+    watch = TopicIdWatcher(Settings({}), ["in"], lambda gone: None, world, changelogs=["log"])
+    watch.learn_changelog_ids(admin)
     ids = {}
     unknown = set()
-    watch.look_now()
+    watch.check_now()
     unknown = {"log"}
-    assert watch._look(admin) is None
+    assert watch._check(admin) is None
     with pytest.raises(InputGone, match=r"the changelog log was deleted while this worker ran: .*--accept-changelog"):
-        watch.look_now()
+        watch.check_now()
     assert 4 < clock.now < 6
     ids = {"log": "2"}
     with pytest.raises(InputGone, match="the changelog log was deleted and recreated"):
-        watch.look_now()
+        watch.check_now()
 
 
 # ---- the session -----------------------------------------------------------------------------------------------------
@@ -420,9 +425,9 @@ def test_spark_refuses_a_pattern_in_a_sentence() -> None:
 
 def test_dead_letters_of_a_topic_that_a_pattern_takes_are_no_source_of_the_app() -> None:
     app = app_of(("^in-.*", "out"), ("in-1.dlq", "out"), on_error=eos.dlq)
-    assert app.matched(["in-2"]).keys() == {"in-2"}
+    assert app.match_topics(["in-2"]).keys() == {"in-2"}
     with pytest.raises(ConfigurationError, match=r"'in-1\.dlq' is a source of the App 'app', and would get the dead"):
-        app.take_in(["in-1", "in-2"])
+        app.add_topics(["in-1", "in-2"])
     assert "in-2" not in app.routes
 
 
@@ -431,7 +436,7 @@ def test_a_topic_without_leaders_is_told_once_and_looked_at_no_more_often_than_o
 ) -> None:
     monkeypatch.setattr(logging.getLogger("eos"), "propagate", True)
     looking = NewTopics(Settings(SETTINGS), app_of(("^in-.*", "out")))
-    admin: Any = SimpleNamespace(topics=lambda: {"in-1"}, known_everywhere=lambda topics: set())
+    admin: Any = SimpleNamespace(topics=lambda: {"in-1"}, known_to_all_brokers=lambda topics: set())
     pauses = [looking._look(admin) for _ in range(30)]
     assert set(pauses[:19]) == {new_topics._SOON_S}
     assert set(pauses[19:]) == {new_topics._REFRESH_MS / 1000}

@@ -24,12 +24,12 @@ import eos.testing
 from eos import App, Out, Record, dlq, retry, skip, stop
 from eos.app.lineage import Ledger
 from eos.app.policies import Policy, policy_of
-from eos.encoding.dead_letters import MESSAGE_BYTES, dead_letter
+from eos.encoding.dead_letters import MAX_MESSAGE_BYTES, make_dead_letter
 from eos.encoding.lineage import HEADER, decode
 from eos.encoding.serde import DecodeError
 from eos.engine.handling import DeadLetterRefused, Halt, Handler, RecordRefused
 from eos.errors import Action, CallFailed, ConfigurationError, PoisonRecord, Temporary
-from eos.records import Fed, Feed, Send, UnreadableHeaders, readable
+from eos.records import Feed, FeedResult, Send, UnreadableHeaders, readable_headers
 
 
 class Order(msgspec.Struct):
@@ -47,13 +47,13 @@ class Txn:
         self._refuses = set(refuses)
         self.fed: list[int] = []
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         if self.failure is not None:
-            return Fed(0, len(records), None)  # as a session: what comes now leads nowhere
+            return FeedResult(0, len(records), None)  # as a session: what comes now leads nowhere
         self.fed.append(len(records))
         fed = feed(records, self)
         self.failure = fed.failure
-        return fed if self.failure is None else Fed(fed.sent, len(records), None)
+        return fed if self.failure is None else FeedResult(fed.sent, len(records), None)
 
     def count(self, *, skipped: int = 0, dead_letters: int = 0) -> None:
         self.skipped += skipped
@@ -157,9 +157,9 @@ def test_dead_letter_topics_are_destinations_and_must_be_names_of_topics() -> No
     app.process(["a", "b"], to="out", on_error=retry(1, then=dlq))(upper)
     app.process("c", to="out", on_error=skip)(upper)
     assert app.destinations == {"out", "a.dlq", "b.dlq"}
-    with pytest.raises(ConfigurationError, match="the topic of dead letters"):
+    with pytest.raises(ConfigurationError, match="the dead-letter topic"):
         app.process("x" * 246, to="out", on_error=dlq)(upper)
-    with pytest.raises(ConfigurationError, match=r"a -> a\.dlq -> a: a circle"):
+    with pytest.raises(ConfigurationError, match=r"a -> a\.dlq -> a: in this cycle"):
         app.process("a.dlq", to="a")(upper)
 
 
@@ -182,18 +182,18 @@ def test_what_is_logged_of_a_failing_record_is_cut_as_in_its_dead_letter(caplog:
         raise ValueError(value.decode())
 
     huge = b"x" * 1_000_000
-    cut = "x" * MESSAGE_BYTES + "..."
+    cut = "x" * MAX_MESSAGE_BYTES + "..."
     for policy in (skip, dlq, retry(1)):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "eos"):
             Handler(app_of(quotes, policy)).handle(Txn(), records(huge))
         (line,) = caplog.messages
         assert f"error=ValueError: {cut}" in line
-        assert len(line) < 2 * MESSAGE_BYTES
+        assert len(line) < 2 * MAX_MESSAGE_BYTES
     for app in (app_of(quotes), batch_app(stop)):
         halt = Handler(app).handle(Txn(), records(b"bad" + huge, b"b"))
         assert halt is not None
-        assert len(str(halt.error)) < 2 * MESSAGE_BYTES
+        assert len(str(halt.error)) < 2 * MAX_MESSAGE_BYTES
 
 
 def test_dlq_sends_the_record_as_it_came_with_where_and_why_in_its_place() -> None:
@@ -218,14 +218,14 @@ def test_dlq_sends_the_record_as_it_came_with_where_and_why_in_its_place() -> No
 
 def test_a_dead_letter_names_foreign_classes_with_their_module_and_cuts_long_messages() -> None:
     record = Record("in", 0, 1, value=None, headers=[(HEADER, b"of an earlier step"), ("h", None)])
-    send = dead_letter(record, DecodeError("ü" * MESSAGE_BYTES))
+    send = make_dead_letter(record, DecodeError("ü" * MAX_MESSAGE_BYTES))
     headers = dict(send[5] or [])
     assert send[1] is None
     assert headers["eos-dlq-exception"] == b"eos.serde.DecodeError"
-    assert headers["eos-dlq-message"] == ("ü" * (MESSAGE_BYTES // 2) + "...").encode()
+    assert headers["eos-dlq-message"] == ("ü" * (MAX_MESSAGE_BYTES // 2) + "...").encode()
     assert headers["eos-dlq-timestamp"] == b"-1"
     assert next(iter(headers)) == "h", "lineage of an earlier step is not this one's"
-    assert dead_letter(record, ValueError("\ud800"))[5][-1] == ("eos-dlq-message", b"?")  # type: ignore[index]
+    assert make_dead_letter(record, ValueError("\ud800"))[5][-1] == ("eos-dlq-message", b"?")  # type: ignore[index]
 
 
 def test_the_first_failure_of_each_place_is_logged_with_its_frames_whatever_the_limit(
@@ -893,7 +893,7 @@ def test_what_own_decoders_and_encoders_raise_is_about_the_record() -> None:
     assert messages[1].startswith(b"reversed_bytes: UnicodeDecodeError")
     assert b"got a tombstone" in messages[2]
     txn = handled(app_of(lambda value: "wrong", dlq, encode=starred), b"a")
-    assert b"starred gave a str, not bytes" in (dict(txn.sends[0][5] or [])["eos-dlq-message"] or b"")
+    assert b"starred returned a str, not bytes" in (dict(txn.sends[0][5] or [])["eos-dlq-message"] or b"")
 
 
 def test_an_own_decoder_leaves_tombstones_to_functions_that_take_them() -> None:
@@ -912,7 +912,7 @@ def test_own_decoders_survive_pickling_and_wrong_ones_are_refused() -> None:
         app_of(decode="json")
     with pytest.raises(ConfigurationError, match="encode="):
         app_of(encode=5)
-    with pytest.raises(ConfigurationError, match="gets the Record as it is"):
+    with pytest.raises(ConfigurationError, match="gets the Record unchanged"):
 
         @App("app").process("in", decode=reversed_bytes)
         def whole(record: Record) -> None: ...
@@ -956,7 +956,7 @@ def test_unreadable_headers_raise_in_a_loop_of_ones_own() -> None:
     for read in (list, len, dict, lambda given: given[0], lambda given: ("b", b"2") in given):
         with pytest.raises(ValueError, match="header 1 of 2"):
             read(headers)
-    assert (readable(headers), readable(())) == ([("b", b"2")], ())
+    assert (readable_headers(headers), readable_headers(())) == ([("b", b"2")], ())
 
 
 MICROSECONDS = 1_700_000_000_000_000

@@ -14,7 +14,15 @@ from confluent_kafka import KafkaError, KafkaException
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable
 from eos.kafka.admin import facts as asking
 from eos.kafka.admin.facts import Facts, Topic
-from eos.kafka.admin.preflight import REQUIRED_APIS, Finding, Level, Need, judge, need_of, raise_first
+from eos.kafka.admin.preflight import (
+    REQUIRED_APIS,
+    Finding,
+    Level,
+    Requirements,
+    judge,
+    raise_first_failure,
+    requirements_of,
+)
 from eos.kafka.client.cluster import OFFSETS_LOG, TRANSACTION_LOG
 from eos.kafka.client.security import unreachable
 from eos.kafka.client.settings import Settings
@@ -39,7 +47,7 @@ def topic(**changes: Any) -> Topic:
 
 
 GONE = Topic(exists=False)
-NEED = Need(
+NEED = Requirements(
     inputs=("in",),
     outputs=("out",),
     group="app",
@@ -70,7 +78,7 @@ def spoken(found: list[Finding]) -> list[Finding]:
     return [f for f in found if f.level is not Level.OK]
 
 
-def test_a_fit_cluster_passes_every_check_and_each_check_says_so() -> None:
+def test_fit_cluster_passes_every_check() -> None:
     found = judge(NEED, facts())
     assert spoken(found) == []
     logs = ["transaction log"] * 2
@@ -81,10 +89,10 @@ def test_a_fit_cluster_passes_every_check_and_each_check_says_so() -> None:
         "topics",
         *logs,
         "timeouts",
-        "place",
+        "offsets",
         "durability",
     ]
-    raise_first(found)
+    raise_first_failure(found)
 
 
 def allowed(*operations: str) -> Topic:
@@ -97,7 +105,7 @@ FAILURES: dict[tuple[str, type[EosError]], list[tuple[str, dict[str, Any], str]]
         ("a broker too old", {"apis": frozenset({"InitProducerId"})}, "upgrade them to Kafka 3.0"),
     ],
     ("topics", Unavailable): [
-        ("a missing input", {"in_": GONE}, "topic in does not exist at b:9092: `eos topic create in` makes it"),
+        ("a missing input", {"in_": GONE}, "topic in does not exist at b:9092: `eos topic create in` creates it"),
         ("a missing output", {"out": GONE}, "topic out does not exist"),
     ],
     ("authorised", NotAuthorised): [
@@ -135,7 +143,7 @@ FAILURES: dict[tuple[str, type[EosError]], list[tuple[str, dict[str, Any], str]]
         (
             "a transaction log that asks for more in sync than it has",
             {"ids": topic(replicas=1, in_sync=1)},
-            "min.insync.replicas=2 with 1 copy of each partition",
+            "min.insync.replicas=2 with 1 replica of each partition",
         ),
     ],
     ("timeouts", ConfigurationError): [
@@ -161,7 +169,7 @@ FAILURES: dict[tuple[str, type[EosError]], list[tuple[str, dict[str, Any], str]]
         for what, changes, words in failures
     ],
 )
-def test_a_failure_is_one_sentence_with_what_to_change_and_its_exit_code(
+def test_failure_has_sentence_remedy_and_exit_code(
     check: str, error: type[EosError], changes: dict[str, Any], words: str
 ) -> None:
     failed = [f for f in judge(NEED, facts(**changes)) if f.level is Level.FAILED]
@@ -169,14 +177,18 @@ def test_a_failure_is_one_sentence_with_what_to_change_and_its_exit_code(
     assert {f.check for f in failed} == {check}
     assert failed[0].remedy
     with pytest.raises(error) as raised:
-        raise_first(failed)
+        raise_first_failure(failed)
     assert type(raised.value) is error
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 WEAK: list[tuple[str, dict[str, Any], str]] = [
-    ("an output of one copy", {"out": topic(replicas=1)}, "topic out can lose acknowledged records: it has 1 copy"),
+    (
+        "an output with one replica",
+        {"out": topic(replicas=1)},
+        "topic out can lose acknowledged records: it has 1 replica",
+    ),
     ("offsets of two copies", {"offsets": topic(replicas=2)}, f"topic {OFFSETS_LOG} can lose acknowledged records"),
     ("ids with one in sync", {"ids": topic(config=SAFE | {"min.insync.replicas": "1"})}, "min.insync.replicas=1"),
     (
@@ -188,41 +200,41 @@ WEAK: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), [w[1:] for w in WEAK], ids=[w[0] for w in WEAK])
-def test_a_cluster_that_can_lose_acknowledged_records_is_a_warning_and_with_strict_a_refusal(
+def test_unsafe_cluster_is_warning_and_failure_with_strict(
     changes: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = spoken(judge(NEED, facts(**changes)))
     assert [f.level for f in found] == [Level.WARNING]
     with caplog.at_level(logging.WARNING, logger="eos"):
-        raise_first(found)
+        raise_first_failure(found)
     assert words in caplog.text
     strict = dataclasses.replace(NEED, strict=True)
     with pytest.raises(ConfigurationError, match="can lose acknowledged records"):
-        raise_first(judge(strict, facts(**changes)))
+        raise_first_failure(judge(strict, facts(**changes)))
 
 
-def test_a_single_broker_is_no_failure_unless_strict() -> None:
+def test_single_broker_fails_only_with_strict() -> None:
     single = topic(replicas=1, in_sync=1, config={"min.insync.replicas": "1"})
     alone = facts(brokers=1, in_=single, out=single, ids=single, offsets=single)
     assert spoken(judge(NEED, alone)) == []
     with pytest.raises(EosError, match="lost with its disk"):
-        raise_first(judge(dataclasses.replace(NEED, strict=True), alone))
+        raise_first_failure(judge(dataclasses.replace(NEED, strict=True), alone))
 
 
-def test_an_input_of_one_copy_is_its_producers_business() -> None:
+def test_input_with_one_replica_is_no_finding() -> None:
     assert spoken(judge(NEED, facts(in_=topic(replicas=1)))) == []
 
 
-def test_what_may_not_be_asked_is_not_a_failure() -> None:
+def test_unauthorised_facts_are_no_failure() -> None:
     blind = topic(operations=None, config=None)
     hidden = Topic(exists=None)
     found = judge(
         NEED, facts(in_=blind, out=blind, ids=hidden, offsets=hidden, broker_config=None, group_operations=None)
     )
     assert {f.level for f in found} == {Level.OK, Level.UNKNOWN}
-    unseen = ["authorised", "transaction log", "transaction log", "timeouts", "place", *["durability"] * 3]
+    unseen = ["authorised", "transaction log", "transaction log", "timeouts", "offsets", *["durability"] * 3]
     assert [f.check for f in spoken(found)] == unseen
-    raise_first(found)
+    raise_first_failure(found)
 
 
 # What may not be seen, of which resource that is said, and the right that would show it.
@@ -244,15 +256,13 @@ HIDDEN: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "whose", "right"), [h[1:] for h in HIDDEN], ids=[h[0] for h in HIDDEN])
-def test_durability_that_may_not_be_seen_is_not_called_safe_and_with_strict_a_refusal_that_names_the_right(
-    changes: dict[str, Any], whose: str, right: str
-) -> None:
+def test_unseen_durability_is_unknown_and_fails_with_strict(changes: dict[str, Any], whose: str, right: str) -> None:
     found = [f for f in judge(NEED, facts(**changes)) if f.check == "durability"]
     assert [(f.level, f.remedy) for f in found] == [(Level.UNKNOWN, f"add an ACL that allows {right}")]
     assert f"whether {whose} can lose acknowledged records" in found[0].sentence
     strict = judge(dataclasses.replace(NEED, strict=True), facts(**changes))
     with pytest.raises(NotAuthorised, match=f"{right}$"):
-        raise_first([f for f in strict if f.check == "durability"])
+        raise_first_failure([f for f in strict if f.check == "durability"])
 
 
 # Which log a fresh cluster has not made yet, the brokers' settings that it will be made by, and what to change.
@@ -286,7 +296,7 @@ UNMADE: list[tuple[str, str, dict[str, str], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("name", "broker", "better"), [u[1:] for u in UNMADE], ids=[u[0] for u in UNMADE])
-def test_a_log_that_a_fresh_cluster_will_make_weakly_is_a_warning_and_with_strict_a_refusal(
+def test_unsafe_log_of_new_cluster_is_warning_and_fails_with_strict(
     name: str, broker: dict[str, str], better: dict[str, str]
 ) -> None:
     changes: dict[str, Any] = {{TRANSACTION_LOG: "ids", OFFSETS_LOG: "offsets"}[name]: GONE, "broker": broker}
@@ -298,72 +308,74 @@ def test_a_log_that_a_fresh_cluster_will_make_weakly_is_a_warning_and_with_stric
         assert finding.sentence.startswith(f"topic {name} can lose acknowledged records: ")
         assert finding.sentence.endswith(f"{setting}={value}")
     with pytest.raises(ConfigurationError, match="can lose acknowledged records"):
-        raise_first(judge(dataclasses.replace(NEED, strict=True), facts(**changes)))
+        raise_first_failure(judge(dataclasses.replace(NEED, strict=True), facts(**changes)))
 
 
-def test_logs_that_a_fresh_cluster_will_make_well_are_no_finding() -> None:
+def test_safe_log_of_new_cluster_is_no_finding() -> None:
     strict = dataclasses.replace(NEED, strict=True)
     assert spoken(judge(strict, facts(ids=GONE, offsets=GONE, broker={"min.insync.replicas": "2"}))) == []
 
 
-def test_a_partition_without_a_leader_or_short_of_replicas_is_a_warning_for_it_comes_back() -> None:
+def test_missing_leader_or_replicas_are_a_warning() -> None:
     for changes in ({"out": topic(leaderless=(3,))}, {"ids": topic(leaderless=(1,))}, {"ids": topic(in_sync=1)}):
         assert [f.level for f in spoken(judge(NEED, facts(**changes)))] == [Level.WARNING]
 
 
-def test_an_expiration_within_the_transaction_timeout_is_a_warning() -> None:
+def test_expiration_within_transaction_timeout_is_a_warning() -> None:
     found = spoken(judge(NEED, facts(broker={"transactional.id.expiration.ms": "5000"})))
     assert [(f.check, f.level) for f in found] == [("timeouts", Level.WARNING)]
 
 
-def test_a_place_that_is_forgotten_within_a_day_is_a_warning_and_any_other_is_told() -> None:
+def test_short_offsets_retention_is_a_warning() -> None:
     (short,) = spoken(judge(NEED, facts(broker={"offsets.retention.minutes": "60"})))
-    assert (short.check, short.level) == ("place", Level.WARNING)
-    assert "the offsets of group app for 60 minutes while nobody is a member; who comes back later" in short.sentence
-    (long,) = (f for f in judge(NEED, facts(broker={"offsets.retention.minutes": "10080"})) if f.check == "place")
+    assert (short.check, short.level) == ("offsets", Level.WARNING)
+    assert (
+        "the offsets of group app for 60 minutes while it has no members; a worker that starts later" in short.sentence
+    )
+    (long,) = (f for f in judge(NEED, facts(broker={"offsets.retention.minutes": "10080"})) if f.check == "offsets")
     assert (long.level, long.sentence.partition(" for 7 days")[1]) == (Level.OK, " for 7 days")
 
 
-def test_all_topics_that_are_missing_are_named_at_once() -> None:
+def test_all_missing_topics_are_named_at_once() -> None:
     found = [f for f in judge(NEED, facts(in_=GONE, out=GONE)) if f.check == "topics"]
     assert [str(f) for f in found] == [
-        "topics in, out do not exist at b:9092: `eos topic create in out` makes them, so does "
+        "topics in, out do not exist at b:9092: `eos topic create in out` creates them, as does "
         "eos.create.topics=true (eos run: --create-topics)"
     ]
 
 
-def test_of_several_failures_the_most_fundamental_gives_the_exit_code_and_the_others_are_said(
+def test_first_failure_gives_exit_code_and_others_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = judge(NEED, facts(in_=GONE, out=allowed("DESCRIBE")))
     with caplog.at_level(logging.WARNING, logger="eos"), pytest.raises(NotAuthorised, match="topic out"):
-        raise_first(found)
+        raise_first_failure(found)
     assert "topic in does not exist" in caplog.text
 
 
-def test_the_need_of_a_worker_comes_from_its_settings() -> None:
-    need = need_of(
+def test_requirements_come_from_settings() -> None:
+    need = requirements_of(
         Settings({"group.id": "g", "transactional.id": "g-1", "transaction.timeout.ms": 7000, "eos.strict": True}),
         ["in"],
         {"b", "a"},
     )
-    assert need == Need(("in",), ("a", "b"), "g", ("g-1", "g-1-alternate"), 7000, 10_000, True)
+    assert need == Requirements(("in",), ("a", "b"), "g", ("g-1", "g-1-alternate"), 7000, 10_000, True)
     assert need.topics == ("in", "a", "b")
-    assert need_of(Settings({"group.protocol": "consumer"}), [], []).session_timeout_ms is None
+    assert requirements_of(Settings({"group.protocol": "consumer"}), [], []).session_timeout_ms is None
 
 
-def test_a_cluster_that_never_answers_is_unavailable_and_no_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "_ANSWER_S", 0.01)
+def test_unanswering_cluster_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_RESULT_TIMEOUT_S", 0.01)
     with pytest.raises(Unavailable, match="did not answer"):
-        asking._answer(Future[int]())
+        asking._result_of(Future[int]())
 
 
-def test_a_broker_that_goes_away_between_two_questions_is_unavailable_and_no_internal_error() -> None:
+def test_broker_lost_between_queries_is_unavailable() -> None:
     def list_topics(timeout: float) -> object:
         raise KafkaException(KafkaError(KafkaError._TRANSPORT))
 
-    with pytest.raises(Unavailable, match=r"^b:9092 cannot be reached any more: _TRANSPORT"):
-        asking.metadata(SimpleNamespace(list_topics=list_topics), "b:9092", 1.0)
+    with pytest.raises(Unavailable, match=r"^b:9092 can no longer be reached: _TRANSPORT"):
+        asking.cluster_metadata(SimpleNamespace(list_topics=list_topics), "b:9092", 1.0)
 
 
 class Configured:
@@ -385,10 +397,10 @@ class Configured:
         return answer
 
 
-def test_a_topic_that_one_broker_does_not_know_yet_is_asked_about_again() -> None:
+def test_topic_unknown_to_one_broker_is_queried_again() -> None:
     client = Configured(late=2)
     read = {"min.insync.replicas": "2"}
-    assert asking.configs(client, ["old", "new"], 1) == {
+    assert asking.describe_configs(client, ["old", "new"], 1) == {
         ("topic", "old"): read,
         ("broker", "1"): read,
         ("topic", "new"): read,
@@ -396,7 +408,7 @@ def test_a_topic_that_one_broker_does_not_know_yet_is_asked_about_again() -> Non
     assert client.asked == 3
 
 
-def test_a_configuration_is_asked_for_once_where_a_topic_is_named_twice() -> None:
+def test_topic_named_twice_is_described_once() -> None:
     asked: list[str] = []
 
     class Client(Configured):
@@ -404,19 +416,19 @@ def test_a_configuration_is_asked_for_once_where_a_topic_is_named_twice() -> Non
             asked.extend(resource.name for resource in resources)
             return super().describe_configs(resources, request_timeout)
 
-    assert set(asking.configs(Client(late=0), ["a", "b", "a"])) == {("topic", "a"), ("topic", "b")}
+    assert set(asking.describe_configs(Client(late=0), ["a", "b", "a"])) == {("topic", "a"), ("topic", "b")}
     assert asked == ["a", "b"]
 
 
-def test_a_configuration_that_may_not_be_read_is_left_out_at_once_and_one_that_never_comes_in_the_end(
+def test_unreadable_configuration_is_omitted_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     denied = Configured(late=9, code=KafkaError.TOPIC_AUTHORIZATION_FAILED)
-    assert asking.configs(denied, ["new"]) == {}
+    assert asking.describe_configs(denied, ["new"]) == {}
     assert denied.asked == 1
     monkeypatch.setattr(asking, "NEW_TOPIC_S", 0.1)
     never = Configured(late=1_000)
-    assert asking.configs(never, ["old", "new"]) == {("topic", "old"): {"min.insync.replicas": "2"}}
+    assert asking.describe_configs(never, ["old", "new"]) == {("topic", "old"): {"min.insync.replicas": "2"}}
     assert never.asked > 1
 
 
@@ -429,6 +441,6 @@ def test_a_configuration_that_may_not_be_read_is_left_out_at_once_and_one_that_n
         ("ssl://10.0.0.7:9092/1: Connect to ipv4#10.0.0.7:9092 failed", "that they advertise: 10.0.0.7:9092 ("),
     ],
 )
-def test_an_advertised_address_that_fails_is_told_apart_from_bootstrap_servers(failed: str, said: str) -> None:
+def test_unreachable_advertised_address_is_named(failed: str, said: str) -> None:
     settings = Settings({"bootstrap.servers": "PLAINTEXT://kafka:9092"})
     assert said in str(unreachable(settings, f"_TRANSPORT ({failed})"))

@@ -24,9 +24,7 @@ def test_the_users_own():
 
 
 @pytest.mark.parametrize(("by", "strictly"), [("test_users.py", True), ("conftest.py", False)])
-def test_a_users_tests_show_the_users_warnings_and_none_of_kafka_python(
-    tmp_path: Path, strictly: bool, by: str
-) -> None:
+def test_users_tests_show_no_warnings_of_kafka_python(tmp_path: Path, strictly: bool, by: str) -> None:
     (tmp_path / "test_users.py").write_text(TESTS)
     with (tmp_path / by).open("a") as first:
         first.write("\nimport kafka.admin\n")  # a conftest.py is imported before plugins are configured

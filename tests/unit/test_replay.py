@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import eos
 from eos.app.definition import App
-from eos.encoding.dead_letters import dead_letter
+from eos.encoding.dead_letters import make_dead_letter
 from eos.errors import ConfigurationError, UsageError
 from eos.kafka.client.world import REAL
 from eos.records import Record
@@ -46,11 +46,11 @@ def summary(letter: DeadLetter) -> tuple[str, str, str, str, int]:
 
 
 def test_a_letter_is_the_record_that_failed_again_and_again() -> None:
-    letter = letter_of(read(dead_letter(RECORD, ValueError("why"), app="shop")))
+    letter = letter_of(read(make_dead_letter(RECORD, ValueError("why"), app="shop")))
     assert (letter.position, letter.record) == ("orders.dlq[1]@5", RECORD)
     assert summary(letter) == ("orders[3]@17", "shop", "ValueError", "why", 0)
     for replays in (1, 2, 3):
-        failed = dead_letter(letter.record, KeyError(replays))
+        failed = make_dead_letter(letter.record, KeyError(replays))
         letter = letter_of(read(failed_again(letter, failed), 5 + replays))
         assert (letter.position, letter.record) == (f"orders.dlq[1]@{5 + replays}", RECORD)
         assert summary(letter) == ("orders[3]@17", "", "KeyError", str(replays), replays)
@@ -68,7 +68,7 @@ def test_headers_of_a_record_that_look_like_a_letters_choose_nothing() -> None:
     names = ("topic", "partition", "offset", "timestamp", "app", "exception", "replays")
     theirs = [(f"eos-dlq-{name}", b"victim" if name == "topic" else b"9" * 5_000) for name in names]
     record = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", theirs)
-    letter = letter_of(read(dead_letter(record, ValueError("why"), app="shop")))
+    letter = letter_of(read(make_dead_letter(record, ValueError("why"), app="shop")))
     assert letter.record == record
     assert summary(letter) == ("orders[3]@17", "shop", "ValueError", "why", 0)
     # Written by nobody's worker: what they say is read, where it can be.
@@ -137,7 +137,7 @@ def test_what_is_noted_beside_an_offset_is_read_by_this_version_only() -> None:
 
 def test_letters_of_other_apps_lie_in_our_pieces_and_take_no_room_of_their_own() -> None:
     def at(offset: int, app: str) -> DeadLetter:
-        sent = dead_letter(msgspec.structs.replace(RECORD, offset=offset), ValueError("why"), app=app)
+        sent = make_dead_letter(msgspec.structs.replace(RECORD, offset=offset), ValueError("why"), app=app)
         return letter_of(read(sent, offset))
 
     there = [at(offset, "shop" if offset % 2 else "billing") for offset in range(40)]

@@ -11,7 +11,7 @@ import pytest
 from eos import App, Record
 from eos.kafka.admin import facts, preflight
 from eos.kafka.admin.facts import Facts, Topic
-from eos.kafka.admin.preflight import Need
+from eos.kafka.admin.preflight import Requirements
 from eos.kafka.client.settings import Settings
 from eos.worker.retention import Retention
 
@@ -81,7 +81,7 @@ def test_topics_between_functions_are_created_to_keep_their_records(monkeypatch:
         there = {name: Topic(exists=name in made or name == "in", partitions=2) for name in ("in", "between", "out")}
         return Facts("b:9092", 1, 2, frozenset(), {}, there)
 
-    monkeypatch.setattr(preflight, "ask", ask)
-    need = Need(inputs=("in", "between"), outputs=("between", "out"))
-    preflight.require(Settings({"eos.create.topics": True}), need)
+    monkeypatch.setattr(preflight, "query_facts", ask)
+    need = Requirements(inputs=("in", "between"), outputs=("between", "out"))
+    preflight.require_fit_cluster(Settings({"eos.create.topics": True}), need)
     assert made == {"between": {"retention.ms": "-1", "retention.bytes": "-1"}, "out": {}}

@@ -96,8 +96,8 @@ def test_a_client_that_something_holds_is_read_and_a_circle_is_collected_in_the_
 
 def test_a_client_is_read_while_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's function runs for minutes, or a kept producer has nothing to do."""
-    monkeypatch.setattr(client_module, "IDLE_S", 0.01)
-    monkeypatch.setattr(watchdog, "IDLE_S", 0.01)
+    monkeypatch.setattr(client_module, "IDLE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watchdog, "IDLE_INTERVAL_S", 0.01)
     client = Client(Settings(OFTEN), "t", reports=False)
     threads: set[str] = set()
     client._user_stats = lambda text: threads.add(threading.current_thread().name)
@@ -108,8 +108,8 @@ def test_a_client_is_read_while_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_a_callback_raises_meanwhile_is_kept_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "IDLE_S", 0.01)
-    monkeypatch.setattr(watchdog, "IDLE_S", 0.01)
+    monkeypatch.setattr(client_module, "IDLE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watchdog, "IDLE_INTERVAL_S", 0.01)
     client = Client(Settings(OFTEN), "t", reports=False)
 
     def interrupted(text: str) -> None:
@@ -130,7 +130,7 @@ def test_a_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         time, "clock_gettime", lambda which: now(which) + (slept if which == time.CLOCK_BOOTTIME else 0)
     )
-    transactional._open_since, slept = REAL.elapsing(), 60.0
+    transactional._open_since, slept = REAL.boot_clock(), 60.0
     monkeypatch.setattr(transactional, "poll_identity", lambda fresh: Identity(1, 1))
     try:
         situation = transactional.poll_situation()

@@ -78,19 +78,19 @@ def test_values_keys_and_headers_are_encoded_alike(way: Way, value: object, argu
     ("value", "arguments", "error", "sentence"),
     [
         (object(), {}, TypeError, "object cannot be sent"),
-        (INPUT, {}, TypeError, r"gave a Record as a value: .*record\.out"),
-        (Out(b"v"), {}, TypeError, "gave a Out as a value"),
-        (KEEP, {}, TypeError, "gave a Keep as a value"),
-        (b"v", {"key": INPUT}, TypeError, r"gave a Record as a key: use record\.key"),
+        (INPUT, {}, TypeError, r"a value of type Record cannot be sent: .*record\.out"),
+        (Out(b"v"), {}, TypeError, "a value of type Out cannot be sent"),
+        (KEEP, {}, TypeError, "a value of type Keep cannot be sent"),
+        (b"v", {"key": INPUT}, TypeError, r"a key of type Record cannot be sent: use record\.key"),
         ("\ud800", {}, UnicodeEncodeError, "surrogates"),
         (b"v", {"partition": -2}, ValueError, "the partition -2"),
         (b"v", {"partition": "1"}, TypeError, "the partition '1'"),
         (b"v", {"timestamp_ms": -1}, ValueError, "the timestamp"),
-        (b"v", {"headers": [("a", 1)]}, TypeError, "the header 'a' a int"),
+        (b"v", {"headers": [("a", 1)]}, TypeError, "the header 'a' is of type int"),
         (b"v", {"headers": ["a"]}, TypeError, r"a header is a \(str, bytes"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_alike(
+def test_unsendable_output_is_refused_alike(
     way: Way, value: object, arguments: Arguments, error: type[Exception], sentence: str
 ) -> None:
     with pytest.raises(error, match=sentence):
@@ -98,8 +98,8 @@ def test_what_cannot_be_sent_is_refused_alike(
 
 
 @pytest.mark.parametrize("way", [by_session, by_plain])
-def test_a_send_without_an_input_has_no_key_to_keep(way: Way) -> None:
-    with pytest.raises(TypeError, match=r"gave a Keep as a key: use record\.key"):
+def test_send_without_input_has_no_key_to_keep(way: Way) -> None:
+    with pytest.raises(TypeError, match=r"a key of type Keep cannot be sent: use record\.key"):
         way(b"v", {"key": KEEP})
 
 
@@ -112,12 +112,12 @@ def batch_of(function: Callable[[list[Record]], Any]) -> Any:
     return app.routes["in"].outputs_batch
 
 
-def test_record_out_says_key_and_timestamp_in_a_batch_function_too() -> None:
+def test_record_out_sets_key_and_timestamp_in_batch_function() -> None:
     assert batch_of(lambda records: [records[0].out("v")])([INPUT]) == [("out", b"v", b"input", -1, 1_000, None)]
 
 
 @pytest.mark.parametrize("out", [Out("v"), Out("v", timestamp=0)])
-def test_out_without_a_key_in_a_batch_is_refused_with_what_has_one(out: Out) -> None:
+def test_batch_out_without_key_is_refused(out: Out) -> None:
     run = batch_of(lambda records: [records[0].out("v"), out])
     with pytest.raises(
         ConfigurationError, match=r"an Out without a key: .* return record\.out\(value\), or Out\(value, key"
@@ -127,9 +127,7 @@ def test_out_without_a_key_in_a_batch_is_refused_with_what_has_one(out: Out) -> 
 
 @pytest.mark.parametrize(("times", "latest"), [((1_000, 3_000, 2_000), 3_000), ((-1, 5), 5), ((-1, -1), 0)])
 @pytest.mark.parametrize("usual", [True, False])
-def test_out_without_a_timestamp_in_a_batch_gets_the_latest_of_its_batch(
-    times: tuple[int, ...], latest: int, usual: bool
-) -> None:
+def test_batch_out_without_timestamp_gets_latest_of_batch(times: tuple[int, ...], latest: int, usual: bool) -> None:
     """`usual`: through the hot loop; else by the rules in full."""
     headers = () if usual else MappingProxyType({"h": b"x"})
     records = [Record("in", 0, at, ms, b"key", b"v") for at, ms in enumerate(times)]
@@ -146,6 +144,6 @@ def test_out_without_a_timestamp_in_a_batch_gets_the_latest_of_its_batch(
     assert [send[4] for send in kept.sends] == [latest, max(times[0], 0), 0]
 
 
-def test_an_out_of_a_batch_function_says_key_and_timestamp() -> None:
+def test_batch_out_may_set_key_and_timestamp() -> None:
     run = batch_of(lambda records: [Out("v", b"k", timestamp=0), Out("v", None, timestamp=7)])
     assert run([INPUT]) == [("out", b"v", b"k", -1, 0, None), ("out", b"v", None, -1, 7, None)]

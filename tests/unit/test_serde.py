@@ -77,17 +77,17 @@ json_values = st.recursive(
 
 
 @given(st.binary())
-def test_bytes_are_given_as_they_are(value: bytes) -> None:
+def test_bytes_are_unchanged(value: bytes) -> None:
     assert decoder(bytes)(value) is value
 
 
 @given(st.text())
-def test_str_comes_back_as_it_was_encoded(text: str) -> None:
+def test_str_round_trips(text: str) -> None:
     assert decoder(str)(encode(text)) == text
 
 
 @given(st.dictionaries(st.text(), json_values))
-def test_a_dict_comes_back_as_it_was_encoded(value: dict[str, Any]) -> None:
+def test_dict_round_trips(value: dict[str, Any]) -> None:
     encoded = encode(value)
     assert decoder(dict)(encoded) == value == json.loads(encoded or b"")
 
@@ -100,12 +100,12 @@ def test_a_dict_comes_back_as_it_was_encoded(value: dict[str, Any]) -> None:
         st.none() | st.floats(allow_nan=False, allow_infinity=False),
     )
 )
-def test_a_struct_comes_back_as_it_was_encoded(flight: Flight) -> None:
+def test_struct_round_trips(flight: Flight) -> None:
     assert decoder(Flight)(encode(flight)) == flight
 
 
 @given(st.builds(Plane, st.text(), st.integers(0, 900), st.none() | st.dates()))
-def test_a_dataclass_comes_back_as_it_was_encoded(plane: Plane) -> None:
+def test_dataclass_round_trips(plane: Plane) -> None:
     assert decoder(Plane)(encode(plane)) == plane
 
 
@@ -129,7 +129,7 @@ def test_a_dataclass_comes_back_as_it_was_encoded(plane: Plane) -> None:
         (Annotated[int, msgspec.Meta(gt=1)], 2),
     ],
 )
-def test_other_types_that_msgspec_knows_are_json(annotation: object, value: object) -> None:
+def test_other_msgspec_types_are_json(annotation: object, value: object) -> None:
     encoded = msgspec.json.encode(value)
     assert decoder(annotation)(encoded) == value
 
@@ -158,9 +158,7 @@ def test_other_types_that_msgspec_knows_are_json(annotation: object, value: obje
         pytest.param(Any, b"[" * 200_000, "expected Any as JSON", id="nested too deep"),
     ],
 )
-def test_a_value_that_does_not_decode_says_what_was_expected_and_what_was_found(
-    annotation: object, value: bytes, sentence: str
-) -> None:
+def test_decode_error_names_expected_and_found(annotation: object, value: bytes, sentence: str) -> None:
     with pytest.raises(DecodeError, match=sentence) as caught:
         decoder(annotation)(value)
     assert isinstance(caught.value, ValueError)
@@ -168,14 +166,14 @@ def test_a_value_that_does_not_decode_says_what_was_expected_and_what_was_found(
 
 
 @given(st.binary())
-def test_no_input_makes_a_decoder_raise_anything_but_decode_error(value: bytes) -> None:
+def test_decoder_raises_only_decode_error(value: bytes) -> None:
     for annotation in (bytes, str, dict, Flight, Plane, list[int], Flight | None, Any):
         with contextlib.suppress(DecodeError):
             decoder(annotation)(value)
 
 
 @pytest.mark.parametrize("annotation", [bytes, str, dict, Flight, Plane, list[int], Any, int])
-def test_a_tombstone_is_a_decode_error_without_none_in_the_annotation(annotation: object) -> None:
+def test_tombstone_is_decode_error_without_none_in_annotation(annotation: object) -> None:
     with pytest.raises(DecodeError, match=r"got a tombstone .*annotate .* \| None to receive"):
         decoder(annotation)(None)
 
@@ -187,7 +185,7 @@ def test_a_tombstone_is_a_decode_error_without_none_in_the_annotation(annotation
         int | Row | None, Annotated[Flight | None, "doc"],
     ],
 )  # fmt: skip
-def test_a_tombstone_is_none_where_the_annotation_says_so(annotation: object) -> None:
+def test_tombstone_is_none_with_none_in_annotation(annotation: object) -> None:
     assert decoder(annotation)(None) is None
 
 
@@ -198,7 +196,7 @@ def test_optional_raw_types_stay_raw() -> None:
         decoder(str | None)(b"\xff")
 
 
-def test_a_json_null_is_none_where_the_annotation_says_so() -> None:
+def test_json_null_is_none_if_annotated() -> None:
     assert decoder(Flight | None)(b"null") is None
 
 
@@ -224,9 +222,7 @@ class Broken(msgspec.Struct):
         (str | int | None, "ambiguous"),
     ],
 )
-def test_a_type_that_no_decoder_can_be_made_for_is_refused_before_the_first_record(
-    annotation: object, sentence: str
-) -> None:
+def test_type_without_decoder_is_refused_early(annotation: object, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         decoder(annotation)
 
@@ -238,17 +234,17 @@ def annotation_of(function: Any) -> object:
     return annotations.parameter_annotation(function, "default", sys._getframe(1))
 
 
-def test_a_missing_annotation_is_the_default() -> None:
+def test_missing_annotation_is_the_default() -> None:
     assert annotation_of(lambda record: record) == "default"
 
 
-def test_string_annotations_resolve_in_the_module_of_the_function() -> None:
+def test_string_annotation_resolves_in_function_module() -> None:
     def f(flight: "Flight | None") -> "Nowhere": ...  # type: ignore[name-defined]  # noqa: F821
 
     assert annotation_of(f) == Flight | None
 
 
-def test_string_annotations_resolve_types_local_to_the_defining_function() -> None:
+def test_string_annotation_resolves_local_types() -> None:
     class Local(msgspec.Struct):
         a: int
 
@@ -263,7 +259,7 @@ def test_string_annotations_resolve_types_local_to_the_defining_function() -> No
     assert annotation_of(g) == list[Flight]
 
 
-def test_a_function_from_elsewhere_never_resolves_among_local_names() -> None:
+def test_imported_function_ignores_local_names() -> None:
     class Flight:
         pass
 
@@ -274,7 +270,7 @@ def takes_flight(flight: "Flight") -> None: ...
 
 
 @pytest.mark.parametrize("text", ["Nowhere", "list[Nowhere]", "Flight |", "msgspec.Nowhere", "1 + None"])
-def test_an_annotation_that_cannot_be_resolved_is_named(text: str) -> None:
+def test_unresolvable_annotation_is_named(text: str) -> None:
     def f(value): ...  # type: ignore[no-untyped-def]
 
     f.__annotations__["value"] = text
@@ -284,14 +280,14 @@ def test_an_annotation_that_cannot_be_resolved_is_named(text: str) -> None:
     assert " of f " in str(caught.value)
 
 
-def test_constraints_in_annotated_are_kept() -> None:
+def test_annotated_constraints_are_kept() -> None:
     def f(value: "Annotated[int, msgspec.Meta(gt=1)]") -> None: ...
 
     with pytest.raises(DecodeError):
         decoder(annotation_of(f))(b"1")
 
 
-def test_partials_wrapped_functions_methods_and_callable_objects_are_looked_through() -> None:
+def test_wrapped_callables_are_looked_through() -> None:
     def two(setting: int, flight: "Flight") -> None: ...
 
     def one(flight: "Flight") -> None: ...
@@ -310,12 +306,12 @@ def test_partials_wrapped_functions_methods_and_callable_objects_are_looked_thro
 
 
 @pytest.mark.parametrize("function", [lambda: None, lambda a, b: None, lambda *, a: None])
-def test_a_function_that_does_not_take_one_argument_is_refused(function: Any) -> None:
+def test_function_without_single_argument_is_refused(function: Any) -> None:
     with pytest.raises(ConfigurationError, match="exactly one positional argument"):
         annotation_of(function)
 
 
-def test_further_parameters_with_defaults_are_allowed() -> None:
+def test_more_parameters_with_defaults_are_allowed() -> None:
     def f(value: bytes, limit: int = 3, *, flag: bool = False) -> None: ...
 
     assert annotation_of(f) is bytes
@@ -325,7 +321,7 @@ def test_further_parameters_with_defaults_are_allowed() -> None:
 
 
 @given(st.binary())
-def test_bytes_of_every_kind_are_sent_as_they_are(value: bytes) -> None:
+def test_bytes_like_values_are_sent_unchanged(value: bytes) -> None:
     assert encode(value) is value
     for kind in (bytearray, memoryview):
         encoded = encode(kind(value))
@@ -358,13 +354,13 @@ def test_str_is_sent_as_utf_8_without_quotes(text: str) -> None:
         (float("nan"), b"null"),
     ],
 )
-def test_everything_else_is_json(value: object, encoded: bytes) -> None:
+def test_other_values_are_json(value: object, encoded: bytes) -> None:
     assert encode(value) == encoded
     assert encode_key(value) == encoded
 
 
 @pytest.mark.parametrize("value", [Foreign(), object(), {"a": Foreign()}, 1j, iter([])])
-def test_what_json_cannot_hold_raises_a_type_error_with_a_sentence(value: object) -> None:
+def test_value_beyond_json_raises_type_error(value: object) -> None:
     with pytest.raises(TypeError, match=rf"a {type(value).__name__} cannot be sent .*: send bytes, str, or"):
         encode(value)
 
@@ -418,7 +414,7 @@ def test_refused_annotation_names_parameter_and_remedy(annotation: Any, said: st
         App("a").process("in", to="out")(price)
 
 
-def test_a_lone_surrogate_raises_a_value_error() -> None:
+def test_lone_surrogate_raises_value_error() -> None:
     for value in ("\ud800", {"a": "\ud800"}):
         with pytest.raises(ValueError, match="surrogates"):
             encode(value)

@@ -10,8 +10,8 @@ from confluent_kafka import KafkaError
 
 from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
-from eos.kafka.client.settings import OF_FUNCTIONS, OPTIONS
-from eos.records import Fed
+from eos.kafka.client.settings import FUNCTION_OPTIONS, OPTIONS
+from eos.records import FeedResult
 from eos.session.outcomes import Commit, Listener
 from eos.session.recovery import MOST_REBUILDS, Trouble
 from eos.session.session import TransactSession
@@ -20,7 +20,7 @@ from eos.worker.worker import Worker
 from tests.support.sessions import give_producer
 
 
-@pytest.mark.parametrize("name", OF_FUNCTIONS)
+@pytest.mark.parametrize("name", FUNCTION_OPTIONS)
 def test_what_only_functions_have_is_refused_where_there_are_none(name: str) -> None:
     servers, given = {"bootstrap.servers": "127.0.0.1:9"}, {name: str(OPTIONS[name].default)}
     settings = servers | given | {"group.id": "g", "transactional.id": "t"}
@@ -61,13 +61,13 @@ def test_what_a_feed_sent_before_its_send_failed_is_told_and_its_records_lead_no
     """A worker measures by it for how long the broker has known of the transaction."""
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     failed = CallFailed("produce", Action.REBUILD, RuntimeError("timed out"))
-    producer: Any = SimpleNamespace(feed=lambda feed, records: Fed(2, 2, failed))
+    producer: Any = SimpleNamespace(feed=lambda feed, records: FeedResult(2, 2, failed))
     group_consumer: Any = SimpleNamespace(lost_reason=None)
     session._parts.fetcher._group_consumer = group_consumer
     give_producer(session, producer)
-    given, feed = [Record("in", 0, offset) for offset in range(3)], lambda records, sink: Fed(0, 0, None)
-    assert session._loop.feed(feed, given) == Fed(2, 3, None)
-    assert session._loop.feed(feed, given) == Fed(0, 3, None)
+    given, feed = [Record("in", 0, offset) for offset in range(3)], lambda records, sink: FeedResult(0, 0, None)
+    assert session._loop.feed(feed, given) == FeedResult(2, 3, None)
+    assert session._loop.feed(feed, given) == FeedResult(0, 3, None)
 
 
 @pytest.mark.parametrize("refused_at", [0, 99, 100, 199])
@@ -118,7 +118,7 @@ def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(ca
         for failure in (*[CallFailed("send_offsets", Action.ABORT, raw)] * 3, asked):
             session._loop._carry_out(failure, {}, None)
     told = [(one.levelname, one.getMessage()) for one in caplog.records]
-    usual = "transaction aborted reason=the group rebalances"
+    usual = "transaction aborted reason=the group is rebalancing"
     assert told[:3] == [("INFO", usual), ("INFO", usual), ("WARNING", usual)]
     assert told[3] == ("WARNING", f"transaction aborted reason={asked}")
     assert session.counters.aborts_by_cause == {"rebalance": 3, "application": 1}

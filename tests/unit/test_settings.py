@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import Consumer, Producer
 
 from eos.errors import ConfigurationError
-from eos.kafka.client.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, member_of, parse_flag
+from eos.kafka.client.settings import OPTIONS, REFUSALS, RESERVED, Settings, instance_id_for, load, parse_flag
 from eos.plain import Transactions
 from eos.session.session import TransactSession
 
@@ -36,33 +36,33 @@ CONTRADICTIONS = [
     ("acks", 1, "lost with the leader"),
     ("acks", "0", "lost with the leader"),
     ("auto.offset.reset", "none", "without a committed offset begins"),
-    ("enable.partition.eof", "perhaps", "where it is needed"),
+    ("enable.partition.eof", "perhaps", "when it is needed"),
     ("delivery.report.only.error", "false", "counts records itself"),
-    ("group.protocol", "share", "group protocols"),
+    ("group.protocol", "share", "no other group protocol"),
     ("partition.assignment.strategy", "cooperative-sticky,mine", "tested"),
     ("partition.assignment.strategy", "sticky", "tested"),
-    ("enable.gapless.guarantee", "true", "where an abort suffices"),
+    ("enable.gapless.guarantee", "true", "where an abort is enough"),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "reason"), CONTRADICTIONS)
-def test_a_setting_that_contradicts_exactly_once_is_refused_with_its_reason(name: str, value: Any, reason: str) -> None:
+def test_setting_that_breaks_exactly_once_is_refused_with_reason(name: str, value: Any, reason: str) -> None:
     sentence = refused({name: value})
     assert sentence.startswith(f"{name}={value} would break exactly-once (allowed: ")
     assert reason in sentence
 
 
-def test_every_refusal_is_tried_above() -> None:
+def test_every_refusal_is_tested() -> None:
     assert {name for name, _, _ in CONTRADICTIONS} == set(REFUSALS)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSALS))
-def test_the_allowed_values_of_a_refusal_are_accepted_in_any_case(name: str) -> None:
+def test_allowed_values_are_accepted_in_any_case(name: str) -> None:
     for value in REFUSALS[name].allowed:
         assert Settings({name: value.upper()})[name] == value
 
 
-def test_real_booleans_and_numbers_are_read_like_their_text() -> None:
+def test_booleans_and_numbers_are_read_like_text() -> None:
     Settings({"enable.auto.commit": False, "enable.idempotence": True, "acks": -1})
 
 
@@ -80,14 +80,14 @@ def test_real_booleans_and_numbers_are_read_like_their_text() -> None:
         ("offset_commit_cb", "never commits"),
     ],
 )
-def test_a_setting_that_is_not_the_users_is_refused_whatever_its_value(name: str, reason: str) -> None:
-    assert name in NOT_FOR_USERS
+def test_reserved_setting_is_refused_at_any_value(name: str, reason: str) -> None:
+    assert name in RESERVED
     assert refused({name: 1}).startswith(f"{name} cannot be set: ")
     assert reason in refused({name: None})
 
 
-def test_every_name_that_is_not_for_users_is_tried_above() -> None:
-    assert len(NOT_FOR_USERS) == 9
+def test_every_reserved_name_is_tested() -> None:
+    assert len(RESERVED) == 9
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_every_name_that_is_not_for_users_is_tried_above() -> None:
         ("eos.zzz", "eos.zzz is not a setting; did you mean eos.strict?"),
     ],
 )
-def test_an_unknown_name_is_refused_with_what_was_probably_meant(name: str, sentence: str) -> None:
+def test_unknown_name_is_refused_with_suggestion(name: str, sentence: str) -> None:
     assert refused({name: 1}) == sentence
 
 
@@ -124,7 +124,7 @@ def test_an_unknown_name_is_refused_with_what_was_probably_meant(name: str, sent
         ("eos.call.timeout.ms", None, "is not a number"),
     ],
 )
-def test_an_option_that_cannot_be_read_is_refused(name: str, value: Any, reason: str) -> None:
+def test_invalid_option_value_is_refused(name: str, value: Any, reason: str) -> None:
     assert refused({name: value}) == f"{name}={value} {reason}"
 
 
@@ -152,7 +152,7 @@ def test_an_option_that_cannot_be_read_is_refused(name: str, value: Any, reason:
     ],
     ids=str,
 )
-def test_settings_that_are_wrong_only_together_are_refused(values: dict[str, Any], reason: str) -> None:
+def test_contradicting_timeouts_are_refused(values: dict[str, Any], reason: str) -> None:
     assert reason in refused(values)
 
 
@@ -168,7 +168,7 @@ def test_settings_that_are_wrong_only_together_are_refused(values: dict[str, Any
     ],
     ids=str,
 )
-def test_settings_at_the_edge_of_what_is_allowed_are_accepted(values: dict[str, Any]) -> None:
+def test_settings_at_their_limits_are_accepted(values: dict[str, Any]) -> None:
     Settings(values)
 
 
@@ -181,7 +181,7 @@ def toml(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_the_file_is_weaker_than_the_environment_and_that_than_flags(tmp_path: Path) -> None:
+def test_flags_override_environment_and_that_the_file(tmp_path: Path) -> None:
     file = toml(tmp_path, '"bootstrap.servers" = "file:1"\n"eos.instance" = "file"\n"eos.call.timeout.ms" = 1000\n')
     environment = {"KAFKA_BOOTSTRAP_SERVERS": "env:1", "EOS_INSTANCE": "env"}
     by_file = load({}, {}, file)
@@ -193,7 +193,7 @@ def test_the_file_is_weaker_than_the_environment_and_that_than_flags(tmp_path: P
     assert {s["eos.call.timeout.ms"] for s in (by_file, by_environment, by_flags)} == {1000}
 
 
-def test_dotted_names_in_toml_may_be_quoted_or_tables(tmp_path: Path) -> None:
+def test_dotted_toml_names_may_be_quoted_or_tables(tmp_path: Path) -> None:
     file = toml(
         tmp_path,
         """
@@ -216,19 +216,17 @@ def test_dotted_names_in_toml_may_be_quoted_or_tables(tmp_path: Path) -> None:
     }
 
 
-def test_a_list_in_toml_is_kafkas_list_with_commas(tmp_path: Path) -> None:
+def test_toml_list_becomes_comma_separated(tmp_path: Path) -> None:
     settings = load({}, {}, toml(tmp_path, 'bootstrap.servers = ["a:1", "b:2"]\neos.input.topics = ["x", "y"]\n'))
     assert (settings.bootstrap_servers, settings["eos.input.topics"]) == ("a:1,b:2", "x,y")
 
 
-def test_a_file_that_is_not_toml_is_a_configuration_error_with_its_name_and_line(tmp_path: Path) -> None:
+def test_invalid_toml_error_names_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"eos\.toml cannot be read: .*line 1"):
         load({}, {}, toml(tmp_path, "linger.ms 20"))
 
 
-def test_a_file_that_was_named_must_exist_and_the_usual_one_need_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_file_must_exist_and_default_file_need_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load({}, {}).values == {}
     with pytest.raises(ConfigurationError, match="cannot be read"):
@@ -246,7 +244,7 @@ def without_input(given: Any) -> Settings:
 
 
 @pytest.mark.parametrize("made", [own_loop, without_input])
-def test_what_code_gives_by_name_is_completed_by_the_environment_and_the_file_and_is_stronger(
+def test_code_settings_override_environment_and_file(
     made: Callable[[Any], Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -265,7 +263,7 @@ def test_what_code_gives_by_name_is_completed_by_the_environment_and_the_file_an
     assert made(settings) is settings
 
 
-def test_a_refusal_holds_for_every_source(tmp_path: Path) -> None:
+def test_refusal_holds_for_every_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"isolation\.level"):
         load({}, {}, toml(tmp_path, 'isolation.level = "read_uncommitted"'))
     with pytest.raises(ConfigurationError, match=r"isolation\.level"):
@@ -275,7 +273,7 @@ def test_a_refusal_holds_for_every_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_every_option_of_ours_has_a_default_and_a_name_in_the_environment(name: str) -> None:
+def test_every_option_has_default_and_environment_name(name: str) -> None:
     assert Settings()[name] == OPTIONS[name].default
     others = {"eos.state.engine": "rocksdb"}
     text = others.get(name, "3000000" if name.endswith(".bytes") else "3000")
@@ -285,13 +283,13 @@ def test_every_option_of_ours_has_a_default_and_a_name_in_the_environment(name: 
     assert settings[name] == OPTIONS[name].read(text) != OPTIONS[name].default
 
 
-def test_a_variable_that_is_all_but_ours_is_refused_with_what_was_meant() -> None:
+def test_misspelt_variable_is_refused_with_suggestion() -> None:
     with pytest.raises(ConfigurationError, match="EOS_INSTANCES is not a setting; did you mean EOS_INSTANCE\\?"):
         load({}, {"EOS_INSTANCES": "a"})
     assert load({}, {"EOS_APP": "hello:app", "EOS_INSTANCE_SERVICE_HOST": "10.0.0.1"}).values == {}
 
 
-def test_other_variables_of_the_environment_are_not_ours() -> None:
+def test_other_variables_are_ignored() -> None:
     assert load({}, {"KAFKA_HEAP_OPTS": "-Xmx1G", "KAFKA_BOOTSTRAP_SERVERS": "", "PATH": "/bin"}).values == {}
 
 
@@ -299,12 +297,12 @@ def test_other_variables_of_the_environment_are_not_ours() -> None:
     ("text", "name", "value"),
     [("linger.ms=20", "linger.ms", "20"), (" a = b=c ", "a", "b=c"), ("sasl.password=", "sasl.password", "")],
 )
-def test_a_flag_is_split_at_its_first_equals_sign(text: str, name: str, value: str) -> None:
+def test_flag_is_split_at_first_equals_sign(text: str, name: str, value: str) -> None:
     assert parse_flag(text) == (name, value)
 
 
 @pytest.mark.parametrize("text", ["linger.ms", "=20", " =20", ""])
-def test_a_flag_without_name_or_equals_sign_is_refused_with_an_example(text: str) -> None:
+def test_malformed_flag_is_refused_with_example(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"expected name=value, for example -X linger\.ms=20"):
         parse_flag(text)
 
@@ -319,7 +317,7 @@ def test_a_flag_without_name_or_equals_sign_is_refused_with_an_example(text: str
         ("=hunter2", ""),
     ],
 )
-def test_a_password_behind_a_flag_without_name_or_equals_sign_is_not_repeated(text: str, named: str) -> None:
+def test_malformed_flag_does_not_repeat_a_password(text: str, named: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^-X {re.escape(named)}: expected name=value") as raised:
         parse_flag(text)
     assert "hunter2" not in str(raised.value)
@@ -335,12 +333,12 @@ def test_a_password_behind_a_flag_without_name_or_equals_sign_is_not_repeated(te
         ("metadata.broker.list", "bootstrap.servers"),
     ],
 )
-def test_librdkafkas_second_names_are_the_first_ones(alias: str, name: str) -> None:
+def test_librdkafka_aliases_are_resolved(alias: str, name: str) -> None:
     value = {"acks": "all", "enable.auto.commit": "false"}.get(name, "5")
     assert Settings({alias: value}).values == {name: value}
 
 
-def test_a_second_name_is_no_way_around_a_refusal() -> None:
+def test_alias_is_refused_like_its_setting() -> None:
     assert refused({"request.required.acks": 1}).startswith("acks=1 would break exactly-once")
     assert refused({"auto.commit.enable": "true"}).startswith("enable.auto.commit=true would break")
 
@@ -348,12 +346,12 @@ def test_a_second_name_is_no_way_around_a_refusal() -> None:
 # ---- reading -----------------------------------------------------------------------------------------------
 
 
-def test_the_instance_is_the_host_name_unless_it_was_given() -> None:
+def test_instance_defaults_to_host_name() -> None:
     assert Settings().instance == socket.gethostname()
     assert Settings({"eos.instance": "a"}).instance == "a"
 
 
-def test_a_value_is_found_by_name_then_by_default_then_not_at_all() -> None:
+def test_value_is_found_by_name_then_by_default() -> None:
     settings = Settings({"linger.ms": 3})
     assert (settings["linger.ms"], settings["transaction.timeout.ms"]) == (3, 10_000)
     assert settings.get("client.id", "none") == "none"
@@ -361,7 +359,7 @@ def test_a_value_is_found_by_name_then_by_default_then_not_at_all() -> None:
         settings["client.id"]
 
 
-def test_a_copy_with_more_values_is_checked_and_leaves_the_first_as_it_was() -> None:
+def test_copy_with_more_values_is_checked_and_independent() -> None:
     first = Settings({"linger.ms": 3})
     second = first.with_values(**{"group.id": "g", "linger.ms": 4})
     assert (first.values, second.values) == ({"linger.ms": 3}, {"linger.ms": 4, "group.id": "g"})
@@ -380,14 +378,14 @@ def test_a_copy_with_more_values_is_checked_and_leaves_the_first_as_it_was() -> 
     ],
     ids=str,
 )
-def test_the_backoff_of_a_retry_is_capped_as_librdkafka_caps_it(values: dict[str, Any], backoff_ms: int) -> None:
+def test_retry_backoff_is_capped_as_in_librdkafka(values: dict[str, Any], backoff_ms: int) -> None:
     assert Settings(values).retry_backoff_ms == backoff_ms
 
 
 # ---- what each client is given -----------------------------------------------------------------------------
 
 
-def test_the_consumer_reads_committed_records_only_and_never_commits_or_resets_by_itself() -> None:
+def test_consumer_reads_committed_and_never_commits_or_resets() -> None:
     given = Settings({"isolation.level": "read_committed", "auto.offset.reset": "latest"}).consumer()
     assert given["isolation.level"] == "read_committed"
     assert given["enable.auto.commit"] is False
@@ -395,7 +393,7 @@ def test_the_consumer_reads_committed_records_only_and_never_commits_or_resets_b
     assert given["auto.offset.reset"] == "error", "where a partition begins is the session's to say"
 
 
-def test_a_classic_member_is_static_and_cooperative_with_a_session_of_ten_seconds() -> None:
+def test_classic_member_is_static_cooperative_with_ten_seconds() -> None:
     given = Settings({"transactional.id": "app-i-1"}).consumer()
     assert given["group.instance.id"] == "app-i-1"
     assert given["session.timeout.ms"] == 10_000
@@ -415,10 +413,10 @@ def test_members_share_each_of_several_topics_by_default(given: dict[str, str], 
     assert consumer.get("partition.assignment.strategy") == expected
 
 
-def test_a_members_name_is_one_that_kafka_takes_and_another_for_each_transactional_id() -> None:
+def test_group_instance_id_is_valid_and_unique() -> None:
     """Kafka checks it as a topic's name; a transactional.id can be any text."""
     names = ["a", "a.b-c_d", "orders/eu", "orders:eu", "orders_eu", "ü", "..", ".", "x" * 249, "x" * 250, "x" * 251]
-    members = [member_of(name) for name in names]
+    members = [instance_id_for(name) for name in names]
     assert members[:2] == names[:2]
     assert members[8] == names[8]
     assert len(set(members)) == len(names)
@@ -428,7 +426,7 @@ def test_a_members_name_is_one_that_kafka_takes_and_another_for_each_transaction
 
 
 @pytest.mark.parametrize("protocol", ["consumer", "CONSUMER"])
-def test_a_member_of_the_consumer_protocol_is_dynamic_and_leaves_the_rest_to_the_broker(protocol: str) -> None:
+def test_consumer_protocol_member_is_dynamic(protocol: str) -> None:
     settings = Settings({"group.protocol": protocol, "eos.instance": "i-1"})
     given = settings.consumer()
     assert not settings.classic_group
@@ -436,12 +434,12 @@ def test_a_member_of_the_consumer_protocol_is_dynamic_and_leaves_the_rest_to_the
     assert given["group.protocol"] == "consumer"
 
 
-def test_a_classic_group_is_classic_however_it_is_written() -> None:
+def test_classic_protocol_is_recognised_in_any_spelling() -> None:
     assert all(Settings({"group.protocol": text}).classic_group for text in ("classic", "Classic", " classic "))
     assert Settings().classic_group
 
 
-def test_a_users_own_choice_wins_over_a_default() -> None:
+def test_user_value_overrides_default() -> None:
     mine = {
         "group.instance.id": "mine",
         "session.timeout.ms": 6_000,
@@ -454,7 +452,7 @@ def test_a_users_own_choice_wins_over_a_default() -> None:
     assert theirs.items() <= Settings(theirs).producer("t").items()
 
 
-def test_the_producer_is_transactional_and_idempotent_with_javas_partitioner() -> None:
+def test_producer_is_transactional_with_java_partitioner() -> None:
     given = Settings({"transactional.id": "other"}).producer("app-1")
     assert given["transactional.id"] == "app-1"
     assert (given["enable.idempotence"], given["acks"]) == (True, "all")
@@ -463,12 +461,12 @@ def test_the_producer_is_transactional_and_idempotent_with_javas_partitioner() -
 
 
 @pytest.mark.parametrize("timeout_ms", [1_000, 10_000, 60_000])
-def test_a_record_is_never_sent_longer_than_its_transaction_may_last(timeout_ms: int) -> None:
+def test_message_timeout_is_within_transaction_timeout(timeout_ms: int) -> None:
     given = Settings({"transaction.timeout.ms": timeout_ms}).producer("t")
     assert 0 < given["message.timeout.ms"] <= given["transaction.timeout.ms"] == timeout_ms
 
 
-def test_each_client_gets_what_is_meant_for_it_and_neither_gets_ours() -> None:
+def test_clients_get_only_their_own_settings() -> None:
     settings = Settings({"linger.ms": 3, "fetch.min.bytes": 5, "client.id": "c", "eos.instance": "i"})
     consumer, producer = settings.consumer(), settings.producer("t")
     assert "linger.ms" not in consumer
@@ -477,13 +475,13 @@ def test_each_client_gets_what_is_meant_for_it_and_neither_gets_ours() -> None:
     assert not [name for name in (*consumer, *producer) if name.startswith("eos.")]
 
 
-def test_both_clients_have_an_address_and_come_back_within_a_second() -> None:
+def test_clients_have_address_and_short_reconnect_backoff() -> None:
     for given in (Settings().consumer(), Settings().producer("t")):
         assert given["bootstrap.servers"] == "127.0.0.1:9092"
         assert given["reconnect.backoff.max.ms"] == 1_000
 
 
-def test_an_admin_client_gets_addresses_and_credentials_only() -> None:
+def test_admin_client_gets_only_addresses_and_credentials() -> None:
     settings = Settings(
         {
             "bootstrap.servers": "b:9093",
@@ -534,7 +532,7 @@ ACCEPTED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", ACCEPTED, ids=str)
-def test_librdkafka_accepts_what_the_clients_are_given(values: dict[str, Any]) -> None:
+def test_librdkafka_accepts_client_configurations(values: dict[str, Any]) -> None:
     quiet = logging.getLogger("test.quiet")
     quiet.disabled = True
     settings = Settings({"bootstrap.servers": "127.0.0.1:1", "group.id": "g", **values})

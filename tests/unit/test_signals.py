@@ -71,7 +71,7 @@ def body():
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_forked_child_has_the_handlers_of_before_and_ends_by_sigterm(around: str) -> None:
+def test_forked_child_has_previous_handlers_and_ends_by_sigterm(around: str) -> None:
     code = PROGRAM + AROUND[around] + "\nassert is_as_before(0)\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (done.stdout.strip(), done.returncode) == ("[True, True]", 0), done.stderr

@@ -37,7 +37,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         said["meanwhile"]()
         return {p: when for p, when in said["found"].items() if p in asked}
 
-    monkeypatch.setattr(starts_module, "noted", noted)
+    monkeypatch.setattr(starts_module, "read_notes", noted)
     return said
 
 

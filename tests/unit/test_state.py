@@ -14,7 +14,7 @@ import pytest
 import eos
 import eos.testing
 from eos import App, ListState, MapState, Out, Record, State
-from eos.app.cells import cell_of, named
+from eos.app.cells import cell_of, parse_cell
 from eos.errors import ConfigurationError, IllegalState, UsageError
 from eos.state.tasks import Task
 from eos.state.values import InMemory
@@ -37,13 +37,13 @@ def count(word: str, seen: State[int]) -> int:
     return seen.get(0)
 
 
-def test_a_function_sees_what_it_kept_for_the_records_key() -> None:
+def test_function_sees_state_of_the_records_key() -> None:
     ran = run(count, ("in", "x", "a"), ("in", "x", "b"), ("in", "x", "a"))
     assert ran.values("out") == [b"1", b"1", b"2"]
     assert ran.states == {"count": {"seen": {b"a": 2, b"b": 1}}}
 
 
-def test_what_was_deleted_is_not_there_and_leaves_a_tombstone() -> None:
+def test_deleted_value_is_gone_and_leaves_a_tombstone() -> None:
     def toggle(value: str, on: State[bool], text: State[str]) -> list[str]:
         if on.get():
             on.delete()
@@ -58,7 +58,7 @@ def test_what_was_deleted_is_not_there_and_leaves_a_tombstone() -> None:
     assert ran.states == {"toggle": {"on": {b"b": True}, "text": {b"b": "z"}}}
 
 
-def test_a_value_that_is_changed_in_place_is_kept_a_default_too() -> None:
+def test_value_changed_in_place_is_kept_even_a_default() -> None:
     def pay(cents: int, account: State[Account], names: State[list[str]]) -> None:
         mine = account.get(Account())
         mine.cents += cents
@@ -74,7 +74,7 @@ def test_a_value_that_is_changed_in_place_is_kept_a_default_too() -> None:
     assert run(untouched, ("in", "2", "a")).states["untouched"] == {"account": {}}
 
 
-def test_a_record_that_fails_changes_nothing_and_its_retry_sees_what_it_saw_before() -> None:
+def test_failing_record_changes_nothing_and_retry_sees_old_state() -> None:
     seen_before: list[int] = []
 
     def fussy(value: str, seen: State[int]) -> object:
@@ -91,7 +91,7 @@ def test_a_record_that_fails_changes_nothing_and_its_retry_sees_what_it_saw_befo
     assert ran.states["fussy"] == {"seen": {b"a": 2}}
 
 
-def test_a_generator_and_a_record_without_a_key_follow_the_functions_policy() -> None:
+def test_generator_and_record_without_key_follow_policy() -> None:
     def twice(record: Record, seen: State[int]) -> Any:
         yield Out(record.value)
         seen.set(seen.get(0) + 1)
@@ -100,10 +100,10 @@ def test_a_generator_and_a_record_without_a_key_follow_the_functions_policy() ->
     ran = run(twice, ("in", "x"), ("in", "x", "a"), on_error=eos.dlq)
     assert ran.values("out") == [b"x", b"1"]
     (letter,) = ran.to("in.dlq")
-    assert dict(letter.headers)["eos-dlq-message"] == b"twice keeps state by key, and this record has no key"
+    assert dict(letter.headers)["eos-dlq-message"] == b"twice keeps state by key, but this record has no key"
 
 
-def test_what_cannot_be_kept_is_the_records_failure_and_a_type_that_changed_the_apps() -> None:
+def test_unstorable_value_fails_record_and_changed_type_fails_app() -> None:
     def bad(value: str, seen: State[Any]) -> None:
         seen.set(object() if value == "object" else None)
 
@@ -113,9 +113,9 @@ def test_what_cannot_be_kept_is_the_records_failure_and_a_type_that_changed_the_
     task = Task(InMemory({cell_of("seen", b"a"): b'"text"'}))
     app = App("bank")
     app.process("in", to="out")(count)
-    bound = app.routes["in"].bound(cells_of=lambda _: task)
+    bound = app.routes["in"].bind(cells_of=lambda _: task)
     with pytest.raises(
-        ConfigurationError, match=r"the state seen of the key b'a' is no int .*its type was another one"
+        ConfigurationError, match=r"the state seen of the key b'a' is not of type int .*stored with another type"
     ):
         bound.outputs(Record("in", 0, 0, key=b"a", value=b"x"))
 
@@ -151,7 +151,7 @@ Even = Annotated[int, msgspec.Meta(multiple_of=2)]
         (Account | None, Account(5, ["a"])),
     ],
 )
-def test_what_is_set_is_what_the_next_record_reads(kind: Any, value: Any) -> None:
+def test_set_value_is_read_by_next_record(kind: Any, value: Any) -> None:
     found = []
 
     def remembers(what, seen, each, every):  # type: ignore[no-untyped-def]
@@ -192,7 +192,7 @@ def test_what_is_set_is_what_the_next_record_reads(kind: Any, value: Any) -> Non
         (Any, object(), "the state seen cannot be <object obj"),
     ],
 )
-def test_what_could_not_be_read_again_is_the_records_failure(kind: Any, value: Any, said: str) -> None:
+def test_undecodable_value_fails_its_record(kind: Any, value: Any, said: str) -> None:
     """Kept, it would end the worker at the next record of its key, for ever."""
 
     def remembers(what, seen):  # type: ignore[no-untyped-def]
@@ -217,7 +217,7 @@ class Users:
     logins: int = field(default=0, compare=False)
 
 
-def test_what_is_changed_beside_a_set_is_kept_whatever_is_equal() -> None:
+def test_in_place_change_after_set_is_kept() -> None:
     def visit(name: str, users: State[Users], recent: State[dict[str, set[str]]]) -> str:
         seen, latest = users.get(Users(set())), recent.get({})
         seen.names.add(name)
@@ -229,7 +229,7 @@ def test_what_is_changed_beside_a_set_is_kept_whatever_is_equal() -> None:
     assert ran.values("out") == [b"1 a", b"2 ab", b"3 abc", b"4 bca", b"5 cab"]
 
 
-def test_state_is_there_while_its_function_runs_and_nowhere_else() -> None:
+def test_state_is_usable_only_while_its_function_runs() -> None:
     kept: list[State[int]] = []
 
     def keeps(value: str, seen: State[int]) -> None:
@@ -249,7 +249,7 @@ def test_state_is_there_while_its_function_runs_and_nowhere_else() -> None:
         lists[0].append(1)
     app = App("bank")
     app.process("in", to="out")(count)
-    with pytest.raises(IllegalState, match="count has state: run it by"):
+    with pytest.raises(IllegalState, match="count has state: run it with"):
         app.routes["in"].outputs(Record("in", 0, 0, key=b"a", value=b"x"))
     with pytest.raises(UsageError, match="count has state, which only the worker"):
         route_of(app, "in", None)
@@ -261,7 +261,7 @@ def refused(topics: str | list[str], function: Any) -> str:
     return str(error.value)
 
 
-def test_what_is_wrong_with_a_definition_is_said_where_it_is_defined() -> None:
+def test_wrong_state_definition_is_refused_at_definition() -> None:
     def untyped(value: str, seen: State) -> None: ...  # type: ignore[type-arg]
 
     def other(value: str, seen: int) -> None: ...
@@ -270,12 +270,12 @@ def test_what_is_wrong_with_a_definition_is_said_where_it_is_defined() -> None:
 
     def impossible(value: str, seen: State[Callable[[], int]]) -> None: ...
 
-    assert "untyped has state seen of no type" in refused("in", untyped)
+    assert "the state seen of untyped has no type" in refused("in", untyped)
     assert "must be callable with exactly one positional argument" in refused("in", other)
     assert "the state seen of default must be an ordinary parameter" in refused("in", default)
     assert "Callable" in refused("in", impossible)
-    assert "has state, and reads a, b: a function with state reads one topic" in refused(["a", "b"], count)
-    assert "has state, and reads ^in.*" in refused("^in.*", count)
+    assert "has state, but reads a, b: a function with state must read one topic" in refused(["a", "b"], count)
+    assert "has state, but reads ^in.*" in refused("^in.*", count)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -289,24 +289,27 @@ def test_app_refuses_to_write_to_its_own_changelog(first: bool) -> None:
     definitions = [("in", "out", count), ("raw", ["out", changelog], copy)]
     (source, to, function), (other, others, last) = definitions if first else definitions[::-1]
     app.process(source, to=to)(function)
-    with pytest.raises(ConfigurationError, match="'bank-count-changelog', which keeps the state of count"):
+    with pytest.raises(ConfigurationError, match="'bank-count-changelog', the changelog of count"):
         app.process(other, to=others)(last)
     assert app.topics == [source]
-    with pytest.raises(ConfigurationError, match="which keeps the state of count"):
+    with pytest.raises(ConfigurationError, match="the changelog of count"):
         App("bank").process("in", to=changelog)(count)
 
 
-def test_pattern_does_not_take_changelogs_of_its_app() -> None:
+def test_pattern_does_not_match_changelogs_of_its_app() -> None:
     app = App("bank")
     app.process("in", to="out")(count)
 
     @app.process("^bank-.*")
     def read(record: Record) -> None: ...
 
-    assert app.take_in(["bank-a", "bank-count-changelog", "bank-other-changelog"]) == ["bank-a", "bank-other-changelog"]
+    assert app.add_topics(["bank-a", "bank-count-changelog", "bank-other-changelog"]) == [
+        "bank-a",
+        "bank-other-changelog",
+    ]
 
 
-def test_a_task_knows_its_own_changes_and_forgets_those_of_an_aborted_transaction() -> None:
+def test_task_sees_own_changes_and_drops_aborted_ones() -> None:
     task, cell = Task(), cell_of("s", b"k")
     task.put(cell, b"1")
     assert task.get(cell) == b"1"
@@ -319,13 +322,13 @@ def test_a_task_knows_its_own_changes_and_forgets_those_of_an_aborted_transactio
     task.roll_back()
     assert (task.get(cell), len(task.values)) == (b"2", 1)
     cells = [("s", b"", b""), ("store", b"\0k", b"\0f"), ("store", b"k", b"f")]
-    assert [named(cell_of(*cell)) for cell in cells] == cells
+    assert [parse_cell(cell_of(*cell)) for cell in cells] == cells
     for strange in (b"", b"s\0", b"s\0\0\0\0\5k", b"sk"):
         with pytest.raises(ValueError):
-            named(strange)
+            parse_cell(strange)
 
 
-def test_annotations_that_are_text_are_found_where_the_function_is() -> None:
+def test_string_annotations_of_state_resolve() -> None:
     class Local(msgspec.Struct):
         n: int
 

@@ -18,7 +18,7 @@ import eos
 import eos.testing
 from eos import App, ListState, MapState, Out, Record, State
 from eos.app import state
-from eos.app.cells import cell_of, rest_of
+from eos.app.cells import cell_of, encode_key
 from eos.app.layers import Span
 from eos.app.state import CompiledStore, Store
 from eos.errors import ConfigurationError, IllegalState, Temporary
@@ -57,7 +57,7 @@ STEPS = st.sampled_from(["set", "del", "get", "change", "range", "back", "commit
 
 @pytest.mark.parametrize("kind", KEYS)
 @given(where=st.sampled_from(["memory", *ENGINES]), data=st.data())
-def test_a_map_is_a_dict_that_is_read_in_order(
+def test_map_is_a_dict_read_in_order(
     kind: type, where: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     base = tmp_path_factory.mktemp("map")
@@ -72,12 +72,12 @@ def test_a_map_is_a_dict_that_is_read_in_order(
             (lambda: task.committed(0.0) if step == "commit" else task.roll_back())()
             committed, open_ = (open_, open_) if step == "commit" else (committed, committed)
             continue
-        seen: MapState[Any, list[int]] = MapState(compiled, task, rest_of(row_key))
+        seen: MapState[Any, list[int]] = MapState(compiled, task, encode_key(row_key))
         now = {key: value.copy() for key, value in open_.items()}
         for _ in range(data.draw(st.integers(1, 3))):
             touch(step, data, seen, now, KEYS[kind])
         seen._encode()
-        seen._leave()
+        seen._close()
         if step != "fail":
             seen._write(task)
             open_ = now
@@ -86,16 +86,16 @@ def test_a_map_is_a_dict_that_is_read_in_order(
 
 
 @pytest.mark.parametrize("where", ["memory", *ENGINES])
-def test_a_part_of_a_map_begins_with_its_start_and_ends_before_its_stop(where: str, tmp_path: Path) -> None:
+def test_map_range_includes_start_and_excludes_stop(where: str, tmp_path: Path) -> None:
     folder = None if where == "memory" else InFolder.of(tmp_path, "t", "id", engine=ENGINES[where])
     task = Task(InMemory() if folder is None else folder)
     compiled = CompiledStore(Store("seen", MapState, (str, int)))
-    seen: MapState[str, int] = MapState(compiled, task, rest_of(b"k"))
+    seen: MapState[str, int] = MapState(compiled, task, encode_key(b"k"))
     seen.update(a=1, b=2, c=3)
     seen._encode()
     seen._write(task)
     task.committed(0.0)
-    seen = MapState(compiled, task, rest_of(b"k"))
+    seen = MapState(compiled, task, encode_key(b"k"))
     for start, stop, keys in (("a", "c", "ab"), ("b", None, "bc"), (None, "b", "a"), ("b", "b", ""), ("aa", "bb", "b")):
         assert "".join(key for key, _ in seen.range(start, stop)) == keys
         assert "".join(key for key, _ in seen.range(start, stop, reverse=True)) == keys[::-1]
@@ -125,7 +125,7 @@ def touch(step: str, data: st.DataObject, seen: MapState[Any, list[int]], now: d
         assert (list(seen), len(seen)) == (sorted(now), len(now))
 
 
-def test_a_map_keeps_what_is_changed_in_place_and_nothing_of_a_record_that_fails() -> None:
+def test_map_keeps_in_place_changes_but_not_of_failed_record() -> None:
     def visit(page: str, seen: MapState[str, list[int]], total: State[int]) -> str:
         total.set(total.get(0) + 1)
         for _, times in seen.range():
@@ -140,7 +140,7 @@ def test_a_map_keeps_what_is_changed_in_place_and_nothing_of_a_record_that_fails
     assert ran.states["visit"]["seen"] == {b"a": {"x": [1, 0, 0, 3], "y": [2, 0]}, b"b": {"x": [1]}}
 
 
-def test_a_default_is_kept_whenever_it_is_changed_and_two_for_one_key_are_refused() -> None:
+def test_changed_default_is_kept_and_two_for_a_key_are_refused() -> None:
     def visit(what: str, pages: MapState[str, list[int]], one: State[list[int]]) -> None:
         if what == "popped":
             pages.pop("x")
@@ -175,12 +175,12 @@ def test_a_default_is_kept_whenever_it_is_changed_and_two_for_one_key_are_refuse
     ran = run(visit, *of_key("a", *steps), on_error=eos.dlq)
     assert ran.states["visit"] == {"pages": {b"a": {"s": [8], "x": [7], "same": [1]}}, "one": {b"a": [1]}}
     assert [dict(sent.headers)["eos-dlq-message"] for sent in ran.to("in.dlq")] == [
-        b"two defaults of the state pages were changed, and only one can be its value",
-        *[b"two defaults of the state one were changed, and only one can be its value"] * 2,
+        b"two defaults of the state pages were changed, but only one can become its value",
+        *[b"two defaults of the state one were changed, but only one can become its value"] * 2,
     ]
 
 
-def test_a_changed_default_that_cannot_be_kept_is_refused_and_not_lost() -> None:
+def test_unstorable_changed_default_is_refused() -> None:
     def visit(what: str, pages: MapState[str, list[int]], one: State[list[int]]) -> None:
         if what == "left alone":
             pages.get("x", deque())
@@ -198,12 +198,12 @@ def test_a_changed_default_that_cannot_be_kept_is_refused_and_not_lost() -> None
     ]
 
 
-def test_a_map_that_is_read_field_by_field_with_defaults_looks_at_each_of_them_once(
+def test_map_with_defaults_reads_each_field_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoded = []
-    real = state._told_apart
-    monkeypatch.setattr(state, "_told_apart", lambda value: encoded.append(value) or real(value))
+    real = state._fingerprint
+    monkeypatch.setattr(state, "_fingerprint", lambda value: encoded.append(value) or real(value))
 
     def visit(what: str, pages: MapState[int, list[int]]) -> None:
         for number in range(100):
@@ -213,7 +213,7 @@ def test_a_map_that_is_read_field_by_field_with_defaults_looks_at_each_of_them_o
     assert len(encoded) == 200, "when it was given, and at the end"
 
 
-def test_what_a_map_cannot_hold_is_the_records_failure() -> None:
+def test_unstorable_map_value_fails_its_record() -> None:
     def bad(what: str, seen: MapState[str, int]) -> None:
         if what == "none":
             seen["x"] = None  # type: ignore[assignment]
@@ -227,9 +227,9 @@ def test_what_a_map_cannot_hold_is_the_records_failure() -> None:
 
     ran = run(bad, *of_key("a", "none", "kind", "long", "missing", "fits"), on_error=eos.dlq)
     assert [dict(sent.headers)["eos-dlq-message"] for sent in ran.to("in.dlq")] == [
-        b"the state seen cannot be None: `del` of its key says that there is none",
-        b"5 is no str, which the map's keys are",
-        b"a map's key has 400 bytes at the most, and this one 401",
+        b"the state seen cannot be None: use `del` of its key to delete it",
+        b"5 is not of type str, as the map's keys are",
+        b"a map's key has at most 400 bytes, but this one has 401",
         b"'never'",
     ]
     assert ran.states["bad"]["seen"] == {b"a": {"x" * 400: 1}}
@@ -255,7 +255,7 @@ USES: list[Callable[[State[int], MapState[str, int], ListState[int], dict[str, A
 
 
 @pytest.mark.parametrize("shape", ["single", "batch", "async"])
-def test_kept_state_raises_while_another_record_runs(shape: str) -> None:
+def test_kept_state_object_raises_during_another_record(shape: str) -> None:
     kept: list[tuple[Any, ...]] = []
     raised: list[str] = []
 
@@ -308,7 +308,7 @@ def test_kept_state_raises_while_another_record_runs(shape: str) -> None:
     else:
         app.process("in", to="out")(visit if shape == "single" else visit_async)
     task = Task()
-    bound = app.routes["in"].bound(cells_of=lambda _: task)
+    bound = app.routes["in"].bind(cells_of=lambda _: task)
     outputs = [
         bound.outputs(Record("in", 0, n, key=key, value=value))[0][1]
         for n, (key, value) in enumerate([(b"a", b"keep"), (b"b", b"use"), (b"a", b"use")])
@@ -318,7 +318,7 @@ def test_kept_state_raises_while_another_record_runs(shape: str) -> None:
     assert len(raised) == 4 * len(USES)
 
 
-def test_kept_state_of_an_async_record_raises_beside_the_others() -> None:
+def test_kept_async_state_object_raises_during_other_records() -> None:
     kept: list[State[int]] = []
 
     async def visit(value: str, seen: State[int]) -> str:
@@ -335,15 +335,15 @@ def test_kept_state_of_an_async_record_raises_beside_the_others() -> None:
 
 
 @pytest.mark.parametrize("where", ["memory", *ENGINES])
-def test_kept_iterator_raises_before_it_reads_the_engine(where: str, tmp_path: Path) -> None:
+def test_kept_iterator_raises_before_reading_the_engine(where: str, tmp_path: Path) -> None:
     folder = None if where == "memory" else InFolder.of(tmp_path, "t", "id", engine=ENGINES[where])
     task = Task(InMemory() if folder is None else folder)
     compiled = CompiledStore(Store("seen", MapState, (int, int)))
-    task.values.apply({compiled.begin + rest_of(b"k") + compiled.field(n): b"1" for n in range(9)}, 1, 0.0)
-    seen: MapState[int, int] = MapState(compiled, task, rest_of(b"k"))
+    task.values.apply({compiled.begin + encode_key(b"k") + compiled.field(n): b"1" for n in range(9)}, 1, 0.0)
+    seen: MapState[int, int] = MapState(compiled, task, encode_key(b"k"))
     begun, not_begun = seen.range(), seen.range(reverse=True)
     assert next(begun) == (0, 1)
-    seen._leave()
+    seen._close()
     task.values.apply({cell_of("seen", b"other"): b"1"}, 2, 0.0)
     for iterator in (begun, not_begun):
         with pytest.raises(IllegalState, match="the state seen was used after its function had returned"):
@@ -353,7 +353,7 @@ def test_kept_iterator_raises_before_it_reads_the_engine(where: str, tmp_path: P
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_rows_of_any_length_are_apart_and_fields_in_order(where: str, tmp_path: Path) -> None:
+def test_rows_of_any_length_are_separate_and_fields_ordered(where: str, tmp_path: Path) -> None:
     folder = InFolder.of(tmp_path, "t", "id")
     assert folder is not None
     store: values.Values = InMemory() if where == "memory" else folder
@@ -372,7 +372,7 @@ def test_rows_of_any_length_are_apart_and_fields_in_order(where: str, tmp_path: 
 # ---- lists -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_list_grows_at_its_end_and_an_append_writes_its_own_value_only() -> None:
+def test_list_append_writes_only_its_own_value() -> None:
     def last_three(value: str, seen: ListState[str]) -> str:
         assert bool(seen) is (len(seen) > 0)
         seen.extend([value, value.upper()])
@@ -397,7 +397,7 @@ def test_a_list_grows_at_its_end_and_an_append_writes_its_own_value_only() -> No
     task = Task()
     compiled = CompiledStore(Store("seen", ListState, (int,)))
     for number in range(3):
-        held: ListState[int] = ListState(compiled, task, rest_of(b"k"))
+        held: ListState[int] = ListState(compiled, task, encode_key(b"k"))
         held.append(number)
         held._encode()
         held._write(task)
@@ -407,7 +407,7 @@ def test_a_list_grows_at_its_end_and_an_append_writes_its_own_value_only() -> No
 # ---- many at once ----------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_gets_the_states_of_its_keys_and_all_of_it_counts_or_nothing() -> None:
+def test_batch_changes_states_of_its_keys_completely_or_not() -> None:
     calls: list[int] = []
 
     def totals(records: list[Record], seen: dict[bytes, State[int]], names: dict[bytes, ListState[str]]) -> list[Out]:
@@ -428,7 +428,7 @@ def test_a_batch_gets_the_states_of_its_keys_and_all_of_it_counts_or_nothing() -
     assert len(ran.to("in.dlq")) == 2
 
 
-def test_a_batch_has_records_of_one_partition_where_the_same_key_is_another_state() -> None:
+def test_batch_has_one_partition_with_its_own_state_per_key() -> None:
     tasks = {0: Task(), 1: Task()}
     app = App("bank")
 
@@ -439,13 +439,13 @@ def test_a_batch_has_records_of_one_partition_where_the_same_key_is_another_stat
             seen[record.key or b""].set(seen[record.key or b""].get(0) + 1)
         return []
 
-    bound = app.routes["in"].bound(cells_of=lambda record: tasks[record.partition])
+    bound = app.routes["in"].bind(cells_of=lambda record: tasks[record.partition])
     bound.outputs_batch([Record("in", n % 3 % 2, n, key=b"k", value=b"x") for n in range(6)])
     assert [task.get(cell_of("seen", b"k")) for task in tasks.values()] == [b"4", b"2"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_folder_that_cannot_be_read_is_no_records_failure_and_is_begun_anew(tmp_path: Path, engine: str) -> None:
+def test_unreadable_folder_is_no_record_failure_and_is_discarded(tmp_path: Path, engine: str) -> None:
     def folder() -> InFolder:
         found = InFolder.of(tmp_path, "t", "id", engine=ENGINES[engine])
         assert found is not None
@@ -473,7 +473,7 @@ def test_a_folder_that_cannot_be_read_is_no_records_failure_and_is_begun_anew(tm
     kept = folder()
     with pytest.raises(Temporary, match="state cannot be read"):
         task = Task(kept)
-        bound = app.routes["in"].bound(cells_of=lambda _: task)
+        bound = app.routes["in"].bind(cells_of=lambda _: task)
         for n in range(0, 20_000, 40):
             bound.outputs(Record("in", 0, n, key=b"k%d" % n, value=b"x"))
     kept.close()
@@ -482,7 +482,7 @@ def test_a_folder_that_cannot_be_read_is_no_records_failure_and_is_begun_anew(tm
     anew.close()
 
 
-def test_async_functions_see_their_key_in_order_and_other_keys_at_once() -> None:
+def test_async_functions_run_keys_in_order_and_others_at_once() -> None:
     running, most = 0, 0
 
     async def count(value: str, seen: State[int], pages: MapState[str, int]) -> str:
@@ -508,7 +508,7 @@ def test_async_functions_see_their_key_in_order_and_other_keys_at_once() -> None
     assert ran.states["count"]["pages"] == {b"a": {"v0": 10}, b"b": {"v1": 9}, b"c": {"v2": 10}}
 
 
-def test_an_async_record_whose_work_is_cancelled_from_within_fails_alone() -> None:
+def test_async_record_cancelled_from_within_fails_alone() -> None:
     calls: list[str] = []
 
     async def count(value: str, seen: State[int]) -> str:
@@ -526,7 +526,7 @@ def test_an_async_record_whose_work_is_cancelled_from_within_fails_alone() -> No
     assert sorted(calls) == ["bad", *(f"v{n}" for n in range(8) if n != 5)]
 
 
-def test_an_async_record_that_is_tried_again_is_alone_in_that_and_changes_its_key_once() -> None:
+def test_async_retry_runs_alone_and_changes_its_key_once() -> None:
     calls: list[str] = []
 
     async def count(value: str, seen: State[int]) -> str:
@@ -542,7 +542,7 @@ def test_an_async_record_that_is_tried_again_is_alone_in_that_and_changes_its_ke
     assert sorted(calls) == ["behind", "flaky", "flaky", "flaky", "more", "other"]
 
 
-def test_an_async_generator_and_an_async_batch_have_state_too() -> None:
+def test_async_generator_and_async_batch_have_state() -> None:
     async def twice(value: str, seen: State[int]) -> Any:
         seen.set(seen.get(0) + 1)
         yield str(seen.get())
@@ -559,7 +559,7 @@ def test_an_async_generator_and_an_async_batch_have_state_too() -> None:
     assert run(batch, *of_key("a", "x", "y"), batch=True).states["batch"]["seen"] == {b"a": 2}
 
 
-def test_what_one_function_writes_another_one_reads_by_another_key() -> None:
+def test_chained_function_reads_by_another_key() -> None:
     app = App("shop")
 
     @app.process("sales", to="by-town")
@@ -588,7 +588,7 @@ def refused(function: Any, batch: bool = False) -> str:
     return str(error.value)
 
 
-def test_what_is_wrong_with_a_kind_is_said_where_it_is_defined() -> None:
+def test_wrong_kind_of_state_is_refused_at_definition() -> None:
     def untyped(value: str, seen: MapState) -> None: ...  # type: ignore[type-arg]
 
     def dated(value: str, seen: MapState[float, int]) -> None: ...  # type: ignore[type-var]
@@ -603,12 +603,12 @@ def test_what_is_wrong_with_a_kind_is_said_where_it_is_defined() -> None:
 
     def foreign(value: str, seen: State[object]) -> None: ...
 
-    assert "the first parameter of alone, seen, is annotated as state: the first one gets the rec" in refused(alone)
+    assert "the first parameter of alone, seen, is annotated as state, but gets the record" in refused(alone)
     assert refused(foreign).startswith("the state seen of foreign: no decoder for the annotation object: ")
-    assert "untyped has state seen of no type: annotate it MapState[str, int]" in refused(untyped)
-    assert "the keys of the map seen of dated are float: they can be str, bytes, int" in refused(dated)
+    assert "the state seen of untyped has no type: annotate it, for example MapState[str, int]" in refused(untyped)
+    assert "the keys of the map seen of dated are float, but must be one of str, bytes, int" in refused(dated)
     assert refused(one, batch=True) == (
-        "one gets many records, and the state seen is one key's: annotate it dict[bytes, State[int]]"
+        "one gets many records, but the state seen is for one key: annotate it dict[bytes, State[int]]"
     )
-    assert "seen is a mapping of many keys': annotate it State[int]" in refused(many)
+    assert "seen is a mapping for many keys: annotate it State[int]" in refused(many)
     assert "annotated dict[bytes, ...]: keys are bytes" in refused(text, batch=True)

@@ -13,7 +13,7 @@ import pytest
 import eos
 from benchmarks.state_order import SHAPES, Shape, values_of
 from eos import App, ListState, MapState, Record, State
-from eos.app.cells import cell_of, rest_of
+from eos.app.cells import cell_of, encode_key
 from eos.app.layers import Bounds, Overlay, Span, Value
 from eos.app.state import CompiledStore, Store
 from eos.engine.handling import Collector, Handler
@@ -139,11 +139,11 @@ class Walk:
 def test_ordered_state_matches_dict_and_list_through_aborts(
     where: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "_MOST_BOUNDS", seed % 2)
+    monkeypatch.setattr(tasks, "_MAX_BOUNDS", seed % 2)
     walk, values = Walk(seed), values_of(where, tmp_path)
     task, committed, steps = Task(values), ({}, []), 0
     for _ in range(150):
-        each, every = MapState[int, int](MAP, task, rest_of(b"k")), ListState[int](LIST, task, rest_of(b"k"))
+        each, every = MapState[int, int](MAP, task, encode_key(b"k")), ListState[int](LIST, task, encode_key(b"k"))
         before = walk.map.copy(), walk.list.copy()
         for _ in range(walk.random.choice([1, 1, 1, 5])):
             walk.step(each, every)
@@ -151,7 +151,7 @@ def test_ordered_state_matches_dict_and_list_through_aborts(
         fails = walk.random.random() < 0.1
         for one in (each, every):
             one._encode()
-            one._leave()
+            one._close()
             if not fails:
                 one._write(task)
         if fails:
@@ -232,7 +232,7 @@ def test_ordered_access_walks_no_more_with_many_entries(shape: str) -> None:
     assert few[1] > 0 or shape == "list that grows", "which needs no look at what is there"
 
 
-def test_first_scan_alone_walks_over_what_is_deleted() -> None:
+def test_first_scan_alone_walks_over_deleted_entries() -> None:
     """The count above is of deleted names, too."""
     values = Walked()
     cells = [cell_of("map", b"k", MAP.field(number)) for number in range(100)]
@@ -240,7 +240,7 @@ def test_first_scan_alone_walks_over_what_is_deleted() -> None:
     values.apply(dict.fromkeys(cells[:90]), 0, 0.0)
     task = Task(values)
     for expected in (91, 92):
-        each = MapState[int, int](MAP, task, rest_of(b"k"))
+        each = MapState[int, int](MAP, task, encode_key(b"k"))
         assert next(iter(each)) == 90
         each._encode()
         each._write(task)
@@ -252,7 +252,7 @@ def test_one_call_walks_each_entry_once(size: int) -> None:
     values = Walked()
     cells = [cell_of("list", b"k", LIST.field(number)) for number in range(size)]
     values.apply(dict.fromkeys(cells, b"1"), 0, 0.0)
-    every = ListState[int](LIST, Task(values), rest_of(b"k"))
+    every = ListState[int](LIST, Task(values), encode_key(b"k"))
     for number in range(size):
         every.append(number)
         assert every.popleft() == 1
@@ -278,31 +278,33 @@ def test_counting_never_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record(task: Task, change: Callable[[MapState[int, int]], Any]) -> None:
-    each = MapState[int, int](MAP, task, rest_of(b"k"))
+    each = MapState[int, int](MAP, task, encode_key(b"k"))
     change(each)
     each._encode()
     each._write(task)
 
 
-def test_entry_that_comes_and_goes_in_a_transaction_leaves_nothing() -> None:
+def test_entry_added_and_deleted_in_a_transaction_leaves_nothing() -> None:
     task = Task()
     record(task, lambda each: each.update({1: 1, 2: 2}))
     record(task, lambda each: each.pop(1))
     record(task, lambda each: (each.update({3: 3}), each.pop(3)))
-    assert [cell for cell, *_ in task.to_send()] == [ROW + MAP.field(2)]
+    assert [cell for cell, *_ in task.changelog_entries()] == [ROW + MAP.field(2)]
     task.committed(0.0)
     record(task, lambda each: each.update({2: 5}))
     record(task, lambda each: each.pop(2))
-    assert [(cell, value) for cell, value, _ in task.to_send()] == [(ROW + MAP.field(2), None)], "it is committed"
+    assert [(cell, value) for cell, value, _ in task.changelog_entries()] == [(ROW + MAP.field(2), None)], (
+        "it is committed"
+    )
     task.committed(0.0)
-    assert not task.touched
+    assert not task.has_changes
 
     task.put(cell_of("s", b"k"), b"1")
     task.put(cell_of("s", b"k"), None)
-    assert not task.touched
+    assert not task.has_changes
 
 
-def test_abort_takes_bounds_back() -> None:
+def test_abort_restores_bounds() -> None:
     task = Task()
     record(task, lambda each: each.update({n: n for n in range(5)}))
     record(task, lambda each: next(iter(each)))
@@ -317,11 +319,11 @@ def test_abort_takes_bounds_back() -> None:
     assert task.bounds(ROW).low == MAP.field(0), "a change of a row that is not read in order counts too"
 
 
-def test_bounds_of_a_task_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_MOST_BOUNDS", 3)
+def test_bounds_per_task_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_MAX_BOUNDS", 3)
     task = Task()
     for key in range(9):
-        each = MapState[int, int](MAP, task, rest_of(b"%d" % key))
+        each = MapState[int, int](MAP, task, encode_key(b"%d" % key))
         each[1] = 1
         list(each)
         each._encode()
@@ -330,7 +332,7 @@ def test_bounds_of_a_task_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch)
     assert len(task._committed_bounds) == 3
 
 
-def test_failed_record_leaves_bounds_alone() -> None:
+def test_failed_record_does_not_change_bounds() -> None:
     app, task = App("order"), Task()
 
     @app.process("in", to="out", on_error=eos.skip)

@@ -12,7 +12,7 @@ import eos.testing
 from eos.errors import ConfigurationError
 
 
-def test_a_topic_that_the_app_never_writes_to_is_an_error_and_not_an_empty_answer() -> None:
+def test_topic_never_written_is_an_error() -> None:
     app = eos.App("prices")
 
     @app.process("orders", to=["priced", "audit"])
@@ -23,7 +23,7 @@ def test_a_topic_that_the_app_never_writes_to_is_an_error_and_not_an_empty_answe
     assert (ran.values("priced"), ran.values("audit"), ran.values("orders.dlq")) == ([b"o"], [], [])
     for asked in (ran.values, ran.to):
         with pytest.raises(
-            ConfigurationError, match=r"no output goes to 'pricedd', they go to audit, orders\.dlq, priced$"
+            ConfigurationError, match=r"no output goes to 'pricedd': outputs go to audit, orders\.dlq, priced$"
         ):
             asked("pricedd")
 
@@ -50,7 +50,7 @@ def both_topics(batch: bool) -> eos.App:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_shuffled_order_keeps_that_of_each_partition_and_no_other(batch: bool) -> None:
+def test_shuffled_order_keeps_only_partition_order(batch: bool) -> None:
     found = {tuple(seen_by(both_topics(batch), "shuffled", seed)) for seed in range(200)}
     assert len(found) > 50
     for seen in found:
@@ -63,7 +63,7 @@ def test_shuffled_order_keeps_that_of_each_partition_and_no_other(batch: bool) -
     assert any(seen[:3] == ("a0", "a1", "a2") for seen in found), "one topic's backlog comes first"
 
 
-def test_seed_decides_the_order_and_the_given_one_stays_the_default() -> None:
+def test_seed_decides_shuffled_order_and_given_is_default() -> None:
     app = both_topics(batch=False)
     assert seen_by(app, "shuffled", 7) == seen_by(app, "shuffled", 7)
     given = ["a0", "a1", "a2", "b00", "b01", "b10", "b11"]
@@ -76,7 +76,7 @@ def test_seed_decides_the_order_and_the_given_one_stays_the_default() -> None:
         seen_by(app, "sorted", 7)
 
 
-def test_shuffled_order_mixes_topics_between_functions_with_the_input() -> None:
+def test_shuffled_order_mixes_chained_topics_with_input() -> None:
     app = eos.App("chain")
     app.process("in", to="between")(lambda record: record.value)
     app.process("between", to="out")(lambda record: record.value)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from eos import cli
 from eos.cli.rendering import bytes_as_json, bytes_as_text, bytes_from_json, header_as_json, headers_as_text
 from eos.encoding import lineage
-from eos.encoding.dead_letters import dead_letter
+from eos.encoding.dead_letters import make_dead_letter
 from eos.errors import Unavailable
-from eos.kafka.admin.tail import Mark, Seen, Span, _Lane, _merged, spans
+from eos.kafka.admin.tail import Mark, MarkedRecord, OffsetRange, _merge_by_timestamp, _PartitionReader, topic_offsets
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Record
@@ -29,36 +29,36 @@ def record(offset: int, timestamp: int = -1, partition: int = 0) -> Record:
     return Record("t", partition, offset, timestamp)
 
 
-def marked(lane: _Lane, stable: int) -> list[tuple[int, str]]:
+def marked(lane: _PartitionReader, stable: int) -> list[tuple[int, str]]:
     return [(seen.record.offset, seen.mark.value) for seen in lane.marked(lambda: stable)]
 
 
-def test_a_record_that_the_committed_reader_passed_by_is_aborted_and_one_behind_the_stable_end_open() -> None:
-    lane = _Lane(4, 9, deque(map(record, (0, 1, 3, 5, 7))), visible={0, 3})
+def test_record_skipped_by_committed_reader_is_aborted() -> None:
+    lane = _PartitionReader(4, 9, deque(map(record, (0, 1, 3, 5, 7))), visible={0, 3})
     assert marked(lane, 5) == [(0, "committed"), (1, "aborted"), (3, "committed"), (5, "open"), (7, "open")]
     assert not lane.waiting
 
 
-def test_what_the_committed_reader_may_still_get_waits_and_is_told_in_order() -> None:
-    lane = _Lane(2, 9, deque(map(record, (1, 2, 5))), visible={1})
+def test_undecided_records_wait_and_are_returned_in_order() -> None:
+    lane = _PartitionReader(2, 9, deque(map(record, (1, 2, 5))), visible={1})
     assert marked(lane, 4) == [(1, "committed")]
     lane.visible, lane.committed_at = {2}, 4
     assert marked(lane, 4) == [(2, "committed"), (5, "open")]
 
 
-def test_where_all_is_passed_nobody_is_asked_for_the_stable_end() -> None:
+def test_stable_end_is_not_queried_once_all_is_passed() -> None:
     def asked() -> int:
         raise AssertionError
 
-    assert len(list(_Lane(2, 2, deque(map(record, (0, 1)))).marked(asked))) == 2
+    assert len(list(_PartitionReader(2, 2, deque(map(record, (0, 1)))).marked(asked))) == 2
 
 
 @given(st.lists(st.lists(st.integers(-1, 5), max_size=6), min_size=1, max_size=3))
-def test_records_of_several_partitions_are_merged_by_time_and_never_against_an_offset_order(
+def test_records_are_merged_by_time_within_offset_order(
     lanes: list[list[int]],
 ) -> None:
-    seen = [[Seen(record(o, at, p)) for o, at in enumerate(times)] for p, times in enumerate(lanes)]
-    merged = list(_merged(iter(seen)))
+    seen = [[MarkedRecord(record(o, at, p)) for o, at in enumerate(times)] for p, times in enumerate(lanes)]
+    merged = list(_merge_by_timestamp(iter(seen)))
     for p, lane in enumerate(seen):
         assert [s for s in merged if s.record.partition == p] == lane
     if all(times == sorted(times) for times in lanes):
@@ -100,40 +100,40 @@ def answer(value: object) -> Future[Any]:
         (KafkaError.CLUSTER_AUTHORIZATION_FAILED, False),
     ],
 )
-def test_a_topic_that_was_just_created_is_asked_for_again(error: int, patient: bool) -> None:
+def test_new_topic_is_queried_again(error: int, patient: bool) -> None:
     """`eos topic create` and `eos topic send` behind each other: the leader may be the last to hear of it."""
     pauses: list[float] = []
 
-    def asked(times: int) -> dict[int, Span]:
+    def asked(times: int) -> dict[int, OffsetRange]:
         cluster = _Cluster(*[error] * times)
         world = World(client=lambda _: cluster, now=itertools.count().__next__, sleep=pauses.append)
-        return spans(Settings({"bootstrap.servers": "b"}), "new", 5.0, world)
+        return topic_offsets(Settings({"bootstrap.servers": "b"}), "new", 5.0, world)
 
     if patient:
-        assert asked(10) == {0: Span(7, 7, 7)}, "10 s later, on a broker that is slow"
+        assert asked(10) == {0: OffsetRange(7, 7, 7)}, "10 s later, on a broker that is slow"
     with pytest.raises(Unavailable, match=r"the offsets of new\[0\] are unavailable"):
         asked(100 if patient else 1)
     assert bool(pauses) == patient
 
 
-def test_bytes_are_shown_as_text_where_they_are_and_cannot_move_the_cursor() -> None:
+def test_bytes_are_shown_as_text_and_cannot_move_the_cursor() -> None:
     assert bytes_as_text('žluť {"a": 1}'.encode()) == 'žluť {"a": 1}'
     assert bytes_as_text(b"a\x1b[2Jb\nc\x00") == r"a\x1b[2Jb\nc\x00"
     assert bytes_as_text(b"\xff\xfe") == r"b'\xff\xfe'"
 
 
 @given(st.none() | st.binary() | st.text().map(str.encode))
-def test_bytes_that_are_written_as_json_read_back_as_they_were(data: bytes | None) -> None:
+def test_bytes_written_as_json_round_trip(data: bytes | None) -> None:
     assert bytes_from_json(json.loads(json.dumps(bytes_as_json(data)))) == data
 
 
 @pytest.mark.parametrize("given", [5, ["a"], {"base64": 5}, {"base64": "a"}, {"base64": "YQ==", "more": "1"}, {}])
-def test_json_that_is_no_bytes_is_refused(given: object) -> None:
+def test_json_without_bytes_is_refused(given: object) -> None:
     with pytest.raises(ValueError, match="base64"):
         bytes_from_json(given)
 
 
-def test_our_own_headers_are_said_in_words() -> None:
+def test_own_headers_are_shown_as_text() -> None:
     mark = ("eos-lineage", lineage.encode(lineage.Source("in", 2, 9, 0, 2, 17)))
     assert headers_as_text([("a", b"1"), mark]) == ["a=1", "(output 1 of 2 of in[2]@9, number 17)"]
     assert header_as_json(*mark) == {"topic": "in", "partition": 2, "offset": 9, "i": 0, "n": 2, "number": 17}
@@ -141,7 +141,7 @@ def test_our_own_headers_are_said_in_words() -> None:
     assert headers_as_text([strangers, ("b", None)]) == [r"eos-lineage=b'\xff'", "b=(null)"]
     assert header_as_json(*strangers) == {"base64": "/w=="}
     failed = Record("in", 2, 9, 5, None, b"v", [("a", b"1")])
-    letter = dead_letter(failed, ValueError("no\x1b[2J price"), app="shop", function="total")[-1] or []
+    letter = make_dead_letter(failed, ValueError("no\x1b[2J price"), app="shop", function="total")[-1] or []
     said = r"(dead letter of shop/total, from in[2]@9: ValueError: no\x1b[2J price)"
     assert headers_as_text(letter) == ["a=1", said]
     assert headers_as_text([*letter, mark, ("eos-dlq-replays", b"2")]) == [
@@ -163,7 +163,7 @@ def test_our_own_headers_are_said_in_words() -> None:
         (("tail", "t", "--from-beginning", "-n", "3"), "--from-beginning and --last exclude each other"),
     ],
 )
-def test_what_is_wrong_with_a_command_is_said_before_the_cluster_is_asked(
+def test_wrong_command_is_refused_before_a_query(
     arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.invoke(["topic", *arguments]) == 64
@@ -172,5 +172,5 @@ def test_what_is_wrong_with_a_command_is_said_before_the_cluster_is_asked(
     assert told.out == ""
 
 
-def test_marks_have_names_that_people_know() -> None:
+def test_marks_have_readable_names() -> None:
     assert [mark.value for mark in Mark] == ["committed", "aborted", "open"]

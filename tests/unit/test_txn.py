@@ -12,7 +12,7 @@ import pytest
 from eos.cli import txn
 from eos.errors import Temporary, Unavailable, UsageError
 from eos.kafka.admin.transactions import STATES, OpenTransaction, Verdict
-from eos.kafka.client.cluster import Described, Listed, OpenProducer
+from eos.kafka.client.cluster import ListedTransaction, OpenProducer, TransactionalIdState
 
 
 class Admin(SimpleNamespace):
@@ -41,9 +41,9 @@ def test_the_rows_for_programs_have_the_members_that_they_had() -> None:
     )
 
 
-def listed(state: str, since_s: float | None = 200.0) -> Listed:
+def listed(state: str, since_s: float | None = 200.0) -> ListedTransaction:
     start_ms = -1 if since_s is None else int((time.time() - since_s) * 1000)
-    return Listed(f"app-{state}", 7, 3, state, 1, start_ms, 10_000, frozenset())
+    return ListedTransaction(f"app-{state}", 7, 3, state, 1, start_ms, 10_000, frozenset())
 
 
 @pytest.mark.parametrize("state", sorted(STATES))
@@ -78,8 +78,8 @@ def test_states_are_those_of_kafka_in_any_case_and_another_is_refused_with_their
 def test_the_end_of_a_transactional_id_is_told_with_before_and_after(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = (Described("Ongoing", 7, 3), Described("CompleteAbort", 7, 4))
-    monkeypatch.setattr(txn, "end_of", lambda *_: known)
+    known = (TransactionalIdState("Ongoing", 7, 3), TransactionalIdState("CompleteAbort", 7, 4))
+    monkeypatch.setattr(txn, "abort_open_transaction", lambda *_: known)
     txn.abort("app-one", yes=True)
     sentence = "app-one: was Ongoing (producer id 7, epoch 3), is CompleteAbort; its former owner is fenced\n"
     assert capsys.readouterr().out == sentence
@@ -88,7 +88,7 @@ def test_the_end_of_a_transactional_id_is_told_with_before_and_after(
     after = {"state": "CompleteAbort", "producer_id": 7, "epoch": 4}
     told = [{"transactional_id": "app-one", "before": before, "after": after}]
     assert json.loads(capsys.readouterr().out) == told
-    monkeypatch.setattr(txn, "end_of", lambda *_: (known[0], None))
+    monkeypatch.setattr(txn, "abort_open_transaction", lambda *_: (known[0], None))
     txn.abort("app-one", yes=True, json=True)
     assert json.loads(capsys.readouterr().out)[0]["after"] is None
 

@@ -20,17 +20,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from eos.app.definition import App
-from eos.app.lineage import Ledger, check_route, each_with_lineage
-from eos.app.routes import feed_each
+from eos.app.lineage import Ledger, check_route, with_lineage
+from eos.app.routes import feed_from
 from eos.cli.verify import NothingToExamine, _print_result
 from eos.encoding.lineage import HEADER, Source, Tally, decode, encode, tally_of
 from eos.engine.handling import Collector
 from eos.errors import ConfigurationError
-from eos.records import Fed, Out, Record
+from eos.records import FeedResult, Out, Record
 from eos.testing import verify as verifying
 from eos.testing.checker import Ends
 from eos.testing.history import Log
-from eos.testing.verify import Committed, Verification, judge, marks_of, verify
+from eos.testing.verify import Committed, Verification, extract_marks, judge, verify
 
 # ---- formats ---------------------------------------------------------------------------------------------------
 
@@ -46,12 +46,12 @@ from eos.testing.verify import Committed, Verification, judge, marks_of, verify
         st.integers(0, 2**63 - 1),
     )
 )
-def test_a_source_comes_back_out_of_its_header(source: Source) -> None:
+def test_source_round_trips_through_header(source: Source) -> None:
     assert decode(encode(source)) == source
 
 
 @pytest.mark.parametrize("header", [b"", b"x" * 28])
-def test_a_header_that_no_worker_wrote_is_refused(header: bytes) -> None:
+def test_foreign_header_is_refused(header: bytes) -> None:
     with pytest.raises(ValueError, match="cannot name a source"):
         decode(header)
 
@@ -59,11 +59,11 @@ def test_a_header_that_no_worker_wrote_is_refused(header: bytes) -> None:
 @pytest.mark.parametrize(
     "metadata", [None, "", "x", "[]", "{}", '{"lineage": 5}', '{"lineage": [1, 2]}', '{"lineage": ["1", 2, 3]}']
 )
-def test_metadata_of_others_says_nothing(metadata: str | None) -> None:
+def test_foreign_metadata_is_ignored(metadata: str | None) -> None:
     assert tally_of(metadata) is None
 
 
-def test_metadata_of_a_later_format_says_nothing_and_that_without_a_number_is_of_the_first() -> None:
+def test_metadata_of_later_format_is_ignored() -> None:
     assert tally_of('{"lineage": [1, 2, 3]}') == tally_of('{"v": 1, "news": 0, "lineage": [1, 2, 3]}') == Tally(1, 2, 3)
     assert tally_of('{"v": 2, "lineage": [1, 2, 3]}') is None
 
@@ -77,19 +77,19 @@ def written(ledger: Ledger) -> str:
     return json.dumps({"instance": "x", **ledger.offset_metadata(A)})
 
 
-def test_counts_go_on_where_the_last_commit_left_them_whoever_made_it() -> None:
+def test_counts_continue_after_the_last_commit() -> None:
     first = Ledger()
     first.begin(A, 7, None)
-    assert [first.handled(A, n) for n in (2, 0, 3)] == [0, 2, 2]
+    assert [first.count(A, n) for n in (2, 0, 3)] == [0, 2, 2]
     metadata = written(first)
     first.committed()
     second = Ledger()
     second.begin(A, 10, metadata)
-    assert second.handled(A, 1) == 5
+    assert second.count(A, 1) == 5
     assert second.tally(A) == Tally(7, 4, 6)
 
 
-def test_a_group_whose_offsets_another_client_committed_is_counted_anew() -> None:
+def test_counts_restart_after_commit_of_another_client() -> None:
     """As confluent-kafka tells what Kafka Streams wrote beside an offset: with what lies behind it in memory."""
 
     class ReadTooFar:
@@ -104,20 +104,20 @@ def test_a_group_whose_offsets_another_client_committed_is_counted_anew() -> Non
     assert ledger.tally(A) == Tally(7)
 
 
-def test_what_an_aborted_transaction_counted_is_counted_again() -> None:
+def test_aborted_counts_are_counted_again() -> None:
     ledger = Ledger()
     ledger.begin(A, 0, None)
-    ledger.handled(A, 1)
+    ledger.count(A, 1)
     ledger.committed()
-    ledger.handled(A, 5)
+    ledger.count(A, 5)
     ledger.aborted()
-    assert (ledger.handled(A, 1), ledger.tally(A)) == (1, Tally(0, 2, 2))
+    assert (ledger.count(A, 1), ledger.tally(A)) == (1, Tally(0, 2, 2))
 
 
-def test_a_partition_that_begins_again_forgets_what_was_open() -> None:
+def test_restarted_partition_drops_open_counts() -> None:
     ledger = Ledger()
     ledger.begin(A, 0, None)
-    ledger.handled(A, 5)
+    ledger.count(A, 5)
     ledger.begin(A, 3, '{"lineage": [0, 3, 4]}')
     assert ledger.tally(A) == Tally(0, 3, 4)
 
@@ -125,18 +125,18 @@ def test_a_partition_that_begins_again_forgets_what_was_open() -> None:
 # ---- the feed --------------------------------------------------------------------------------------------------
 
 
-def feed(function: Callable[[Record], Any], records: list[Record]) -> tuple[list[Any], Fed, Ledger]:
+def feed(function: Callable[[Record], Any], records: list[Record]) -> tuple[list[Any], FeedResult, Ledger]:
     app, ledger, kept = App("app"), Ledger(), Collector()
     app.process("a", to="out")(function)
     ledger.begin(A, 0, None)
-    fed = feed_each(each_with_lineage(app.routes["a"].each, ledger))(records, kept)
+    fed = feed_from(with_lineage(app.routes["a"].each, ledger))(records, kept)
     return kept.sends, fed, ledger
 
 
 RECORDS = [Record("a", 0, offset, 5, b"k", b"v") for offset in (3, 4, 8)]
 
 
-def test_each_output_names_its_input_and_its_own_headers_stay() -> None:
+def test_each_output_names_its_input_and_keeps_its_headers() -> None:
     results = {3: [Out(b"x", headers=[("h", b"1")]), b"y"], 4: None, 8: b"z"}
     put, fed, ledger = feed(lambda record: results[record.offset], RECORDS)
     assert [send[1] for send in put] == [b"x", b"y", b"z"]
@@ -147,16 +147,16 @@ def test_each_output_names_its_input_and_its_own_headers_stay() -> None:
         Source("a", 0, 3, 1, 2, 1),
         Source("a", 0, 8, 0, 1, 2),
     ]
-    assert (fed, ledger.tally(A)) == (Fed(3, 3, None), Tally(0, 3, 3))
+    assert (fed, ledger.tally(A)) == (FeedResult(3, 3, None), Tally(0, 3, 3))
 
 
-def test_a_record_that_fails_is_not_counted() -> None:
+def test_failing_record_is_not_counted() -> None:
     put, fed, ledger = feed(lambda record: b"x" if record.offset < 8 else 1 // 0, RECORDS)
     assert (len(put), fed.sent, fed.handled, type(fed.error)) == (2, 2, 2, ZeroDivisionError)
     assert ledger.tally(A) == Tally(0, 2, 2)
 
 
-def test_a_batch_function_cannot_tell_and_is_refused() -> None:
+def test_lineage_refuses_batch_function() -> None:
     app = App("app")
     app.process_batch("a", to="out")(lambda records: [])
     with pytest.raises(ConfigurationError, match="which record an output came from"):
@@ -194,7 +194,7 @@ class History:
         headers: list[bytes | None] = [encode(source) for source in self.sources]
         headers += [None] * self.unmarked
         lanes = [self.lane(source) for source in self.sources] + [0] * self.unmarked
-        marks, unmarked = marks_of(log_of("out", list(zip(lanes, range(len(lanes)), strict=True)), headers))
+        marks, unmarked = extract_marks(log_of("out", list(zip(lanes, range(len(lanes)), strict=True)), headers))
         assert len(unmarked) == self.unmarked
         return judge(inputs, marks, self.committed, self.begins, self.output_begins, self.compacted)
 
@@ -232,12 +232,12 @@ def log_of(topic: str, places: list[tuple[int, int]], headers: list[bytes | None
     )
 
 
-def test_a_history_with_filtered_inputs_holds_and_says_how_much_was_examined() -> None:
+def test_history_with_filtered_inputs_holds() -> None:
     found = History().judged()
     assert found.report.ok, str(found.report)
     assert (found.inputs, found.outputs, found.notes) == (42, 42, ())
     assert {v.rule for v in found.report.verdicts} == {
-        "all_inputs_counted", "no_losses", "no_duplicates", "no_strangers", "order", "atomic"
+        "all_inputs_counted", "no_losses", "no_duplicates", "no_unexpected_outputs", "order", "atomic"
     }  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def test_a_history_with_filtered_inputs_holds_and_says_how_much_was_examined() -
         ((1, 20, [0, 1, 2]), "it is of one of the 3 inputs in in[1]@18..20"),
     ],
 )
-def test_a_lost_output_is_named_as_closely_as_its_neighbours_tell(
+def test_lost_output_is_identified_by_its_neighbours(
     history: History, lost: tuple[int, int, list[int]], named: str
 ) -> None:
     partition, offset, which = lost
@@ -263,14 +263,14 @@ def test_a_lost_output_is_named_as_closely_as_its_neighbours_tell(
     assert any(named in example for example in report["no_losses"].examples), report["no_losses"].examples
 
 
-def test_an_input_that_lost_a_part_of_its_outputs_is_torn_too(history: History) -> None:
+def test_input_with_some_outputs_lost_is_incomplete(history: History) -> None:
     history.drop(0, 6, 1)
     report = history.judged().report
     assert report.violated == ("no_losses", "atomic")
-    assert "in[0]@6 is torn: copy 1 is missing" in report["atomic"].sentence
+    assert "in[0]@6 is incomplete: copy 1 is missing" in report["atomic"].sentence
 
 
-def test_a_doubled_output_is_named(history: History) -> None:
+def test_duplicate_output_is_named(history: History) -> None:
     history.sources.append(history.sources[history.index(1, 2, 0)])
     report = history.judged().report
     assert "no_duplicates" in report.violated
@@ -278,7 +278,7 @@ def test_a_doubled_output_is_named(history: History) -> None:
     assert report["no_losses"].holds
 
 
-def test_half_of_the_inputs_filtered_is_no_loss_but_half_of_the_outputs_lost_is(history: History) -> None:
+def test_filtered_half_is_no_loss_but_lost_half_is(history: History) -> None:
     kept = [s for s in history.sources if s.offset % 2 == 0]
     recounted: dict[int, int] = {0: 0, 1: 0}
     filtered = []
@@ -293,23 +293,23 @@ def test_half_of_the_inputs_filtered_is_no_loss_but_half_of_the_outputs_lost_is(
     assert history.judged().report.ok
 
 
-def test_everything_filtered_holds_by_the_number_of_inputs(history: History) -> None:
+def test_everything_filtered_holds_by_number_of_inputs(history: History) -> None:
     history.sources = []
     history.committed = {place: Committed(COUNT, Tally(0, COUNT, 0)) for place in history.committed}
     found = history.judged()
     assert (found.report.ok, found.inputs, found.outputs) == (True, 42, 0)
 
 
-def test_an_input_that_was_never_handled_is_a_violation(history: History) -> None:
+def test_unhandled_input_is_a_violation(history: History) -> None:
     history.committed["in", 0] = Committed(COUNT, Tally(0, COUNT - 1, history.committed["in", 0].tally.outputs))  # type: ignore[union-attr]
     report = history.judged().report
     assert report.violated == ("all_inputs_counted",)
     assert "in[0] holds 21 inputs in 0..20, 20 were handled" in report["all_inputs_counted"].sentence
 
 
-def test_an_output_of_an_input_that_does_not_exist_is_a_stranger(history: History) -> None:
+def test_output_of_missing_input_is_unexpected(history: History) -> None:
     history.inputs.remove((0, 3))
-    assert "no_strangers" in history.judged().report.violated
+    assert "no_unexpected_outputs" in history.judged().report.violated
 
 
 def test_outputs_out_of_order_are_named(history: History) -> None:
@@ -318,17 +318,17 @@ def test_outputs_out_of_order_are_named(history: History) -> None:
     assert history.judged().report.violated == ("order",)
 
 
-def test_what_cannot_be_decided_is_a_note_and_no_verdict(history: History) -> None:
+def test_undecidable_parts_are_notes(history: History) -> None:
     history.unmarked = 3
     history.committed["in", 1] = Committed(COUNT, None)
     found = history.judged()
     assert found.report.ok
     assert found.inputs == COUNT
     assert "in[1] is committed at 21 without lineage: not decided" in found.notes
-    assert any("21 outputs are of inputs that are not committed yet" in note for note in found.notes)
+    assert any("21 outputs belong to inputs that are not committed yet" in note for note in found.notes)
 
 
-def test_inputs_that_retention_removed_are_a_note(history: History) -> None:
+def test_inputs_removed_by_retention_are_a_note(history: History) -> None:
     history.inputs = [(p, o) for p, o in history.inputs if p or o >= 5]
     history.begins["in", 0] = 5
     found = history.judged()
@@ -336,7 +336,7 @@ def test_inputs_that_retention_removed_are_a_note(history: History) -> None:
     assert any("in[0]: inputs before 5 were removed by retention" in note for note in found.notes)
 
 
-def test_inputs_that_were_all_removed_leave_the_outputs_to_be_examined(history: History) -> None:
+def test_all_inputs_removed_still_examines_outputs(history: History) -> None:
     history.inputs = []
     history.begins = {("in", 0): COUNT, ("in", 1): COUNT}
     found = history.judged()
@@ -345,7 +345,7 @@ def test_inputs_that_were_all_removed_leave_the_outputs_to_be_examined(history: 
     assert (found.inputs, found.outputs) == (0, 42)
 
 
-def test_nothing_committed_with_lineage_examines_nothing_and_does_not_hold(history: History) -> None:
+def test_no_lineage_examines_nothing_and_does_not_hold(history: History) -> None:
     history.committed = {}
     found = history.judged()
     assert (found.inputs, found.report.ok) == (0, False)
@@ -359,7 +359,7 @@ def by_copy(source: Source) -> int:
     return source.i % 2
 
 
-def test_outputs_that_retention_removed_are_a_note_and_what_is_above_the_cut_is_examined(history: History) -> None:
+def test_outputs_removed_by_retention_are_a_note(history: History) -> None:
     history.cut(0, 5)
     found = history.judged()
     assert found.report.ok, str(found.report)
@@ -370,7 +370,7 @@ def test_outputs_that_retention_removed_are_a_note_and_what_is_above_the_cut_is_
     )
 
 
-def test_a_loss_above_the_cut_is_still_one(history: History) -> None:
+def test_loss_after_removed_outputs_is_found(history: History) -> None:
     history.cut(0, 5)
     history.drop(0, 9, 1)
     report = history.judged().report
@@ -379,7 +379,7 @@ def test_a_loss_above_the_cut_is_still_one(history: History) -> None:
     assert "it is output 1 of in[0]@9" in report["no_losses"].sentence
 
 
-def test_a_loss_that_may_have_been_in_a_truncated_partition_is_not_decided(history: History) -> None:
+def test_possible_loss_in_truncated_partition_is_not_decided(history: History) -> None:
     history.cut(0, 5)
     history.drop(1, 9, 1)  # out[0] shows nothing of in[1]: this one may have been there
     found = history.judged()
@@ -387,7 +387,7 @@ def test_a_loss_that_may_have_been_in_a_truncated_partition_is_not_decided(histo
     assert any(note.startswith("in[1]: 1 of its output numbers are not visible") for note in found.notes)
 
 
-def test_an_input_of_which_retention_removed_one_copy_and_left_the_other_is_not_torn(history: History) -> None:
+def test_input_with_one_copy_removed_is_not_incomplete(history: History) -> None:
     history.lane = by_copy
     history.cut(0, 10)
     found = history.judged()
@@ -397,18 +397,23 @@ def test_an_input_of_which_retention_removed_one_copy_and_left_the_other_is_not_
     assert history.judged().report.violated == ("no_losses", "atomic")
 
 
-def test_what_a_truncated_partition_does_not_show_at_all_cannot_be_decided(history: History) -> None:
+def test_empty_truncated_partition_cannot_be_decided(history: History) -> None:
     history.lane = by_copy
     assert history.cut(1, 100)
     found = history.judged()
     assert found.report.ok, str(found.report)
     assert found.outputs == 0
-    assert {v.rule for v in found.report.verdicts} == {"all_inputs_counted", "no_duplicates", "no_strangers", "order"}
+    assert {v.rule for v in found.report.verdicts} == {
+        "all_inputs_counted",
+        "no_duplicates",
+        "no_unexpected_outputs",
+        "order",
+    }
     assert len(found.notes) == 2
     assert all("out[1] no longer begins at 0 but at 100: not decided" in note for note in found.notes)
 
 
-def test_outputs_that_were_all_removed_are_no_violation_but_the_same_without_a_cut_is_one(history: History) -> None:
+def test_all_outputs_removed_by_retention_is_no_violation(history: History) -> None:
     history.cut(0, 100)
     history.cut(1, 100)
     found = history.judged()
@@ -419,9 +424,7 @@ def test_outputs_that_were_all_removed_are_no_violation_but_the_same_without_a_c
 
 
 @pytest.mark.parametrize("cuts", [(6, 14), (20, 3)])
-def test_of_several_truncated_partitions_the_one_that_lost_most_says_what_can_be_decided(
-    history: History, cuts: tuple[int, int]
-) -> None:
+def test_most_truncated_partition_limits_what_is_decided(history: History, cuts: tuple[int, int]) -> None:
     history.lane = lambda source: source.number % 2
     for lane, count in enumerate(cuts):
         history.cut(lane, count)
@@ -430,7 +433,7 @@ def test_of_several_truncated_partitions_the_one_that_lost_most_says_what_can_be
     assert history.judged().outputs == 21 - max(numbers[0] for numbers in kept)
 
 
-def test_where_only_others_were_removed_every_output_is_examined_beside_a_loss(history: History) -> None:
+def test_removal_of_other_outputs_hides_no_loss(history: History) -> None:
     history.lane = by_copy
     history.output_begins["out", 1] = 5
     history.drop(0, 9, 1)
@@ -438,7 +441,7 @@ def test_where_only_others_were_removed_every_output_is_examined_beside_a_loss(h
     assert (found.report.violated, found.outputs) == (("no_losses", "atomic"), 42)
 
 
-def test_where_nothing_that_is_left_can_be_decided_there_is_no_verdict_and_nothing_to_examine(history: History) -> None:
+def test_nothing_decidable_gives_no_verdict(history: History) -> None:
     history.cut(0, 100)
     history.cut(1, 100)
     history.inputs = [(p, o) for p, o in history.inputs if o >= 5]
@@ -449,17 +452,17 @@ def test_where_nothing_that_is_left_can_be_decided_there_is_no_verdict_and_nothi
         _print_result(found, "group", ["out"], None)
 
 
-def test_inputs_that_are_all_gone_without_retention_are_a_violation(history: History) -> None:
+def test_inputs_missing_without_retention_are_a_violation(history: History) -> None:
     history.inputs = []
     assert "all_inputs_counted" in history.judged().report.violated
 
 
-def test_a_truncated_partition_whose_part_was_of_others_hides_nothing(history: History) -> None:
+def test_truncation_of_other_outputs_hides_nothing(history: History) -> None:
     history.output_begins["out", 2] = 7
     assert history.judged() == History().judged()
 
 
-def test_outputs_from_before_the_counting_show_that_none_of_the_counted_was_removed(history: History) -> None:
+def test_outputs_before_counting_show_that_none_was_removed(history: History) -> None:
     history.committed["in", 0] = Committed(COUNT, Tally(7, COUNT - 7, 14))
     history.sources = [s if s.partition or s.offset < 7 else s._replace(number=s.number - 7) for s in history.sources]
     history.cut(0, 2)
@@ -468,7 +471,7 @@ def test_outputs_from_before_the_counting_show_that_none_of_the_counted_was_remo
     assert "no_losses" in history.judged().report.violated
 
 
-def test_a_note_names_a_few_of_many_truncated_partitions(history: History) -> None:
+def test_note_names_a_few_of_many_truncated_partitions(history: History) -> None:
     history.cut(0, 1)
     history.output_begins |= {("out", partition): 9 for partition in range(2, 6)}
     (note, *_) = history.judged().notes
@@ -476,7 +479,7 @@ def test_a_note_names_a_few_of_many_truncated_partitions(history: History) -> No
     assert note.endswith(" and 2 more: not decided")
 
 
-def test_outputs_that_compaction_may_have_removed_are_not_decided(history: History) -> None:
+def test_outputs_of_compacted_topic_are_not_decided(history: History) -> None:
     history.lane = by_copy
     history.compacted = ("out",)
     assert history.judged() == History().judged()  # nothing is missing
@@ -487,15 +490,15 @@ def test_outputs_that_compaction_may_have_removed_are_not_decided(history: Histo
     assert found.notes == ("in[0]: 1 of its output numbers are not visible, and out is compacted: not decided",)
 
 
-def test_inputs_that_compaction_removed_are_not_decided_and_their_outputs_are_no_strangers(history: History) -> None:
+def test_outputs_of_compacted_inputs_are_not_unexpected(history: History) -> None:
     history.inputs.remove((0, 9))
-    assert history.judged().report.violated == ("all_inputs_counted", "no_strangers")
+    assert history.judged().report.violated == ("all_inputs_counted", "no_unexpected_outputs")
     history.compacted = ("in",)
     found = history.judged()
     assert found.report.ok, str(found.report)
     assert (found.report["all_inputs_counted"].examined, found.outputs) == (COUNT, 42)
     assert found.notes == (
-        "in[0]: 1 of 21 inputs are not there, and the topic is compacted; "
+        "in[0]: 1 of 21 inputs are missing, and the topic is compacted; "
         "their outputs and the number of inputs are not decided",
     )
 
@@ -535,7 +538,7 @@ def remove_prefixes(history: History, draw: st.DrawFn) -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_whatever_retention_removes_nothing_is_violated(data: st.DataObject) -> None:
+def test_retention_alone_never_violates(data: st.DataObject) -> None:
     history = data.draw(histories())
     remove_prefixes(history, data.draw)
     found = history.judged()
@@ -544,7 +547,7 @@ def test_whatever_retention_removes_nothing_is_violated(data: st.DataObject) -> 
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_loss_that_retention_cannot_explain_is_always_found(data: st.DataObject) -> None:
+def test_unexplained_loss_is_always_found(data: st.DataObject) -> None:
     history = data.draw(histories())
     remove_prefixes(history, data.draw)
     # One that stands behind another one of its input partition in each output partition that was cut.
@@ -598,14 +601,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return found
 
 
-def test_what_retention_removes_before_it_is_read_is_no_violation(cluster: Cluster) -> None:
+def test_removal_before_reading_is_no_violation(cluster: Cluster) -> None:
     cluster.removed_before_reading = 4
     found = verify("servers", ["in"], ["out"], "group")
     assert found.report.ok, str(found.report)
     assert (found.inputs, found.outputs, len(found.notes)) == (5, 5, 2)
 
 
-def test_beside_a_record_without_lineage_nobody_says_that_there_is_no_stranger(
+def test_output_without_lineage_leaves_unexpected_undecided(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def rules() -> set[str]:
@@ -613,34 +616,34 @@ def test_beside_a_record_without_lineage_nobody_says_that_there_is_no_stranger(
 
     alone = rules()
     cluster.strangers = 1
-    assert alone - rules() == {"no_strangers"}
+    assert alone - rules() == {"no_unexpected_outputs"}
     found = verify("servers", ["in"], ["out"], "group")
     assert found.report.ok
     (note,) = found.notes
-    assert note.startswith("1 output carries no lineage (out[0]@9): something else wrote them")
-    assert note.endswith("whether they are strangers is not decided")
+    assert note.startswith("1 output carries no lineage (out[0]@9): another program wrote them")
+    assert note.endswith("whether they have an input is not decided")
     assert _print_result(found, "group", ["out"], None) == 0
     assert "holds; some checks are undecided" in " ".join(capsys.readouterr().out.split())
     cluster.strangers = 7
     assert "(out[0]@9, out[0]@10, out[0]@11, ...)" in verify("servers", ["in"], ["out"], "group").notes[0]
 
 
-def test_what_a_topic_s_policy_says_of_compaction_is_heeded(cluster: Cluster) -> None:
+def test_cleanup_policy_of_topic_is_used(cluster: Cluster) -> None:
     del cluster.places["out"][4], cluster.places["in"][6]
     assert verify("servers", ["in"], ["out"], "group").report.violated == (
         "all_inputs_counted",
         "no_losses",
-        "no_strangers",
+        "no_unexpected_outputs",
     )
     cluster.policies = {"in": "compact", "out": "compact,delete"}
     assert not verify("servers", ["in"], ["out"], "group").report.violated
 
 
-def test_a_policy_that_cannot_be_read_is_a_note(cluster: Cluster) -> None:
+def test_unreadable_policy_is_a_note(cluster: Cluster) -> None:
     cluster.policies["out"] = None
     found = verify("servers", ["in"], ["out"], "group")
     assert (found.report.ok, found.notes) == (
-        True, ("the cleanup.policy of out cannot be read: decided as if out was not compacted",)
+        True, ("the cleanup.policy of out cannot be read: out is treated as not compacted",)
     )  # fmt: skip
 
 
@@ -653,7 +656,7 @@ from eos.cli import invoke
 from eos.testing import verify as verifying
 from eos.testing.checker import Report, Verdict
 
-def slow(*_, progress, waits):
+def slow(*_, progress, on_wait):
     progress("inputs", 300, 400)
     sys.stdin.readline()
     return verifying.Verification(Report((Verdict("no_losses", True, 4, 0, "all are visible"),)), (), 400, 4)
@@ -664,7 +667,7 @@ sys.exit(invoke("verify --input a --output b --group g --bootstrap-servers 127.0
 """
 
 
-def test_on_a_terminal_a_bar_shows_how_far_the_reading_is_and_goes_with_it() -> None:
+def test_progress_bar_is_shown_on_terminal_only() -> None:
     ours, theirs = pty.openpty()
     shown = subprocess.Popen(
         [sys.executable, "-c", SLOW],
@@ -691,7 +694,7 @@ def test_on_a_terminal_a_bar_shows_how_far_the_reading_is_and_goes_with_it() -> 
         os.close(ours)
 
 
-def test_a_wait_for_an_open_transaction_is_told_before_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_open_transaction_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [0.0], list[str]()
     held, free = Ends({("out", 0): 5}, {("out", 0): 9}), Ends({("out", 0): 9}, {("out", 0): 9})
     asked = [held] * 9
@@ -702,4 +705,4 @@ def test_a_wait_for_an_open_transaction_is_told_before_it_is_over(monkeypatch: p
     monkeypatch.setattr("eos.testing.history.end_offsets", lambda *_: asked.pop() if asked else free)
     monkeypatch.setattr("eos.testing.verify.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     assert verifying._readable_ends("", ["out"], None, 60.0, told.append) == {("out", 0): 9}
-    assert told == ["an open transaction holds out[0]: waits for its end, 60 s at most"]
+    assert told == ["a transaction is open on out[0]: waiting up to 60 s for its end"]

@@ -30,19 +30,19 @@ def hang() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_call_returns_its_result_and_gets_its_arguments(watchdog: Watchdog) -> None:
+def test_call_gets_arguments_and_returns_result(watchdog: Watchdog) -> None:
     assert watchdog.call(divmod, 7, 2, timeout_s=10) == (3, 1)
     assert not watchdog.hung
 
 
-def test_a_call_runs_on_the_watchdogs_own_daemon_thread_and_never_two_at_once(watchdog: Watchdog) -> None:
+def test_calls_run_one_by_one_on_own_daemon_thread(watchdog: Watchdog) -> None:
     first = watchdog.call(threading.current_thread, timeout_s=10)
     assert first is watchdog.call(threading.current_thread, timeout_s=10)
     assert first is not threading.current_thread()
     assert (first.name, first.daemon) == ("eos-test", True)
 
 
-def test_a_call_that_ends_a_moment_behind_its_deadline_is_no_hang(watchdog: Watchdog) -> None:
+def test_call_ending_just_after_deadline_is_no_hang(watchdog: Watchdog) -> None:
     """A process that stood still finds the deadline passed, and its call about to return."""
     assert watchdog.call(threading.Event().wait, 0.1, timeout_s=0.0) is False
     assert not watchdog.hung
@@ -51,9 +51,7 @@ def test_a_call_that_ends_a_moment_behind_its_deadline_is_no_hang(watchdog: Watc
 @pytest.mark.parametrize(
     "error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()], ids=lambda e: type(e).__name__
 )
-def test_an_exception_of_the_call_is_raised_to_the_caller_and_the_next_call_works(
-    watchdog: Watchdog, error: BaseException
-) -> None:
+def test_call_exception_is_raised_and_next_call_works(watchdog: Watchdog, error: BaseException) -> None:
     def fail() -> None:
         raise error
 
@@ -64,7 +62,7 @@ def test_an_exception_of_the_call_is_raised_to_the_caller_and_the_next_call_work
     assert watchdog.call(int, "7", timeout_s=10) == 7
 
 
-def test_a_call_that_does_not_return_is_given_up_in_time(watchdog: Watchdog, hang: threading.Event) -> None:
+def test_call_that_does_not_return_is_abandoned_in_time(watchdog: Watchdog, hang: threading.Event) -> None:
     began = time.monotonic()
     with pytest.raises(CallHung, match=r"wait did not return within 0\.1 s"):
         watchdog.call(hang.wait, timeout_s=0.1)
@@ -72,7 +70,7 @@ def test_a_call_that_does_not_return_is_given_up_in_time(watchdog: Watchdog, han
     assert watchdog.hung
 
 
-def test_after_a_hang_every_call_is_refused_and_none_runs_later(watchdog: Watchdog, hang: threading.Event) -> None:
+def test_calls_after_a_hang_are_refused_and_never_run(watchdog: Watchdog, hang: threading.Event) -> None:
     ran: list[str] = []
     with pytest.raises(CallHung):
         watchdog.call(hang.wait, timeout_s=0.05)
@@ -85,7 +83,7 @@ def test_after_a_hang_every_call_is_refused_and_none_runs_later(watchdog: Watchd
     assert ran == []
 
 
-def test_a_hung_call_that_returns_after_all_is_not_forgiven(watchdog: Watchdog, hang: threading.Event) -> None:
+def test_hung_call_returning_later_stays_hung(watchdog: Watchdog, hang: threading.Event) -> None:
     with pytest.raises(CallHung):
         watchdog.call(hang.wait, timeout_s=0.05)
     hang.set()
@@ -93,7 +91,7 @@ def test_a_hung_call_that_returns_after_all_is_not_forgiven(watchdog: Watchdog, 
         watchdog.call(int, timeout_s=10)
 
 
-def test_a_signal_ends_the_wait_and_the_call_counts_as_hung(watchdog: Watchdog, hang: threading.Event) -> None:
+def test_signal_ends_the_wait_and_counts_as_hang(watchdog: Watchdog, hang: threading.Event) -> None:
     class Stop(BaseException):
         pass
 
@@ -122,7 +120,7 @@ def test_a_signal_ends_the_wait_and_the_call_counts_as_hung(watchdog: Watchdog, 
         watchdog.call(int, timeout_s=10)
 
 
-def test_a_signal_that_raises_nothing_lets_the_call_go_on(watchdog: Watchdog) -> None:
+def test_signal_without_exception_lets_the_call_continue(watchdog: Watchdog) -> None:
     seen: list[int] = []
     went_on = threading.Event()
 
@@ -143,7 +141,7 @@ def test_a_signal_that_raises_nothing_lets_the_call_go_on(watchdog: Watchdog) ->
     assert (seen, watchdog.hung) == ([signal.SIGUSR1], False)
 
 
-def test_a_closed_watchdog_ends_its_thread_after_what_was_asked_before() -> None:
+def test_closed_watchdog_ends_after_queued_calls() -> None:
     watchdog = Watchdog("eos-test")
     assert watchdog.call(int, "7", timeout_s=10) == 7
     watchdog.close()
@@ -157,7 +155,7 @@ class Failing:
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_call_that_raised_is_not_held_once_its_error_was_dealt_with(watchdog: Watchdog) -> None:
+def test_failed_call_is_not_referenced_after_handling(watchdog: Watchdog) -> None:
     failing = Failing()
     gone = weakref.ref(failing)
     with contextlib.suppress(ValueError):
@@ -168,7 +166,7 @@ def test_a_call_that_raised_is_not_held_once_its_error_was_dealt_with(watchdog: 
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_job_that_raised_is_not_held_while_the_next_one_is_waited_for(watchdog: Watchdog) -> None:
+def test_failed_job_is_not_referenced_while_waiting(watchdog: Watchdog) -> None:
     failing = Failing()
     gone = weakref.ref(failing)
     job = watchdog.start(failing.call)

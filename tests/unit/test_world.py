@@ -17,7 +17,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 import eos
 from eos import Transaction, TransactSession
 from eos.errors import InputGone
-from eos.kafka.client.cluster import Described
+from eos.kafka.client.cluster import TransactionalIdState
 from eos.kafka.client.watchdog import Job
 from eos.kafka.client.world import World
 from eos.records import Committed
@@ -91,7 +91,7 @@ class Script:
         self.admin: Any = SimpleNamespace(
             transaction_version=lambda: 2,
             describe_all=lambda ids: [],
-            describe=lambda name: Described("CompleteCommit", 7, self.epochs[name]),
+            describe=lambda name: TransactionalIdState("CompleteCommit", 7, self.epochs[name]),
             members=lambda group: [],
             classic_group=lambda group: {"members": [], "protocol_data": ""},
             committed_metadata=lambda group: [],
@@ -103,10 +103,10 @@ class Script:
             producer=lambda configuration: ScriptedProducer(self, configuration),  # type: ignore[arg-type, return-value]
             admin=lambda settings, timeout_ms=0: contextlib.nullcontext(self.admin),
             now=lambda: self.time,
-            elapsing=lambda: self.time,
+            boot_clock=lambda: self.time,
             unix=lambda: 1e9 + self.time,
             sleep=self.passes,
-            caller=AtOnce,  # type: ignore[arg-type]
+            watchdog=AtOnce,  # type: ignore[arg-type]
             background=lambda name, run: None,
         )
 
@@ -155,7 +155,7 @@ class AtOnce:
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
         return function(*args)
 
-    def ended(self, timeout_s: float) -> bool:
+    def join(self, timeout_s: float) -> bool:
         return True
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""What looks at a cluster or changes it: preflight, transactions, offsets of groups, topics read and watched."""
+"""Examines and changes a cluster: preflight checks, transactions, group offsets, and reading and watching topics."""

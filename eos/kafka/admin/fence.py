@@ -1,6 +1,6 @@
-"""Ends what a transactional.id has open, the way its successor would: InitProducerId, which fences whoever owns it.
+"""Aborts the open transaction of a transactional.id with InitProducerId, which fences its current owner.
 
-Owns that request and nothing else. Whether its owner may be fenced is for the caller to decide.
+Owns only that request; the caller decides whether the owner may be fenced.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from confluent_kafka import KafkaException
 
 from eos import log
 from eos.errors import Action, CallFailed, EosError, Temporary, Unavailable, stop_error
-from eos.kafka.client.cluster import ClusterAdmin, Described
-from eos.kafka.client.failures import classify, denied
+from eos.kafka.client.cluster import ClusterAdmin, TransactionalIdState
+from eos.kafka.client.failures import classify, explain_denied
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 
 _TIMEOUT_S = 30.0
-_LEFT_OPEN_S = 2.0  # what takes longer is the init's to wait for
+_LEFT_OPEN_S = 2.0  # after this the init itself waits
 _LEFT_OPEN_PAUSE_S = 0.01
 _BUSY = ("Ongoing", "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 
 
-def end_of(admin: ClusterAdmin, settings: Settings, transactional_id: str) -> tuple[Described, Described | None]:
-    """Aborts what `transactional_id` has open; returns what its coordinator knew before and knows now.
+def abort_open_transaction(
+    admin: ClusterAdmin, settings: Settings, transactional_id: str
+) -> tuple[TransactionalIdState, TransactionalIdState | None]:
+    """Abort the open transaction of `transactional_id`. Return the coordinator's view before and after.
 
-    Unavailable: no coordinator knows it, so there is nothing to end (and none is made). Temporary: not within 30 s.
+    Raise Unavailable if no coordinator knows the id, and Temporary if the abort takes longer than 30 s.
     """
     before = admin.describe(transactional_id)
     if before is None:
         raise Unavailable(f"{transactional_id}: no coordinator knows this transactional.id (never used, or expired)")
-    # Its own timeout: a successor's init would bring one too, ours must not change what DescribeTransactions shows.
+    # Uses the id's own timeout, so that this init does not change what DescribeTransactions shows.
     found = admin.describe_all([transactional_id])
     timeout_ms = found[0].timeout_ms if found else settings.transaction_timeout_ms
     fence(settings.with_values(**{"transaction.timeout.ms": timeout_ms}), transactional_id)
@@ -38,7 +40,7 @@ def end_of(admin: ClusterAdmin, settings: Settings, transactional_id: str) -> tu
 
 
 def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT_S, world: World = REAL) -> None:
-    """InitProducerId: returns once the coordinator has aborted the open transaction and bumped the epoch."""
+    """Send InitProducerId, and return once the coordinator has aborted the open transaction and bumped the epoch."""
     deadline = world.now() + timeout_s
     configuration = settings.producer(transactional_id) | {"logger": log.client_logger}
     producer = world.producer(configuration)
@@ -50,20 +52,20 @@ def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT
         except KafkaException as error:
             action = classify("init", error.args[0])
             if action is not Action.RETRY:
-                right = denied(error, transactional_id=transactional_id)
+                right = explain_denied(error, transactional_id=transactional_id)
                 raise stop_error(CallFailed("init", action, error, right)) from error
             if world.now() >= deadline:
                 raise Temporary(
-                    f"{transactional_id}: its coordinator did not end the transaction within {timeout_s:.0f} s: a "
-                    "partition of it may have no leader"
+                    f"{transactional_id}: its coordinator did not end the transaction within {timeout_s:.0f} s, maybe "
+                    "because one of its partitions has no leader: see `eos txn describe`"
                 ) from error
 
 
-def end_left_open(admin: ClusterAdmin, transactional_ids: Sequence[str], world: World = REAL) -> None:
-    """Before their successor's init: aborts what a killed predecessor left open under these ids, and waits until it is.
+def abort_left_open(admin: ClusterAdmin, transactional_ids: Sequence[str], world: World = REAL) -> None:
+    """Abort the transactions that a killed predecessor left open under these ids, before this process's init.
 
-    Nothing depends on it, the init would do the same. But its first answer would be CONCURRENT_TRANSACTIONS, and then
-    librdkafka waits 500 ms before it asks again (fixed, in rdkafka_idempotence.c), once or twice for each id: measured
+    Only saves time, because the init would do the same. The init's first answer would be CONCURRENT_TRANSACTIONS, and
+    librdkafka then waits a fixed 500 ms before it retries (rdkafka_idempotence.c), once or twice for each id: measured
     0.56 or 1.02 s, where a coordinator takes some 10 ms.
     """
     deadline = world.now() + _LEFT_OPEN_S
@@ -77,7 +79,7 @@ def end_left_open(admin: ClusterAdmin, transactional_ids: Sequence[str], world: 
                     ended.add(row.transactional_id)
                     answer = admin.abort_if_ongoing(row)
                     who = {"transactional_id": row.transactional_id, "producer_id": row.producer_id, "epoch": row.epoch}
-                    log.debug("ended what a predecessor left open", answer=answer, **who, state=row.state)
+                    log.debug("transaction of a predecessor aborted", answer=answer, **who, state=row.state)
             world.sleep(_LEFT_OPEN_PAUSE_S)
     except EosError as error:
-        log.debug("cannot end what a predecessor left open", error=str(error))
+        log.debug("abort of a predecessor's transaction failed", error=str(error))

@@ -1,9 +1,8 @@
-"""Reads a topic for people: committed records, or all of them with what became of their transactions.
+"""Reads the records of a topic: only committed ones, or all of them with the state of their transactions.
 
-Owns the readers and the rule for a record's mark. It joins no group, commits nothing and creates no topic. What is read
-may be aborted, open or committed; only the broker's two views together tell: a record that the uncommitted reader got
-and the committed one passed by is aborted, and one at or behind the last stable offset is open (or waits behind one
-that is).
+Owns the readers and the rule for a record's mark. It joins no group, commits nothing and creates no topic. Two readers
+together show whether a record is committed, aborted or open. A record that the read_uncommitted reader returned and the
+read_committed one skipped is aborted. A record at or after the last stable offset is open (or follows one that is).
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from confluent_kafka.admin import OffsetSpec
 from eos import hotloop, log
 from eos.errors import Action, CallFailed, InputGone, Unavailable, describe_error, stop_error
 from eos.kafka.admin import facts
-from eos.kafka.client.failures import classify, denied
-from eos.kafka.client.headers import unreadable
-from eos.kafka.client.raising import raising
+from eos.kafka.client.client_calls import call_client
+from eos.kafka.client.failures import classify, explain_denied
+from eos.kafka.client.headers import read_damaged_headers
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.records import Record, place_of
+from eos.records import Record, format_position
 
 T = TypeVar("T")
-_ASK_S = 5.0
+_REQUEST_TIMEOUT_S = 5.0
 _POLL_S = 0.1
-_MOST = 1_000
+_MAX_RECORDS = 1_000
 _QUEUE_BYTES = 16 << 20
 _NO_PROGRESS_S = 30.0
-_LEADER_S = 15.0  # a lost broker is given up after 9 s (broker.session.timeout.ms), then another leads
-_NO_LEADER_YET = (
+_LEADER_TIMEOUT_S = 15.0  # a new leader is elected 9 s after a broker is lost (broker.session.timeout.ms)
+_LEADER_NOT_READY_CODES = (
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.UNKNOWN_TOPIC_OR_PART,
@@ -51,168 +50,183 @@ class Mark(Enum):
     OPEN = "open"
 
 
-class Seen(msgspec.Struct, frozen=True, gc=False):  # one for each record of a restore
+class MarkedRecord(msgspec.Struct, frozen=True, gc=False):  # a Struct, because a restore makes one per record
+    """Holds a record and the state of its transaction."""
+
     record: Record
     mark: Mark = Mark.COMMITTED
 
 
 @dataclass(frozen=True)
-class Span:
-    """What a partition holds: from `low` to before `end`; committed readers get to before `stable`."""
+class OffsetRange:
+    """Holds the offsets of a partition: the first (`low`), the last stable one (`stable`) and the exclusive `end`."""
 
     low: int
     stable: int
     end: int
 
 
-def spans(settings: Settings, topic: str, timeout_s: float, world: World = REAL) -> dict[int, Span]:
-    """Of each partition of a topic. Unavailable for an unreachable cluster, a topic that does not exist or a partition
-    that finds no leader."""
+def topic_offsets(settings: Settings, topic: str, timeout_s: float, world: World = REAL) -> dict[int, OffsetRange]:
+    """Return the offset range of each partition of a topic.
+
+    Raise Unavailable if the cluster cannot be reached, the topic does not exist or a partition has no leader."""
     client = facts.connect(settings, timeout_s, world)
     since = world.now()
     while True:
         try:
-            return spans_by(client, settings, topic)
-        except _NotYet as error:
+            return topic_offsets_with(client, settings, topic)
+        except _TopicNotReady as error:
             if world.now() > since + error.patience_s:
                 raise
         world.sleep(0.05)
 
 
-class _NotYet(Unavailable):
-    """What a topic that was just created looks like too, to a broker that has not heard of it."""
+class _TopicNotReady(Unavailable):
+    """Reports a missing topic, which may also be a new one that the broker does not know yet."""
 
     patience_s = facts.NEW_TOPIC_S
 
 
-class _NoLeaderYet(_NotYet):
-    """The topic is there: one of its brokers is new to it, or one was lost."""
+class _LeaderNotReady(_TopicNotReady):
+    """Reports a partition whose leader is lost or does not know yet that it leads."""
 
-    patience_s = _LEADER_S
+    patience_s = _LEADER_TIMEOUT_S
 
 
-def spans_by(client: Any, settings: Settings, topic: str) -> dict[int, Span]:
-    """The same, asked once by a client that is there, as facts.connect gives it."""
+def topic_offsets_with(client: Any, settings: Settings, topic: str) -> dict[int, OffsetRange]:
+    """Return the same as `topic_offsets` from one query with a client of `facts.connect`."""
     found = facts.describe_topic(client, topic)
     if found.exists is None:
         raise stop_error(CallFailed("consume", Action.UNAUTHORISED, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
     if not found.exists:
-        raise _NotYet(
+        raise _TopicNotReady(
             f"topic {topic} does not exist at {settings.bootstrap_servers}",
-            remedy=f"`eos topic create {topic}` makes it",
+            remedy=f"`eos topic create {topic}` creates it",
         )
-    return held(client, topic, range(found.partitions))
+    return partition_offsets(client, topic, range(found.partitions))
 
 
-def held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, Span]:
-    """The same of some partitions of a topic that is there; `client` as facts.connect gives it."""
-    return _all(each_held(client, topic, partitions))
+def partition_offsets(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, OffsetRange]:
+    """Return the offset ranges of some partitions of an existing topic. `client`: from `facts.connect`."""
+    return _require_all(partition_offsets_or_errors(client, topic, partitions))
 
 
-def each_held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, Span | Unavailable]:
-    """Return the same of each partition by itself, or why it is not known. A client that is asked about one without a
-    leader waits for that leader, and answers about none meanwhile."""
+def partition_offsets_or_errors(
+    client: Any, topic: str, partitions: Iterable[int]
+) -> dict[int, OffsetRange | Unavailable]:
+    """Return the offset range of each partition, or why it is unavailable.
+
+    A client that is asked about a partition without a leader waits for that leader before it answers at all."""
     places = [TopicPartition(topic, partition) for partition in partitions]
     latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-    low = _ends(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
-    # In this order: ends only grow, so the later answer can never lie below the earlier one.
-    stable = _ends(client, places, latest, IsolationLevel.READ_COMMITTED)
-    end = _ends(client, places, latest, IsolationLevel.READ_UNCOMMITTED)
-    found: dict[int, Span | Unavailable] = {}
+    low = _list_readable_offsets(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
+    # In this order: ends only grow, so the end can never be below the last stable offset.
+    stable = _list_readable_offsets(client, places, latest, IsolationLevel.READ_COMMITTED)
+    end = _list_readable_offsets(client, places, latest, IsolationLevel.READ_UNCOMMITTED)
+    found: dict[int, OffsetRange | Unavailable] = {}
     for partition in low:
         try:
-            found[partition] = Span(*(_known(ends[partition]) for ends in (low, stable, end)))
+            found[partition] = OffsetRange(*(_require(ends[partition]) for ends in (low, stable, end)))
         except Unavailable as error:
             found[partition] = error
     return found
 
 
-def stable_ends(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, int]:
-    """The last stable offsets alone; `client` as facts.connect gives it."""
+def stable_offsets(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+    """Return only the last stable offsets. `client`: from `facts.connect`."""
     places = [TopicPartition(topic, partition) for partition in partitions]
     latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-    return _all(_ends(client, places, latest, IsolationLevel.READ_COMMITTED))
+    return _require_all(_list_readable_offsets(client, places, latest, IsolationLevel.READ_COMMITTED))
 
 
-def older(client: Any, topic: str, low: Mapping[int, int], before_ms: int) -> set[int]:
-    """Those of these partitions whose first record, at the offset `low`, was written before this moment by the records'
-    timestamps. `client` as facts.connect gives it."""
+def partitions_older_than(client: Any, topic: str, low: Mapping[int, int], before_ms: int) -> set[int]:
+    """Return the partitions whose first record, at offset `low`, has a timestamp before `before_ms`.
+
+    `client`: from `facts.connect`."""
     places = [TopicPartition(topic, partition) for partition in low]
-    since = _all(_offsets(client, places, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_UNCOMMITTED))
-    return {partition for partition in low if since[partition] != low[partition]}  # -1: there is none so young
+    since = _require_all(
+        _list_offsets(client, places, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_UNCOMMITTED)
+    )
+    return {partition for partition in low if since[partition] != low[partition]}  # -1: all records are older
 
 
-def _offsets(
+def _list_offsets(
     client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel
 ) -> dict[int, int | Unavailable]:
-    asked = client.list_offsets(dict.fromkeys(places, spec), isolation_level=level, request_timeout=_ASK_S)
+    asked = client.list_offsets(dict.fromkeys(places, spec), isolation_level=level, request_timeout=_REQUEST_TIMEOUT_S)
     found: dict[int, int | Unavailable] = {}
     for at, future in asked.items():
         try:
-            found[at.partition] = future.result(_ASK_S * 2).offset
+            found[at.partition] = future.result(_REQUEST_TIMEOUT_S * 2).offset
         except (KafkaException, TimeoutError) as error:
-            new = isinstance(error, KafkaException) and error.args[0].code() in _NO_LEADER_YET
-            kind = _NoLeaderYet if new else Unavailable
-            why = kind(f"the offsets of {place_of(at.topic, at.partition)} are unavailable: {describe_error(error)}")
+            new = isinstance(error, KafkaException) and error.args[0].code() in _LEADER_NOT_READY_CODES
+            kind = _LeaderNotReady if new else Unavailable
+            why = kind(
+                f"the offsets of {format_position(at.topic, at.partition)} are unavailable: {describe_error(error)}"
+            )
             why.__cause__ = error
             found[at.partition] = why
     return found
 
 
-def _ends(client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel) -> dict[int, int | Unavailable]:
-    """Return beginnings or ends: a negative offset is none that can be read to."""
-    found = _offsets(client, places, spec, level)
+def _list_readable_offsets(
+    client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel
+) -> dict[int, int | Unavailable]:
+    """Return first or end offsets, with Unavailable in place of a negative one, which cannot be read to."""
+    found = _list_offsets(client, places, spec, level)
     for partition, offset in found.items():
         if isinstance(offset, int) and offset < 0:
-            where = place_of(places[0].topic, partition)
-            found[partition] = Unavailable(f"the offsets of {where} are unavailable: a broker says {offset}")
+            where = format_position(places[0].topic, partition)
+            found[partition] = Unavailable(f"the offsets of {where} are unavailable: a broker answered {offset}")
     return found
 
 
-def _all(found: Mapping[int, T | Unavailable]) -> dict[int, T]:
-    """Return what is known of every partition. Raises the first Unavailable."""
-    return {partition: _known(answer) for partition, answer in found.items()}
+def _require_all(found: Mapping[int, T | Unavailable]) -> dict[int, T]:
+    """Return the answer for every partition. Raise the first Unavailable."""
+    return {partition: _require(answer) for partition, answer in found.items()}
 
 
-def _known(answer: T | Unavailable) -> T:
+def _require(answer: T | Unavailable) -> T:
     if isinstance(answer, Unavailable):
         raise answer
     return answer
 
 
 @dataclass
-class _Lane:
-    """One partition: how far each reader is, and what was read and has no mark yet."""
+class _PartitionReader:
+    """Holds each reader's position in one partition, and the records that have no mark yet."""
 
     committed_at: int
     all_at: int
     waiting: deque[Record] = field(default_factory=deque)
-    visible: set[int] = field(default_factory=set)  # offsets that the committed reader got
+    visible: set[int] = field(default_factory=set)  # offsets that the committed reader returned
 
-    def marked(self, stable: Callable[[], int]) -> Iterator[Seen]:
-        """What can be told now, in order. `stable` is asked only for what the committed reader has not passed."""
+    def marked(self, stable: Callable[[], int]) -> Iterator[MarkedRecord]:
+        """Yield the records whose mark is known, in order. `stable` is only called if the committed reader is not past.
+
+        `stable` returns the last stable offset."""
         while self.waiting and self.waiting[0].offset < self.committed_at:
             record = self.waiting.popleft()
             mark = Mark.COMMITTED if record.offset in self.visible else Mark.ABORTED
             self.visible.discard(record.offset)
-            yield Seen(record, mark)
+            yield MarkedRecord(record, mark)
         if self.waiting:
-            # Asked behind the reading: what lies behind the answer was open when it was read.
+            # Queried after reading: a record after the answered offset was open when it was read.
             first_open = max(stable(), self.committed_at)
             while self.waiting and self.waiting[0].offset >= first_open:
-                yield Seen(self.waiting.popleft(), Mark.OPEN)
+                yield MarkedRecord(self.waiting.popleft(), Mark.OPEN)
 
 
 class TopicReader:
-    """Reads the partitions of `starts` from these offsets on; `uncommitted`: all records, marked."""
+    """Reads the partitions of `starts` from these offsets on; with `uncommitted`, all records with marks."""
 
     def __init__(
         self, settings: Settings, topic: str, starts: Mapping[int, int], uncommitted: bool, world: World = REAL
     ) -> None:
         self._topic, self._uncommitted, self._world, self.now = topic, uncommitted, world, world.now
-        self.most = _MOST
-        """How many records a read returns at the most: large ones take memory."""
-        self._lanes = {partition: _Lane(start, start) for partition, start in starts.items()}
+        self.most = _MAX_RECORDS
+        """The maximum number of records of one read: large records take memory."""
+        self._partitions = {partition: _PartitionReader(start, start) for partition, start in starts.items()}
         places = [TopicPartition(topic, partition, start) for partition, start in starts.items()]
         self._committed = _consumer(settings, "read_committed", places, world)
         self._all = _consumer(settings, "read_uncommitted", places, world) if uncommitted else None
@@ -228,70 +242,76 @@ class TopicReader:
             self._all.close()
 
     def at(self, partition: int) -> int:
-        """Everything before it was handed out, or is not for this reader."""
-        lane = self._lanes[partition]
+        """Return the offset before which every record was returned or is invisible to this reader."""
+        state = self._partitions[partition]
         if not self._uncommitted:
-            return lane.committed_at
-        return lane.waiting[0].offset if lane.waiting else lane.all_at
+            return state.committed_at
+        return state.waiting[0].offset if state.waiting else state.all_at
 
-    def read(self) -> list[Seen]:
-        """What came within a moment, in order per partition."""
+    def read(self) -> list[MarkedRecord]:
+        """Return the records that arrive within 0.1 s, in order per partition."""
         if self._all is None:
-            return [Seen(record) for record in self._poll(self._committed, "committed_at", _POLL_S)]
+            return [MarkedRecord(record) for record in self._poll(self._committed, "committed_at", _POLL_S)]
         for record in self._poll(self._all, "all_at", _POLL_S):
-            self._lanes[record.partition].waiting.append(record)
+            self._partitions[record.partition].waiting.append(record)
         for record in self._poll(self._committed, "committed_at", _POLL_S / 10):
-            self._lanes[record.partition].visible.add(record.offset)
-        lanes = self._lanes.items()
-        return [seen for partition, lane in lanes for seen in lane.marked(functools.partial(self._stable, partition))]
+            self._partitions[record.partition].visible.add(record.offset)
+        partitions = self._partitions.items()
+        return [
+            seen for partition, state in partitions for seen in state.marked(functools.partial(self._stable, partition))
+        ]
 
     def _poll(self, consumer: Consumer, position: str, timeout_s: float) -> list[Record]:
-        messages = raising(consumer.consume, self.most, timeout_s)
-        records: list[Record] = hotloop.records_of(messages, Record, unreadable)
-        for partition, offset in {record.partition: record.offset for record in records}.items():  # the last of each
-            setattr(self._lanes[partition], position, offset + 1)
+        messages = call_client(consumer.consume, self.most, timeout_s)
+        records: list[Record] = hotloop.records_of(messages, Record, read_damaged_headers)
+        for partition, offset in {record.partition: record.offset for record in records}.items():  # the last ones
+            setattr(self._partitions[partition], position, offset + 1)
         again = False
         for message in messages if len(records) < len(messages) else ():
             if (error := message.error()) is not None:
-                again |= self._stands_still(message, error, position)
+                again |= self._must_reassign(message, error, position)
         if again:
             self._world.sleep(_POLL_S)
-            lanes = self._lanes.items()
-            consumer.assign([TopicPartition(self._topic, number, getattr(lane, position)) for number, lane in lanes])
+            partitions = self._partitions.items()
+            consumer.assign(
+                [TopicPartition(self._topic, number, getattr(state, position)) for number, state in partitions]
+            )
         return records
 
-    def _stands_still(self, message: Message, error: KafkaError, position: str) -> bool:
-        """Takes what is no record; says whether the client fetches no more of this partition."""
+    def _must_reassign(self, message: Message, error: KafkaError, position: str) -> bool:
+        """Handle a message that is an error. Return True if the client has stopped fetching from its partition."""
         if error.code() == KafkaError._PARTITION_EOF:
-            # Behind aborted records and markers, which are not handed out.
-            lane, end = self._lanes[message.partition() or 0], message.offset() or 0
-            setattr(lane, position, max(end, getattr(lane, position)))
+            # The end may be after aborted records and markers, which are not returned.
+            state, end = self._partitions[message.partition() or 0], message.offset() or 0
+            setattr(state, position, max(end, getattr(state, position)))
             return False
         action = classify("consume", error)
         if action is Action.INPUT_GONE:
             partition = message.partition() or 0
-            if self._watermarks(partition)[0] > getattr(self._lanes[partition], position):
-                raise InputGone(f"{self._topic}: what was to be read was removed meanwhile ({error.str()})")
-            # A broker that has just come back may not have so much yet, or not know that it leads no more.
-            log.debug("the reader asks again", error=describe_error(error))
+            if self._watermarks(partition)[0] > getattr(self._partitions[partition], position):
+                raise InputGone(f"{self._topic}: retention removed records before they were read ({error.str()})")
+            # A broker that has just restarted may not have these records yet, or not know that it no longer leads.
+            log.debug("topic reader retries", error=describe_error(error))
             return True
         if action is Action.DAMAGED:
             where = f"{self._topic}[{message.partition()}]@{message.offset()} cannot be read"
-            raise InputGone(f"{where}: what is stored there is damaged ({error.str()})")
+            raise InputGone(f"{where}: the stored data is damaged ({error.str()})")
         if action is not Action.RETRY:
-            raise stop_error(CallFailed("consume", action, error, denied(error, topic=self._topic)))
-        log.debug("the reader reports", error=describe_error(error))
+            raise stop_error(CallFailed("consume", action, error, explain_denied(error, topic=self._topic)))
+        log.debug("topic reader error", error=describe_error(error))
         return False
 
     def _stable(self, partition: int) -> int:
         return self._watermarks(partition)[1]
 
     def _watermarks(self, partition: int) -> tuple[int, int]:
-        """The first offset and the last stable one. Not known: nothing is called removed, and nothing open."""
+        """Return the first offset and the last stable one, or values that call nothing removed and nothing open."""
         try:
-            low, stable = self._committed.get_watermark_offsets(TopicPartition(self._topic, partition), timeout=_ASK_S)
+            low, stable = self._committed.get_watermark_offsets(
+                TopicPartition(self._topic, partition), timeout=_REQUEST_TIMEOUT_S
+            )
         except KafkaException as error:
-            log.debug("where a partition begins and ends cannot be had", error=describe_error(error))
+            log.debug("partition offsets unavailable", error=describe_error(error))
             return 0, 1 << 62
         return low, stable
 
@@ -301,7 +321,7 @@ def _consumer(settings: Settings, isolation: str, places: list[TopicPartition], 
         {
             **settings.admin(),
             "logger": log.client_logger,
-            "group.id": "eos-topic-reader",  # librdkafka wants one; it is never joined
+            "group.id": "eos-topic-reader",  # librdkafka requires one; it is never joined
             "isolation.level": isolation,
             "enable.partition.eof": True,
             "enable.auto.commit": False,
@@ -310,7 +330,7 @@ def _consumer(settings: Settings, isolation: str, places: list[TopicPartition], 
             "check.crcs": True,
             "fetch.queue.backoff.ms": 5,
             "fetch.wait.max.ms": 50,
-            # What is fetched and not yet read takes this much memory, whatever the number of partitions.
+            # Limits the memory of prefetched records, whatever the number of partitions.
             "queued.max.messages.kbytes": _QUEUE_BYTES >> 10,
             "fetch.max.bytes": _QUEUE_BYTES,
         }
@@ -319,19 +339,19 @@ def _consumer(settings: Settings, isolation: str, places: list[TopicPartition], 
     return consumer
 
 
-def read_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[Seen]:
-    """What is before these offsets; ends when all of it was read. Unavailable when nothing moves for long."""
-    for got in reads_until(reader, ends):
+def read_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[MarkedRecord]:
+    """Yield the records before these offsets. Raise Unavailable after 30 s without progress."""
+    for got in read_batches_until(reader, ends):
         yield from got
 
 
-def reads_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[list[Seen]]:
-    """The same, read by read: what came within a moment, which may be nothing. `ends` may lose some meanwhile."""
+def read_batches_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[list[MarkedRecord]]:
+    """Yield the same in one list per read, which may be empty. The caller may remove partitions from `ends`."""
     deadline, begun = reader.now() + _NO_PROGRESS_S, len(ends)
     while left := {partition: end for partition, end in ends.items() if reader.at(partition) < end}:
         before = {partition: reader.at(partition) for partition in left}
         got = reader.read()
-        # A look at each record costs 0.2 µs, of a million of them: only once some may lie behind an end.
+        # Checking each record costs 0.2 µs, so do it only once some may be at or after an end.
         whole = len(ends) == begun and all(reader.at(partition) <= end for partition, end in ends.items())
         yield got if whole else [seen for seen in got if seen.record.offset < ends.get(seen.record.partition, 0)]
         if got or any(reader.at(partition) > at for partition, at in before.items()):
@@ -339,35 +359,43 @@ def reads_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[list[S
         elif reader.now() > deadline:
             partition, end = next(iter(left.items()))
             where = f"partition {partition} at {reader.at(partition)} of {end}"
-            raise Unavailable(f"reading stands still for {_NO_PROGRESS_S:.0f} s: {where}")
+            raise Unavailable(f"reading made no progress for {_NO_PROGRESS_S:.0f} s: {where}")
 
 
-def last(settings: Settings, topic: str, held: Mapping[int, Span], count: int, uncommitted: bool) -> list[Seen]:
-    """The last `count` records of the topic by their timestamps, in order per partition. How far back they begin is
-    not known: markers and aborted records take offsets too."""
-    ends = ends_of(held, uncommitted)
+def read_last(
+    settings: Settings, topic: str, offsets: Mapping[int, OffsetRange], count: int, uncommitted: bool
+) -> list[MarkedRecord]:
+    """Return the last `count` records of the topic by timestamp, in order per partition.
+
+    Reads further back until there are enough, because markers and aborted records use offsets too."""
+    ends = end_offsets(offsets, uncommitted)
     width = 2 * count + 10
     while True:
-        starts = {partition: max(held[partition].low, end - width) for partition, end in ends.items()}
+        starts = {partition: max(offsets[partition].low, end - width) for partition, end in ends.items()}
         with TopicReader(settings, topic, starts, uncommitted) as reader:
             found = list(read_until(reader, ends))
-        lanes = {partition: [s for s in found if s.record.partition == partition] for partition in ends}
-        if all(len(lanes[p]) >= count or starts[p] == held[p].low for p in lanes):
-            return list(_merged(lane[-count:] for lane in lanes.values()))[-count:] if count else []
+        by_partition = {partition: [s for s in found if s.record.partition == partition] for partition in ends}
+        if all(len(by_partition[p]) >= count or starts[p] == offsets[p].low for p in by_partition):
+            return (
+                list(_merge_by_timestamp(found[-count:] for found in by_partition.values()))[-count:] if count else []
+            )
         width *= 4
 
 
-def ends_of(held: Mapping[int, Span], uncommitted: bool) -> dict[int, int]:
-    return {partition: span.end if uncommitted else span.stable for partition, span in held.items()}
+def end_offsets(offsets: Mapping[int, OffsetRange], uncommitted: bool) -> dict[int, int]:
+    return {
+        partition: offset_range.end if uncommitted else offset_range.stable
+        for partition, offset_range in offsets.items()
+    }
 
 
-def _merged(lanes: Iterator[list[Seen]]) -> Iterator[Seen]:
-    """By timestamp, and never against a partition's own order, which its timestamps need not follow."""
+def _merge_by_timestamp(by_partition: Iterator[list[MarkedRecord]]) -> Iterator[MarkedRecord]:
+    """Merge the partitions' records by timestamp, keeping each partition's order even if its timestamps do not."""
 
-    def keyed(lane: list[Seen]) -> Iterator[tuple[int, int, int, Seen]]:
+    def keyed(part: list[MarkedRecord]) -> Iterator[tuple[int, int, int, MarkedRecord]]:
         latest = -1
-        for seen in lane:
+        for seen in part:
             latest = max(latest, seen.record.timestamp)
             yield latest, seen.record.partition, seen.record.offset, seen
 
-    return (keys[3] for keys in heapq.merge(*(keyed(lane) for lane in lanes), key=lambda keys: keys[:3]))
+    return (keys[3] for keys in heapq.merge(*(keyed(part) for part in by_partition), key=lambda keys: keys[:3]))

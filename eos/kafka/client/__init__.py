@@ -1,1 +1,1 @@
-"""What a client of the cluster needs: settings, logins, errors, calls with deadlines, the World that makes clients."""
+"""Provides what clients of the cluster need: settings, logins, errors, calls with deadlines, and the World."""

@@ -1,7 +1,7 @@
-"""Questions to the cluster that confluent-kafka cannot ask: transactions, features, members (kafka-python's admin).
+"""Sends the admin requests that confluent-kafka cannot send: about transactions, features and members.
 
-It only reads, but for `remove_member` and `write_abort_marker`; whether those may be called is for others to decide.
-How kafka-python is configured is eos/kafka/client/security.py's.
+Uses kafka-python's admin client, configured by eos/kafka/client/security.py. It only reads, except `remove_member`,
+`abort_if_ongoing` and `write_abort_marker`; the caller decides whether those may be called.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from kafka.protocol.metadata import MetadataRequest
 from kafka.protocol.producer import InitProducerIdRequest
 
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable, not_authorised
-from eos.kafka.client.security import configuration, login_refused, unreachable
+from eos.kafka.client.security import admin_configuration, login_refused, unreachable
 from eos.kafka.client.settings import Settings
 
 T = TypeVar("T")
 Partition = tuple[str, int]
 TRANSACTION_LOG, OFFSETS_LOG = "__transaction_state", "__consumer_offsets"
-_EPOCHS, _FAR = 32_767, 16_384  # an epoch as far as can be from any that is in use
-_CHUNK = 500  # partitions or transactional.ids of one request
+_EPOCH_COUNT, _EPOCH_DISTANCE = 32_767, 16_384  # for an epoch as far as possible from the current one
+_CHUNK_SIZE = 500  # partitions or transactional.ids in one request
 
 
 @dataclass(frozen=True)
-class Described:
-    """One answer of DescribeTransactions; `start_ms`: the present transaction's start, Unix milliseconds (-1: none)."""
+class TransactionalIdState:
+    """Holds one answer of DescribeTransactions.
+
+    `start_ms`: the start of the current transaction in Unix milliseconds, or -1."""
 
     state: str
     producer_id: int
@@ -42,8 +44,10 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A coordinator's view of one transactional.id; `start_ms` and `timeout_ms` in Unix and plain milliseconds."""
+class ListedTransaction:
+    """Holds the coordinator's full view of one transactional.id.
+
+    `start_ms` is in Unix milliseconds, `timeout_ms` a duration in milliseconds."""
 
     transactional_id: str
     producer_id: int
@@ -57,7 +61,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class OpenProducer:
-    """A producer that has a transaction open on a partition, as the partition's leader sees it."""
+    """Describes a producer with an open transaction on a partition, as the partition's leader sees it."""
 
     partition: Partition
     producer_id: int
@@ -68,12 +72,12 @@ class OpenProducer:
 
     @property
     def key(self) -> tuple[Partition, int, int]:
-        """What makes it the same open transaction in two answers."""
+        """Return the values that identify this open transaction in two answers."""
         return self.partition, self.producer_id, self.start_offset
 
 
 class ClusterAdmin:
-    """An admin connection; use as a context manager."""
+    """Connects to the cluster as an admin client; use it as a context manager."""
 
     def __init__(self, settings: Settings, timeout_ms: int = 10_000) -> None:
         unfinished: list[KafkaNetClient] = []
@@ -83,7 +87,7 @@ class ClusterAdmin:
             return unfinished[0]
 
         try:
-            self._client = KafkaAdminClient(**configuration(settings, timeout_ms), kafka_client=network)
+            self._client = KafkaAdminClient(**admin_configuration(settings, timeout_ms), kafka_client=network)
             unfinished.clear()
         except kafka_errors.SaslAuthenticationFailedError as error:
             raise login_refused(settings, str(error)) from error
@@ -93,8 +97,8 @@ class ClusterAdmin:
             raise ConfigurationError(f"the admin client does not accept these settings: {error}") from error
         finally:
             for client in unfinished:
-                # Its thread and sockets would outlive a KafkaAdminClient that found no broker in time. RuntimeError:
-                # who was interrupted before that thread began is told so, and the thread ends by itself.
+                # A KafkaAdminClient that found no broker in time leaves its thread and sockets open. close() raises
+                # RuntimeError if an interruption came before that thread started; the thread then ends by itself.
                 with contextlib.suppress(RuntimeError):
                     client.close()
                     client._net.stop()
@@ -108,21 +112,22 @@ class ClusterAdmin:
     def close(self) -> None:
         self._client.close()
 
-    def describe(self, transactional_id: str) -> Described | None:
-        """The coordinator's view of one transactional.id, None when it knows none (never used, or expired)."""
-        with _translated("DescribeTransactions", f"transactional.id {transactional_id}", "DESCRIBE"):
+    def describe(self, transactional_id: str) -> TransactionalIdState | None:
+        """Return the state of one transactional.id, or None if its coordinator does not know it (unused or expired)."""
+        with _translate_errors("DescribeTransactions", f"transactional.id {transactional_id}", "DESCRIBE"):
             try:
                 found = self._client.describe_transactions([transactional_id])[transactional_id]
             except kafka_errors.TransactionalIdNotFoundError:
                 return None
-        return Described(
+        return TransactionalIdState(
             str(found.state.value), found.producer_id, found.producer_epoch, found.transaction_start_time_ms
         )
 
-    def transactions(self, producer_ids: Collection[int] = (), states: Collection[str] = ()) -> list[Listed]:
-        """Every transactional.id that the coordinators know (and that we may see), or those of these producer ids, in
-        these states."""
-        with _translated("ListTransactions"):
+    def transactions(self, producer_ids: Collection[int] = (), states: Collection[str] = ()) -> list[ListedTransaction]:
+        """Return every transactional.id that the coordinators know and that we may see.
+
+        `producer_ids` and `states` select some of them; empty: all."""
+        with _translate_errors("ListTransactions"):
             listings = self._client.list_transactions(
                 producer_id_filters=sorted(producer_ids), state_filters=sorted(states)
             )
@@ -130,17 +135,17 @@ class ClusterAdmin:
         return self.describe_all(names)
 
     def ongoing(self, prefix: str) -> list[str]:
-        """The transactional.ids with this prefix that have a transaction open."""
-        with _translated("ListTransactions"):
+        """Return the transactional.ids with this prefix that have an open transaction."""
+        with _translate_errors("ListTransactions"):
             listings = self._client.list_transactions(state_filters=["Ongoing"])
         return sorted({n for rows in listings.values() for r in rows if (n := r.transactional_id).startswith(prefix)})
 
-    def describe_all(self, transactional_ids: Sequence[str]) -> list[Listed]:
-        """The coordinators' view of these; one that none knows is left out."""
+    def describe_all(self, transactional_ids: Sequence[str]) -> list[ListedTransaction]:
+        """Return the coordinators' view of these transactional.ids, without those that no coordinator knows."""
         return [row for chunk in _chunks(transactional_ids) for row in self._described(chunk)]
 
-    def _described(self, names: Sequence[str]) -> list[Listed]:
-        with _translated("DescribeTransactions", f"transactional.id {names[0]}", "DESCRIBE"):
+    def _described(self, names: Sequence[str]) -> list[ListedTransaction]:
+        with _translate_errors("DescribeTransactions", f"transactional.id {names[0]}", "DESCRIBE"):
             try:
                 found = self._client.describe_transactions(names)
             except (kafka_errors.TransactionalIdNotFoundError, kafka_errors.AuthorizationError) as error:
@@ -148,9 +153,9 @@ class ClusterAdmin:
                     return [row for name in names for row in self._described([name])]
                 if isinstance(error, kafka_errors.AuthorizationError):
                     raise
-                return []  # expired since it was listed
+                return []  # expired after it was listed
         return [
-            Listed(
+            ListedTransaction(
                 name,
                 row.producer_id,
                 row.producer_epoch,
@@ -163,9 +168,9 @@ class ClusterAdmin:
             for name, row in sorted(found.items())
         ]
 
-    def overdue(self, transaction: Listed) -> bool:
-        """Whether its coordinator, by its own clock, has it open for longer than its timeout. Kafka 3.8 and later."""
-        with _translated("ListTransactions"):
+    def is_overdue(self, transaction: ListedTransaction) -> bool:
+        """Return True if the transaction is open past its timeout, by its coordinator's clock. Needs Kafka 3.8."""
+        with _translate_errors("ListTransactions"):
             found = self._client.list_transactions(
                 [transaction.coordinator],
                 producer_id_filters=[transaction.producer_id],
@@ -174,22 +179,22 @@ class ClusterAdmin:
             )
         return any(row.transactional_id == transaction.transactional_id for rows in found.values() for row in rows)
 
-    def abort_if_ongoing(self, transaction: Listed) -> str:
-        """One InitProducerId that changes something only while the transaction is open; the answer's code by its name.
+    def abort_if_ongoing(self, transaction: ListedTransaction) -> str:
+        """Send one InitProducerId that aborts the transaction if it is open. Return the name of the answer's error.
 
-        An open transaction is aborted at epoch + 1 whatever epoch the request names, and the answer is
-        CONCURRENT_TRANSACTIONS; in every other state the epoch is compared (TransactionCoordinator.
-        prepareInitProducerIdTransit), and the one named here is nobody's. Asked a second time it would be refused too.
+        The coordinator aborts an open transaction at epoch + 1 whatever epoch the request names, and answers
+        CONCURRENT_TRANSACTIONS. In every other state it compares the epoch (TransactionCoordinator.
+        prepareInitProducerIdTransit), and refuses this one, which no producer has; it refuses a second request too.
         """
         request = InitProducerIdRequest(
             transactional_id=transaction.transactional_id,
             transaction_timeout_ms=transaction.timeout_ms,
             producer_id=transaction.producer_id,
-            producer_epoch=(transaction.epoch + _FAR) % _EPOCHS,
+            producer_epoch=(transaction.epoch + _EPOCH_DISTANCE) % _EPOCH_COUNT,
             min_version=3,
             max_version=4,
         )
-        with _translated("InitProducerId", f"transactional.id {transaction.transactional_id}", "WRITE"):
+        with _translate_errors("InitProducerId", f"transactional.id {transaction.transactional_id}", "WRITE"):
             answer = self._client._manager.run(self._send, request, transaction.coordinator)
         return str(kafka_errors.for_code(answer.error_code).__name__.removesuffix("Error"))
 
@@ -197,8 +202,10 @@ class ClusterAdmin:
         return await self._client._manager.send(request, node_id=node)
 
     def partitions(self, topics: Iterable[str] | None = None) -> dict[Partition, int]:
-        """Partitions and their leaders (-1: none) of these topics, or of all; Unavailable for a topic that is not."""
-        with _translated("Metadata"):
+        """Return the leader (-1: none) of each partition of these topics, or of all topics.
+
+        Raise Unavailable for a topic that does not exist."""
+        with _translate_errors("Metadata"):
             described = self._client.describe_topics(None if topics is None else sorted(set(topics)))
         found: dict[Partition, int] = {}
         for topic in described:
@@ -212,14 +219,16 @@ class ClusterAdmin:
         return found
 
     def topics(self) -> set[str]:
-        """Names of all topics that the broker that is asked knows and that we may see."""
-        with _translated("Metadata"):
+        """Return the names of all topics that the answering broker knows and that we may see."""
+        with _translate_errors("Metadata"):
             described = self._client.describe_topics(None)
         return {topic["name"] for topic in described if not topic["error_code"]}
 
-    def known_everywhere(self, topics: Iterable[str]) -> set[str]:
-        """Those of the topics that each broker knows, with a leader for every partition. One that does not answer is
-        left out: a client cannot ask it either, and it hears of all topics before it serves again."""
+    def known_to_all_brokers(self, topics: Iterable[str]) -> set[str]:
+        """Return the topics that every broker knows, with a leader for every partition.
+
+        A broker that does not answer is ignored: clients cannot use it either, and it learns of all topics before it
+        serves again."""
         known = set(topics)
         asked = [MetadataRequest.MetadataRequestTopic(name=name) for name in sorted(known)]
         request = MetadataRequest(topics=asked, allow_auto_topic_creation=False)
@@ -232,20 +241,20 @@ class ClusterAdmin:
         return known if answers else set()
 
     def topic_ids(self, topics: Iterable[str]) -> dict[str, str]:
-        """The ids (KIP-516) of those topics that there are and that we may see."""
-        with _translated("Metadata"):
+        """Return the ids (KIP-516) of those topics that exist and that we may see."""
+        with _translate_errors("Metadata"):
             described = self._client.describe_topics(sorted(set(topics)))
         return {topic["name"]: str(topic["topic_id"]) for topic in described if not topic["error_code"]}
 
     def missing_topics(self, topics: Iterable[str]) -> set[str]:
-        """Return those of the topics that the broker that is asked does not know."""
-        with _translated("Metadata"):
+        """Return those topics that the answering broker does not know."""
+        with _translate_errors("Metadata"):
             described = self._client.describe_topics(sorted(set(topics)))
         unknown = kafka_errors.UnknownTopicOrPartitionError.errno
         return {topic["name"] for topic in described if topic["error_code"] == unknown}
 
     def open_producers(self, partitions: Mapping[Partition, int] | Iterable[Partition]) -> list[OpenProducer]:
-        """Producers with an open transaction on these partitions; one without a leader is left out."""
+        """Return the producers with an open transaction on these partitions, skipping those without a leader."""
         if not isinstance(partitions, Mapping):
             wanted = set(partitions)
             known = self.partitions({topic for topic, _ in wanted}) if wanted else {}
@@ -264,7 +273,7 @@ class ClusterAdmin:
     def _open_producers(self, leader: int, partitions: Sequence[Partition]) -> list[OpenProducer]:
         asked = [TopicPartition(*p) for p in partitions]
         topics = sorted({topic for topic, _ in partitions})
-        with _translated("DescribeProducers", f"topic {topics[0]}", "READ"):
+        with _translate_errors("DescribeProducers", f"topic {topics[0]}", "READ"):
             try:
                 answers = self._client.describe_producers(asked, broker_id=leader)
             except kafka_errors.AuthorizationError:
@@ -286,59 +295,64 @@ class ClusterAdmin:
             if row.current_transaction_start_offset >= 0
         ]
 
-    def held_back(self, partitions: Collection[Partition]) -> dict[Partition, int]:
-        """Offsets between the last stable offset and the high watermark of each partition."""
+    def unstable_offsets(self, partitions: Collection[Partition]) -> dict[Partition, int]:
+        """Return the number of offsets between the last stable offset and the high watermark of each partition."""
         asked = {TopicPartition(*p): OffsetSpec.LATEST for p in partitions}
         topics = ", ".join(sorted({topic for topic, _ in partitions}))
-        with _translated("ListOffsets", f"topic {topics}", "DESCRIBE"):
+        with _translate_errors("ListOffsets", f"topic {topics}", "DESCRIBE"):
             high = self._client.list_partition_offsets(asked)
             stable = self._client.list_partition_offsets(asked, isolation_level=IsolationLevel.READ_COMMITTED)
         return {(tp.topic, tp.partition): high[tp].offset - stable[tp].offset for tp in asked}
 
-    def all_coordinators_there(self) -> bool:
-        """Whether each partition of the transaction log has a leader, so that no transactional.id is out of sight."""
+    def has_all_coordinators(self) -> bool:
+        """Return True if every partition of the transaction log has a leader, so that no transactional.id is missed."""
         log_partitions = self.partitions([TRANSACTION_LOG])
         return bool(log_partitions) and all(leader >= 0 for leader in log_partitions.values())
 
     def write_abort_marker(self, producer: OpenProducer) -> None:
-        """WriteTxnMarkers to the partition's leader, past the coordinator. Needs CLUSTER_ACTION (or ALTER) on the
-        cluster. Only eos.kafka.admin.transactions may decide that nobody else will write one."""
+        """Send WriteTxnMarkers to the partition's leader, bypassing the coordinator.
+
+        Needs CLUSTER_ACTION (or ALTER) on the cluster. Only eos.kafka.admin.transactions may decide to call it."""
         spec = AbortTransactionSpec(
             TopicPartition(*producer.partition),
             producer.producer_id,
             producer.epoch,
             max(producer.coordinator_epoch, 0),
         )
-        with _translated("WriteTxnMarkers", "the cluster", "CLUSTER_ACTION"):
+        with _translate_errors("WriteTxnMarkers", "the cluster", "CLUSTER_ACTION"):
             self._client.abort_transaction(spec)
 
     def apis(self) -> frozenset[str]:
-        """Names of the requests that a broker understands, as Kafka writes them; newer ones than kafka-python knows are
-        left out (its own `api_versions` raises ValueError for a broker that has one: 4.4.0 does)."""
-        with _translated("ApiVersions"):
+        """Return Kafka's names of the requests that a broker understands, as far as kafka-python knows them.
+
+        Its own `api_versions` raises ValueError for a broker with a newer request, such as 4.4.0."""
+        with _translate_errors("ApiVersions"):
             offered = self._client._manager.broker_version_data.api_versions
         return frozenset(api.name for api in ApiKey if api in offered)
 
     def transaction_version(self) -> int:
-        """The finalized transaction.version: 2 from 4.0 on (KIP-890), 0 where the feature is unknown."""
-        with _translated("DescribeFeatures"):
+        """Return the finalized transaction.version: 2 from 4.0 on (KIP-890), 0 if the feature is unknown."""
+        with _translate_errors("DescribeFeatures"):
             features = self._client.describe_features()
         return int(features.get("transaction.version", {}).get("finalized", (0, 0))[1])
 
     def members(self, group: str) -> list[dict[str, Any]]:
-        """Return the members of a classic group; they have subscriptions only while the group is stable."""
+        """Return the members of a classic group. Their subscriptions are known only while the group is stable."""
         return list(self.classic_group(group)["members"])
 
     def classic_group(self, group: str) -> dict[str, Any]:
-        """Return what DescribeGroups says: `members`, and the assignment strategy as `protocol_data` ("" unless the
-        group is stable)."""
-        with _translated("DescribeGroups", f"group {group}", "DESCRIBE"):
+        """Return the answer of DescribeGroups, with `members` and `protocol_data`.
+
+        `protocol_data` is the assignment strategy, or "" unless the group is stable."""
+        with _translate_errors("DescribeGroups", f"group {group}", "DESCRIBE"):
             described: dict[str, Any] = self._client.describe_groups([group])[group]
         return described
 
-    def given(self, group: str, member_id: str) -> frozenset[Partition]:
-        """What a group with group.protocol=consumer gave to this member, if it knows it."""
-        from eos.kafka.client.consumer_groups import ConsumerGroupDescribeRequest  # schemas of its own, for this alone
+    def assigned_partitions(self, group: str, member_id: str) -> frozenset[Partition]:
+        """Return the partitions that a group with group.protocol=consumer assigned to this member.
+
+        The result is empty if the group does not know the member."""
+        from eos.kafka.client.consumer_groups import ConsumerGroupDescribeRequest  # parses schemas that only this needs
 
         request = ConsumerGroupDescribeRequest(group_ids=[group], include_authorized_operations=False)
         described = self._described_group(group, request)
@@ -351,24 +365,25 @@ class ClusterAdmin:
         )
 
     def group_operations(self, group: str) -> frozenset[str] | None:
-        """What we may do with a group by its ACLs, by name; None when its coordinator does not say. Not asked through
-        librdkafka: its DescribeConsumerGroups ends the process with a failed assertion (`rd_kafka_enq_once_del_source`)
-        when the coordinator answers after the request's timeout (2.16.1, seen with one that stood still)."""
-        # In version 6 a group that is not there yet is an error, and has no rights.
+        """Return the names of the operations that ACLs allow us on a group; None if its coordinator does not say.
+
+        librdkafka's DescribeConsumerGroups is no alternative: a failed assertion (`rd_kafka_enq_once_del_source`) ends
+        the process if the coordinator answers after the request's timeout (seen in 2.16.1, with a paused broker)."""
+        # Version 6 answers with an error, and without rights, for a group that does not exist yet.
         request = DescribeGroupsRequest(groups=[group], include_authorized_operations=True, max_version=5)
         described = self._described_group(group, request)
-        codes = described.authorized_operations or ()  # None: a broker that does not say
+        codes = described.authorized_operations or ()  # None: the broker does not say
         found = {ACLOperation(code).name for code in codes if code >= ACLOperation.READ}
         return frozenset(found) or None
 
     def _described_group(self, group: str, request: Any) -> Any:
-        """What the group's coordinator answers of it."""
+        """Send the request to the group's coordinator, and return its answer about the group."""
 
         async def ask() -> Any:
             coordinators = await self._client._find_coordinator_ids([group])
             return (await self._send(request, coordinators[group])).groups[0]
 
-        with _translated(request.name.removesuffix("Request"), f"group {group}", "DESCRIBE"):
+        with _translate_errors(request.name.removesuffix("Request"), f"group {group}", "DESCRIBE"):
             described = self._client._manager.run(ask)
             if described.error_code:
                 raise kafka_errors.for_code(described.error_code)()
@@ -379,29 +394,30 @@ class ClusterAdmin:
         return list(filter(None, self.metadata_by_partition(group).values()))
 
     def metadata_by_partition(self, group: str) -> dict[Partition, str]:
-        """Return the metadata of each of the group's committed offsets ("": it has none), without the NUL that
-        confluent-kafka adds."""
+        """Return the metadata of each committed offset of the group ("": none), without confluent-kafka's final NUL."""
         found = self._committed(group).items()
         return {(at.topic, at.partition): str(one.metadata or "").rstrip("\0") for at, one in found}
 
     def committed_topics(self, group: str) -> set[str]:
-        """Of which the group has committed offsets; those that pend in an open transaction do not count."""
-        return {place.topic for place in self._committed(group)}
+        """Return the topics with committed offsets of the group. Offsets pending in a transaction do not count."""
+        return {partition.topic for partition in self._committed(group)}
 
     def _committed(self, group: str) -> Mapping[Any, Any]:
-        with _translated("OffsetFetch", f"group {group}", "DESCRIBE"):
+        with _translate_errors("OffsetFetch", f"group {group}", "DESCRIBE"):
             found: Mapping[Any, Any] = self._client.list_group_offsets(group)[group]
             return found
 
     def remove_member(self, group: str, group_instance_id: str) -> None:
-        """A static member leaves for good (its close() alone leaves it in the group until the session timeout)."""
-        with _translated("LeaveGroup", f"group {group}", "READ"):
+        """Remove a static member from the group; after its close() it would remain until the session timeout."""
+        with _translate_errors("LeaveGroup", f"group {group}", "READ"):
             self._client.remove_group_members(group, [MemberToRemove(group_instance_id=group_instance_id)])
 
 
 @contextlib.contextmanager
-def _translated(request: str, resource: str = "", operation: str = "") -> Iterator[None]:
-    """`resource`, `operation`: the right without which brokers refuse this request; kafka-python does not name it."""
+def _translate_errors(request: str, resource: str = "", operation: str = "") -> Iterator[None]:
+    """Translate kafka-python's errors, which do not name the right that the request needs.
+
+    `resource` and `operation` describe that right."""
     try:
         yield
     except kafka_errors.AuthorizationError as error:
@@ -413,5 +429,5 @@ def _translated(request: str, resource: str = "", operation: str = "") -> Iterat
 
 
 def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), _CHUNK):
-        yield items[start : start + _CHUNK]
+    for start in range(0, len(items), _CHUNK_SIZE):
+        yield items[start : start + _CHUNK_SIZE]

@@ -1,7 +1,8 @@
-"""Every setting with its value, where that comes from and what it means: `eos config`, and docs/reference/settings.md.
+"""Lists every setting with its value, origin and meaning, for `eos config` and docs/reference/settings.md.
 
-Owns the meaning of Kafka's settings that we set, force or refuse; ours have theirs in `OPTIONS` of settings.py. The
-command and the page are both made of `rows`, so they cannot disagree. It never shows a secret and never talks to Kafka.
+Owns the descriptions of the Kafka settings that we set, force or refuse; `OPTIONS` of settings.py describes our own.
+The command and the page are both built from `list_settings`, so they cannot disagree. It never shows a secret and
+never talks to Kafka.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 from eos.kafka.client.settings import (
     COMMON_DEFAULTS,
     CONSUMER_DEFAULTS,
-    NOT_FOR_USERS,
     OPTIONS,
     PRODUCER_DEFAULTS,
     REFUSALS,
+    RESERVED,
     SECRETS,
     STATISTICS_INTERVAL_MS,
     Settings,
@@ -25,24 +26,27 @@ from eos.kafka.client.settings import (
 HIDDEN = "(hidden)"
 DEFAULT, FORCED = "default", "fixed"
 
-# What a setting of Kafka's means here, for those that have a value of ours.
+# Descriptions of the Kafka settings for which we have a value.
 MEANINGS: dict[str, str] = {
-    "bootstrap.servers": "brokers to begin at; also KAFKA_BOOTSTRAP_SERVERS and --bootstrap-servers",
-    "reconnect.backoff.max.ms": "longest pause between two attempts to connect; Kafka's 10 s looks like a hung call",
-    "fetch.queue.backoff.ms": "how long a full prefetch queue stops fetching; Kafka's 1000 costs a backlog 3.7x",
+    "bootstrap.servers": "brokers for the first connection; also KAFKA_BOOTSTRAP_SERVERS and --bootstrap-servers",
+    "reconnect.backoff.max.ms": "longest pause between two attempts to connect; with Kafka's 10 s a lost connection "
+    "looks like a hung call",
+    "fetch.queue.backoff.ms": "how long a full prefetch queue stops fetching; Kafka's 1000 makes a backlog take 3.7 "
+    "times as long",
     "transaction.timeout.ms": "after this long the broker aborts an open transaction; at most its "
     "transaction.max.timeout.ms",
-    "retry.backoff.ms": "pause before a call is retried; for one that took longer the statistics are looked at",
-    "topic.metadata.propagation.max.ms": "how long a topic that does not exist may be a new one",
-    "linger.ms": "how long a record waits for others before it is sent; a transaction's end does not wait",
-    "partitioner": "where a key goes: as Java's clients do it",
-    "message.timeout.ms": "a record that was not acknowledged by then aborts the transaction",
-    "partition.assignment.strategy": "how a classic group shares partitions; roundrobin where an App or a session "
+    "retry.backoff.ms": "pause before a call is retried; after a call that took longer, the session checks the "
+    "client's statistics for a retry",
+    "topic.metadata.propagation.max.ms": "how long a missing topic may be one that was just created",
+    "linger.ms": "how long a record waits for others before it is sent; the end of a transaction does not wait",
+    "partitioner": "how a key selects its partition: as Java's clients do",
+    "message.timeout.ms": "a record that is not acknowledged within this time aborts the transaction",
+    "partition.assignment.strategy": "how a classic group assigns partitions; roundrobin if an App or a session "
     "reads several topics, or a pattern",
-    "session.timeout.ms": "classic group: a silent member is out after this long",
-    "group.instance.id": "classic group: static membership, a restart within the session gets its partitions back",
-    "statistics.interval.ms": "how often the client says what it sent: whether a request twice; after a slow call "
-    "the next ones are waited for",
+    "session.timeout.ms": "classic group: a member that sends no heartbeat for this long leaves the group",
+    "group.instance.id": "classic group: static membership; a restart within the session timeout keeps the partitions",
+    "statistics.interval.ms": "how often the client reports statistics, which show whether it sent a request twice; "
+    "after a slow call the session waits for the next report",
     "isolation.level": REFUSALS["isolation.level"].reason,
     "enable.auto.commit": REFUSALS["enable.auto.commit"].reason,
     "enable.auto.offset.store": REFUSALS["enable.auto.offset.store"].reason,
@@ -50,9 +54,9 @@ MEANINGS: dict[str, str] = {
     "acks": REFUSALS["acks"].reason,
     "auto.offset.reset": "where a partition without a committed offset begins: earliest or latest",
 }
-# Defaults that are another one's value.
-_NO_NUMBER = {"eos.instance": "host name", "group.instance.id": "the `transactional.id`"}
-_FIXED = {
+# Defaults that come from another value.
+_DESCRIBED_DEFAULTS = {"eos.instance": "host name", "group.instance.id": "the `transactional.id`"}
+_FORCED_VALUES = {
     "isolation.level": "read_committed",
     "enable.auto.commit": "false",
     "enable.auto.offset.store": "false",
@@ -63,7 +67,7 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of `eos config`."""
+    """Holds one line of `eos config`."""
 
     name: str
     value: str
@@ -71,25 +75,28 @@ class Row:
     meaning: str
 
 
-def rows(settings: Settings, given: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Row]:
-    """All settings of ours, and those of Kafka's that have a value by us or by the user. `given` as of
-    eos.kafka.client.settings.sources: (origin, values), the weakest first."""
+def list_settings(settings: Settings, given: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Row]:
+    """Return all settings of ours, and those of Kafka's for which we or the user have a value.
+
+    `given`: (origin, values) with the weakest source first, as `read_sources` returns them."""
     origins: dict[str, str] = {}
     for origin, values in given:
         origins |= dict.fromkeys(values, origin)
-    found = [Row(n, _shown(n, settings[n]), origins.get(n, DEFAULT), o.meaning) for n, o in OPTIONS.items()]
+    found = [Row(n, _format_value(n, settings[n]), origins.get(n, DEFAULT), o.meaning) for n, o in OPTIONS.items()]
     found = [replace(r, value=settings.instance) if r.name == "eos.instance" else r for r in found]
-    ours = _defaults(settings) | _FIXED
+    ours = _own_defaults(settings) | _FORCED_VALUES
     for name in sorted({*ours, *(n for n in settings.values if not n.startswith("eos."))}):
         value = settings.values.get(name, ours.get(name))
-        fallback = FORCED if name in _FIXED else DEFAULT
+        fallback = FORCED if name in _FORCED_VALUES else DEFAULT
         origin = origins.get(name, fallback)
-        found.append(Row(name, _shown(name, value), origin, MEANINGS.get(name, "passed on to Kafka's client as it is")))
+        found.append(
+            Row(name, _format_value(name, value), origin, MEANINGS.get(name, "passed to Kafka's client unchanged"))
+        )
     return found
 
 
-def _defaults(settings: Settings) -> dict[str, Any]:
-    """Kafka's settings that have another default here than in Kafka's client."""
+def _own_defaults(settings: Settings) -> dict[str, Any]:
+    """Return the Kafka settings whose default here differs from that of Kafka's client."""
     consumer, name = settings.consumer(), "partition.assignment.strategy"
     classic = {n: consumer[n] for n in (name, "session.timeout.ms", "group.instance.id") if n in consumer}
     return {
@@ -103,7 +110,7 @@ def _defaults(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if name in SECRETS:
         return HIDDEN
     if isinstance(value, bool):
@@ -111,56 +118,60 @@ def _shown(name: str, value: Any) -> str:
     return str(value)
 
 
-def markdown() -> str:
-    """docs/reference/settings.md."""
+def render_markdown() -> str:
+    """Return the text of docs/reference/settings.md."""
     plain = Settings({"eos.instance": "HOST"})
-    defaults = rows(plain, [])
+    defaults = list_settings(plain, [])
     ours = [r for r in defaults if r.name in OPTIONS]
-    kafkas = [r for r in defaults if r.name not in OPTIONS and r.name not in _FIXED]
+    kafkas = [r for r in defaults if r.name not in OPTIONS and r.name not in _FORCED_VALUES]
     refused = [(name, " or ".join(sorted(r.allowed)), r.reason) for name, r in sorted(REFUSALS.items())]
     return "\n".join(
         [
             "# Settings",
             "",
-            "Made by `eos config --markdown`; a test keeps it up to date. `eos config [MODULE:APP]` shows the values "
-            "in force and where each comes from.",
+            "Generated by `eos config --markdown`; a test keeps it up to date. `eos config [MODULE:APP]` shows the "
+            "values in force and the origin of each.",
             "",
             "`eos.toml` < environment (`KAFKA_BOOTSTRAP_SERVERS`, `EOS_TRANSACTION_INTERVAL_MS` for "
-            "`eos.transaction.interval.ms`) < flags (`--bootstrap-servers`, `-X name=value`), or what code gives "
-            "`TransactSession` and `eos.transaction` by name. Names of Kafka's clients pass verbatim to "
-            "confluent-kafka; an unknown name is refused, with the nearest one.",
+            "`eos.transaction.interval.ms`) < flags (`--bootstrap-servers`, `-X name=value`), or values that code "
+            "passes to `TransactSession` and `eos.transaction`. Names of Kafka's clients are passed verbatim to "
+            "confluent-kafka. An unknown name is refused, and the error suggests the nearest known one.",
             "",
             "## Ours",
             "",
-            *_table(("setting", "default", "meaning"), [(f"`{r.name}`", _default(r), r.meaning) for r in ours]),
+            *_render_table(
+                ("setting", "default", "meaning"), [(f"`{r.name}`", _format_default(r), r.meaning) for r in ours]
+            ),
             "",
-            "## Kafka's, with a default of ours",
+            "## Kafka's, with our default",
             "",
-            *_table(("setting", "default", "meaning"), [(f"`{r.name}`", _default(r), r.meaning) for r in kafkas]),
+            *_render_table(
+                ("setting", "default", "meaning"), [(f"`{r.name}`", _format_default(r), r.meaning) for r in kafkas]
+            ),
             "",
-            "## Kafka's, with only some values",
+            "## Kafka's, restricted to some values",
             "",
-            "Any other value would break exactly-once, or what is tested here, and is refused (exit 78).",
+            "Any other value would break exactly-once or is untested, and is refused (exit 78).",
             "",
-            *_table(("setting", "allowed", "why"), [(f"`{n}`", a, why) for n, a, why in refused]),
+            *_render_table(("setting", "allowed", "why"), [(f"`{n}`", a, why) for n, a, why in refused]),
             "",
-            "## Kafka's, not to be set",
+            "## Kafka's, reserved",
             "",
-            *_table(("setting", "why"), [(f"`{name}`", why) for name, why in sorted(NOT_FOR_USERS.items())]),
+            *_render_table(("setting", "why"), [(f"`{name}`", why) for name, why in sorted(RESERVED.items())]),
             "",
             "## Secrets",
             "",
-            "Never shown, in no log, error or `eos config`: " + ", ".join(f"`{n}`" for n in sorted(SECRETS)) + ".",
+            "Never shown in logs, errors or `eos config`: " + ", ".join(f"`{n}`" for n in sorted(SECRETS)) + ".",
             "",
         ]
     )
 
 
-def _default(row: Row) -> str:
-    if row.name in _NO_NUMBER:
-        return _NO_NUMBER[row.name]
+def _format_default(row: Row) -> str:
+    if row.name in _DESCRIBED_DEFAULTS:
+        return _DESCRIBED_DEFAULTS[row.name]
     return row.value.replace("|", "\\|") or "-"
 
 
-def _table(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> list[str]:
+def _render_table(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in [head, tuple("---" for _ in head), *lines]]

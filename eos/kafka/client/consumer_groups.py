@@ -1,4 +1,4 @@
-"""ConsumerGroupDescribe (KIP-848), which kafka-python does not have: the schemas are in the files of these names."""
+"""Defines ConsumerGroupDescribe (KIP-848), which kafka-python lacks; the schemas are in the JSON files beside it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an error of confluent-kafka's asks for: one table, measured or from librdkafka's sources, and its one reader.
+"""Maps confluent-kafka's errors to actions: one table, measured or taken from librdkafka's sources, and its reader.
 
-Owns what error codes mean; no other module may look at one to decide what to do. Beside it, which resource an error of
-authorisation is about.
+Owns the meaning of error codes: no other module may decide by one. Also explains an error to the user, for example
+which resource an authorisation error is about.
 """
 
 from __future__ import annotations
@@ -16,48 +16,49 @@ from eos.records import is_topic_name
 _K = KafkaError
 ANY: Literal["*"] = "*"
 
-# What the coordinator answers to a member of before the last rebalance.
-GROUP_MOVED_ON = frozenset(
+# The coordinator's errors for a member whose generation is older than the last rebalance.
+STALE_MEMBER_CODES = frozenset(
     {_K.UNKNOWN_MEMBER_ID, _K.ILLEGAL_GENERATION, _K.REBALANCE_IN_PROGRESS, _K.STALE_MEMBER_EPOCH}
 )
 
-# (call, code) -> action; a row for the call wins over a row for any call. Each row is measured or from librdkafka's
-# transaction manager; what has no row is decided by its flags in `classify`.
+# (call, code) -> action; a row for the call takes precedence over a row for any call. Each row is measured or from
+# librdkafka's transaction manager; `classify` decides an error without a row by its flags.
 TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
-    # A newer init, or the broker timed our transaction out: both look the same (KIP-360, KIP-447).
+    # A newer init, or the broker aborted our transaction at its timeout: both look the same (KIP-360, KIP-447).
     (ANY, _K._FENCED): Action.SETTLE,
     (ANY, _K._FATAL): Action.SETTLE,
     (ANY, _K.INVALID_PRODUCER_EPOCH): Action.SETTLE,
     (ANY, _K.PRODUCER_FENCED): Action.SETTLE,
-    # The transactional.id expired (transactional.id.expiration.ms), or the coordinator lost it: nobody's fault.
+    # The transactional.id expired (transactional.id.expiration.ms), or the coordinator lost it.
     (ANY, _K.INVALID_PRODUCER_ID_MAPPING): Action.REBUILD,
     (ANY, _K.UNKNOWN_PRODUCER_ID): Action.REBUILD,
-    # The group moved on without us.
+    # The group rebalanced without us.
     ("send_offsets", _K.UNKNOWN_MEMBER_ID): Action.ABORT,
     ("send_offsets", _K.ILLEGAL_GENERATION): Action.ABORT,
     ("send_offsets", _K.REBALANCE_IN_PROGRESS): Action.ABORT,
     ("send_offsets", _K.STALE_MEMBER_EPOCH): Action.ABORT,
     ("commit", _K.UNKNOWN_MEMBER_ID): Action.ABORT,
     ("commit", _K.ILLEGAL_GENERATION): Action.ABORT,
-    # Static membership: another consumer joined with our group.instance.id, after us.
+    # Static membership: another consumer joined with our group.instance.id after us.
     ("send_offsets", _K.FENCED_INSTANCE_ID): Action.REJOIN,
     ("commit", _K.FENCED_INSTANCE_ID): Action.REJOIN,
     ("consume", _K.FENCED_INSTANCE_ID): Action.REJOIN,
     ("consume", _K._FATAL): Action.REJOIN,
-    # A call that was left for another one; the session never does so, a replaced producer clears it.
+    # An unfinished call was followed by a different one. The session never does so; replacing the producer clears it.
     (ANY, _K._CONFLICT): Action.REBUILD,
     (ANY, _K._STATE): Action.BUG,
     (ANY, _K._NOT_CONFIGURED): Action.BUG,
     ("init", _K.INVALID_TRANSACTION_TIMEOUT): Action.MISCONFIGURED,
     ("send_offsets", _K.OFFSET_METADATA_TOO_LARGE): Action.MISCONFIGURED,
-    # Nobody to ask: a newer instance initialised while this init aborted what a predecessor left open.
+    # A newer instance initialised while this init aborted its predecessor's transaction: no need to ask the
+    # coordinator.
     ("init", _K._FENCED): Action.FENCED,
     (ANY, _K._INVALID_ARG): Action.MISCONFIGURED,
-    # One record is refused, by the client before it left or by the broker.
+    # The client (before sending) or the broker refuses one record.
     ("produce", _K.MSG_SIZE_TOO_LARGE): Action.POISON,
     ("produce", _K._UNKNOWN_PARTITION): Action.POISON,
     ("produce", _K._INVALID_ARG): Action.POISON,
-    # Our own guard lets it through inside a transaction only: the client's own has failed since, and takes no more.
+    # Our own guard allows it only inside a transaction: the client's transaction has failed since.
     ("produce", _K._STATE): Action.ABORT,
     ("delivery", _K.MSG_SIZE_TOO_LARGE): Action.POISON,
     ("delivery", _K.INVALID_MSG): Action.POISON,
@@ -72,7 +73,7 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     ("consume", _K._UNKNOWN_TOPIC): Action.UNAVAILABLE,
     ("consume", _K._AUTO_OFFSET_RESET): Action.INPUT_GONE,
     ("consume", _K.OFFSET_OUT_OF_RANGE): Action.INPUT_GONE,
-    # A batch with a wrong checksum, or that cannot be decompressed or understood: librdkafka reads it again and again.
+    # A batch has a wrong checksum, or cannot be decompressed or parsed: librdkafka would read it forever.
     ("consume", _K._BAD_MSG): Action.DAMAGED,
     ("consume", _K._BAD_COMPRESSION): Action.DAMAGED,
     ("consume", _K._NOT_IMPLEMENTED): Action.DAMAGED,
@@ -90,11 +91,11 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     (ANY, _K._AUTHENTICATION): Action.UNAUTHORISED,
 }
 
-# code -> action for a record of a changelog, a topic that the session keeps for itself. Only a value that is too large
-# is an input record's. What has no row is decided as for any other topic.
-TABLE_OF_CHANGELOGS: dict[int, Action] = {
+# code -> action for a record of a changelog. Only a value that is too large is caused by an input record. An error
+# without a row here is treated as for any other topic.
+CHANGELOG_TABLE: dict[int, Action] = {
     _K.MSG_SIZE_TOO_LARGE: Action.POISON,
-    # The topic may have been deleted or recreated, or the client's metadata are older than its partitions.
+    # The topic may have been deleted or recreated, or the client's metadata is older than its partitions.
     _K._UNKNOWN_PARTITION: Action.LOOK,
     _K._UNKNOWN_TOPIC: Action.LOOK,
     _K.UNKNOWN_TOPIC_OR_PART: Action.LOOK,
@@ -112,7 +113,7 @@ TABLE_OF_CHANGELOGS: dict[int, Action] = {
 }
 
 
-# Without flags these calls change nothing by failing, so trying again is safe.
+# These calls change nothing when they fail.
 _DEFAULTS: dict[Call, Action] = {
     "delivery": Action.ABORT,
     "consume": Action.RETRY,
@@ -121,15 +122,14 @@ _DEFAULTS: dict[Call, Action] = {
 
 
 def classify(call: Call, error: KafkaError, of_changelog: bool = False) -> Action:
-    """Return the action for `error` raised by (or, for "delivery", reported after) `call`. `of_changelog`: the error is
-    about a record of a changelog.
+    """Return the action for `error` raised by (or, for "delivery", reported after) `call`.
 
-    Order: the table; what the call defaults to; librdkafka's flags; and an error without any flag ends this
-    producer, whose successor starts from what is committed.
+    `of_changelog`: the error is about a record of a changelog. Looks in the table, then at the call's default, then at
+    librdkafka's flags. An error without any flag replaces the producer; the new one starts from the committed offsets.
     """
     code = error.code()
-    if of_changelog and code in TABLE_OF_CHANGELOGS:
-        return TABLE_OF_CHANGELOGS[code]
+    if of_changelog and code in CHANGELOG_TABLE:
+        return CHANGELOG_TABLE[code]
     row = TABLE.get((call, code)) or TABLE.get((ANY, code))
     if row is not None:
         return row
@@ -142,49 +142,52 @@ def classify(call: Call, error: KafkaError, of_changelog: bool = False) -> Actio
     return Action.REBUILD
 
 
-def rebalanced(failure: CallFailed) -> str:
-    """Why an abort is an ordinary rebalance, which costs an interval of work and needs nobody; "" where it is not."""
+def describe_rebalance(failure: CallFailed) -> str:
+    """Return the reason if an abort was caused by an ordinary rebalance, which needs no attention; "" otherwise."""
     if failure.call not in ("send_offsets", "commit") or failure.action is not Action.ABORT:
         return ""
     error = failure.error.args[0] if isinstance(failure.error, KafkaException) else failure.error
     if isinstance(error, RuntimeError):
-        return str(error)  # found by ourselves, before the broker could refuse it
-    moved = not isinstance(error, BaseException) and error.code() in GROUP_MOVED_ON
-    return "the group rebalances" if moved else ""
+        return str(error)  # the session noticed before the broker could refuse
+    moved = not isinstance(error, BaseException) and error.code() in STALE_MEMBER_CODES
+    return "the group is rebalancing" if moved else ""
 
 
-def _code(error: BaseException | KafkaError) -> int | None:
-    """Of Kafka's errors; None for another one."""
+def _error_code(error: BaseException | KafkaError) -> int | None:
+    """Return the code of a Kafka error; None for another error."""
     if isinstance(error, KafkaException):
         error = error.args[0]
     return error.code() if isinstance(error, KafkaError) else None
 
 
-def denied(error: BaseException | KafkaError, *, group: str = "", transactional_id: str = "", topic: str = "") -> str:
-    """The resource that an error of authorisation is about, among those that the call was about; "" for another error.
+def explain_denied(
+    error: BaseException | KafkaError, *, group: str = "", transactional_id: str = "", topic: str = ""
+) -> str:
+    """Return which resource the call may not use and which ACL allows it; "" unless it is an authorisation error.
 
-    A topic is written to by a call with a transactional.id and read by one without.
+    Assumes that a call with a transactional.id writes to the topic, and that one without reads it.
     """
     rights = {
         _K.GROUP_AUTHORIZATION_FAILED: (f"group {group}", group, "READ"),
         _K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: (f"transactional.id {transactional_id}", transactional_id, "WRITE"),
         _K.TOPIC_AUTHORIZATION_FAILED: (f"topic {topic}", topic, "WRITE" if transactional_id else "READ"),
     }
-    resource, name, operation = rights.get(_code(error) or KafkaError.NO_ERROR, ("", "", ""))
+    resource, name, operation = rights.get(_error_code(error) or KafkaError.NO_ERROR, ("", "", ""))
     return ": ".join(missing_right(resource, operation)) if name else ""
 
 
-def missing(error: BaseException | KafkaError, topic: str) -> str:
-    """What to do about an output's topic that is not there; "" for another error."""
-    if _code(error) not in (_K.UNKNOWN_TOPIC_OR_PART, _K._UNKNOWN_TOPIC) or not is_topic_name(topic):
+def explain_missing_topic(error: BaseException | KafkaError, topic: str) -> str:
+    """Return how to create an output's missing topic; "" for another error."""
+    if _error_code(error) not in (_K.UNKNOWN_TOPIC_OR_PART, _K._UNKNOWN_TOPIC) or not is_topic_name(topic):
         return ""
-    return f"topic {topic} does not exist: `eos topic create {topic}` makes it"
+    return f"topic {topic} does not exist: `eos topic create {topic}` creates it"
 
 
-def too_large(error: BaseException | KafkaError, call: Call, topic: str, size: int, limit: object) -> str:
-    """Say how large a refused record of `size` bytes is and which setting refuses it; "" for another error. `limit`:
-    the producer's message.max.bytes, None for its default."""
-    if _code(error) != _K.MSG_SIZE_TOO_LARGE or not size:
+def explain_too_large(error: BaseException | KafkaError, call: Call, topic: str, size: int, limit: object) -> str:
+    """Return the size of a refused record and the setting that refuses it; "" for another error.
+
+    `size` in bytes. `limit`: the producer's message.max.bytes, None for its default."""
+    if _error_code(error) != _K.MSG_SIZE_TOO_LARGE or not size:
         return ""
     if call == "produce":
         limit = 1_000_000 if limit is None else limit
@@ -192,9 +195,9 @@ def too_large(error: BaseException | KafkaError, call: Call, topic: str, size: i
     return f"a record of {size} bytes, or its batch, exceeds max.message.bytes of topic {topic}: raise it there"
 
 
-def refused_timestamp(error: BaseException | KafkaError) -> str:
-    """Why a topic refuses an output's timestamp; "" for another error."""
-    if _code(error) != _K.INVALID_TIMESTAMP:
+def explain_refused_timestamp(error: BaseException | KafkaError) -> str:
+    """Return why a topic refuses an output's timestamp; "" for another error."""
+    if _error_code(error) != _K.INVALID_TIMESTAMP:
         return ""
     return (
         "a timestamp is too far ahead of the broker's clock, by default more than an hour "
@@ -202,11 +205,11 @@ def refused_timestamp(error: BaseException | KafkaError) -> str:
     )
 
 
-def other_strategy(error: KafkaError, group: str) -> str:
-    """What to do about members that share a group's partitions in another way; "" for another error."""
+def explain_other_strategy(error: KafkaError, group: str) -> str:
+    """Return how to resolve a conflict of assignment strategies in a group; "" for another error."""
     if error.code() != _K.INCONSISTENT_GROUP_PROTOCOL:
         return ""
     return (
-        f"group {group} has members that share its partitions by another strategy: stop those consumers first, or set "
+        f"group {group} has members that use another assignment strategy: stop those consumers first, or set "
         "partition.assignment.strategy to theirs"
     )

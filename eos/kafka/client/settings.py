@@ -1,11 +1,11 @@
-"""Settings: where they come from, which are refused, and what each client is given.
+"""Reads and checks settings, and builds the configuration of each client from them.
 
-Owns the names, the defaults and the refusals. Kafka's dotted names pass verbatim to confluent-kafka; names
+Owns the names, the defaults and the refusals. Kafka's dotted names are passed verbatim to confluent-kafka; names
 that begin with `eos.` are ours. A setting that contradicts exactly-once is refused with its reason (exit 78),
 never silently overwritten. This module must never talk to Kafka.
 
 Sources, weakest first: defaults < eos.toml < environment (KAFKA_BOOTSTRAP_SERVERS, EOS_…) < flags (-X name=value), or
-what code gives by name (`settings_of`).
+values passed by code (`to_settings`).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from pathlib import Path
 from typing import Any
 
 from eos.errors import ConfigurationError
-from eos.kafka.client import names as names
+from eos.kafka.client import librdkafka_names
 
-MINIMUM_RETRY_BACKOFF_MS = 50  # below it a call that was retried cannot be told from a healthy one by its time
+MINIMUM_RETRY_BACKOFF_MS = 50  # below it the duration of a call does not show whether it was retried
 RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}  # librdkafka's
-# The next transaction waits for the statistics behind a slow call. 100 costs 0.1 % of a processor more than 200 with 8
-# partitions and 0.6 % with 500; 50 twice that.
+# After a slow call the next transaction waits for the statistics. 100 costs 0.1 % of a processor more than 200 with 8
+# partitions and 0.6 % with 500; 50 costs twice that.
 STATISTICS_INTERVAL_MS = 100
-_MISSPELT = 0.9  # so much like a variable of ours that it was meant to be it
-# librdkafka takes a protocol before an address, but only one of these.
-_WEB = re.compile(r"\b(?!(?:plaintext|ssl|sasl_plaintext|sasl_ssl):)[a-z_]+://", re.IGNORECASE)
-# Kafka's settings whose numbers we reckon with ourselves, before a client could refuse what is none.
+_MISSPELLING_CUTOFF = 0.9  # similarity from which a variable counts as a misspelling of ours
+# librdkafka accepts a protocol before an address, but only one of these.
+_URL_SCHEME = re.compile(r"\b(?!(?:plaintext|ssl|sasl_plaintext|sasl_ssl):)[a-z_]+://", re.IGNORECASE)
 STRATEGY = "partition.assignment.strategy"
-READ_HERE = ("max.poll.interval.ms", "session.timeout.ms", "topic.metadata.refresh.interval.ms")
+# Kafka's settings that we use as numbers ourselves, before a client could refuse an invalid one.
+PARSED_HERE = ("max.poll.interval.ms", "session.timeout.ms", "topic.metadata.refresh.interval.ms")
 
 
 @dataclass(frozen=True)
 class Option:
-    """One setting of ours: its default, how its text is read, and what it does (for `eos run --help` and docs)."""
+    """Describes one setting of ours: its default, how its text is parsed, and its meaning (for `--help` and docs)."""
 
     default: Any
     read: Callable[[Any], Any]
@@ -77,15 +77,16 @@ OPTIONS: dict[str, Option] = {
         "", str, "suffix of the transactional.id; must be stable across restarts (default: host name)"
     ),
     "eos.input.topics": Option("", str, "source topics of a TransactSession, separated by commas"),
-    "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction gathers and handles records"),
+    "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction takes and handles records"),
     "eos.transaction.max.records": Option(200_000, _at_least(1), "most input records of one transaction"),
-    # A batch that lies in the processor's cache: 5,000 of 1 KB cost a tenth more (docs/engineering/measurements.md).
-    "eos.batch.max.records": Option(250, _at_least(1), "most records handed to a batch function at once"),
-    "eos.async.max.records": Option(100, _at_least(1), "most records on which an `async def` function runs at once"),
+    # A batch that fits the processor's cache: 5,000 records of 1 KB cost a tenth more
+    # (docs/engineering/measurements.md).
+    "eos.batch.max.records": Option(250, _at_least(1), "most records passed to a batch function at once"),
+    "eos.async.max.records": Option(100, _at_least(1), "most records that an `async def` function handles at once"),
     "eos.headers.pass": Option(
         "traceparent,tracestate",
         str,
-        "headers that outputs get from their input, separated by commas; not those of batch functions",
+        "headers that outputs copy from their input record, separated by commas; not in batch functions",
     ),
     "eos.lineage": Option(
         False, _boolean, "outputs name their input in a header, committed offsets count them, for `eos verify`"
@@ -96,21 +97,22 @@ OPTIONS: dict[str, Option] = {
     "eos.places.topic": Option(
         "__eos_places",
         str,
-        "compacted topic that tells a group whose offsets the brokers forgot from one that never ran",
+        "compacted topic that shows whether a group without committed offsets ran before (its offsets expired) or "
+        "never ran",
     ),
     "eos.state.dir": Option(
         "~/.local/state/eos",
         str,
-        "folder that workers keep the state of functions in, so that a restart reads what is new only; set to nothing: "
-        "in memory",
+        "folder in which workers keep the state of functions, so that a restart reads only new changes; an empty "
+        "value keeps state in memory",
     ),
     "eos.state.engine": Option(
         "lmdb",
         _one_of("lmdb", "rocksdb"),
-        "what keeps state in its folder: lmdb, or rocksdb for more than memory holds (`eos-kafka[rocksdb]`)",
+        "storage engine of state in the folder: lmdb, or rocksdb for state larger than memory (`eos-kafka[rocksdb]`)",
     ),
     "eos.state.memory.bytes": Option(
-        64 << 20, _at_least(1 << 20), "memory that rocksdb takes in each worker, for all of its partitions"
+        64 << 20, _at_least(1 << 20), "memory that rocksdb uses in each worker, for all of its partitions"
     ),
     "eos.state.cleanup.delay.ms": Option(
         86_400_000,
@@ -119,32 +121,34 @@ OPTIONS: dict[str, Option] = {
         "keeps it forever",
     ),
     "eos.create.topics": Option(
-        False, _boolean, "create topics that are missing at the start, and dead letters' of a pattern's new topics"
+        False,
+        _boolean,
+        "create missing topics at the start, and dead-letter topics for new topics that match a pattern",
     ),
     "eos.strict": Option(
-        False, _boolean, "refuse to start on a cluster that can lose acknowledged records, instead of warning of it"
+        False, _boolean, "refuse to start on a cluster that can lose acknowledged records, instead of warning"
     ),
     "eos.startup.timeout.ms": Option(25_000, _at_least(1_000), "how long to try to reach the cluster at the start"),
     "eos.shutdown.timeout.ms": Option(
         30_000, _at_least(0), "how long a stop may take before the transaction is aborted"
     ),
     "eos.liveness.timeout.ms": Option(
-        60_000, _at_least(1_000), "how long a worker may stand still, in a function or a call, until /livez says so"
+        60_000, _at_least(1_000), "how long a function or a call may block a worker before /livez fails"
     ),
     "eos.spark.driver.bytes": Option(
         256_000,
         _at_least(0),
-        "Spark's driver writes a batch of up to so many packed bytes in each of its tasks; 0: tasks always",
+        "a batch with at most this many packed bytes per task is written by Spark's driver; 0: always by tasks",
     ),
     "eos.spark.claims.port": Option(
-        0, _at_least(0), "port of Spark's driver on which writing tasks ask it, or one of the 16 behind it; 0: any"
+        0, _at_least(0), "port of Spark's driver for requests of writing tasks, or one of the 16 ports after it; 0: any"
     ),
     "eos.call.timeout.ms": Option(
-        5_000, _at_least(100), "one attempt of a transactional call; a call 5 s past it counts as hung"
+        5_000, _at_least(100), "timeout of one attempt of a transactional call; 5 s later the call counts as hung"
     ),
 }
 
-OF_FUNCTIONS = (
+FUNCTION_OPTIONS = (
     "eos.headers.pass",
     "eos.otel.spans",
     "eos.state.dir",
@@ -152,12 +156,12 @@ OF_FUNCTIONS = (
     "eos.state.memory.bytes",
     "eos.state.cleanup.delay.ms",
 )
-"""What an App's functions do: a loop of one's own would ask for it and get nothing."""
+"""Settings that only affect an App's functions, and have no effect in a user's own loop."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting of Kafka's that has only some values under which exactly-once holds."""
+    """Restricts a Kafka setting to the values that keep exactly-once, with the reason."""
 
     allowed: frozenset[str]
     reason: str
@@ -173,30 +177,30 @@ REFUSALS: dict[str, Refusal] = {
         "a reader of uncommitted records would copy aborted ones into committed output",
     ),
     "enable.auto.commit": Refusal(
-        _only("false"), "offsets are committed inside the transaction; a second committer loses records"
+        _only("false"), "offsets are committed inside the transaction; an automatic commit loses records"
     ),
     "enable.auto.offset.store": Refusal(_only("false"), "offsets are committed inside the transaction"),
     "enable.idempotence": Refusal(_only("true"), "a transaction needs the idempotent producer"),
-    "acks": Refusal(_only("all", "-1"), "a record that only the leader has is lost with the leader"),
+    "acks": Refusal(_only("all", "-1"), "a record that only the leader has stored is lost with the leader"),
     "auto.offset.reset": Refusal(
         _only("earliest", "latest"),
-        "it says where a partition without a committed offset begins, nothing else",
+        "it decides only where a partition without a committed offset begins",
     ),
-    "enable.partition.eof": Refusal(_only("true", "false"), "it is set where it is needed"),
+    "enable.partition.eof": Refusal(_only("true", "false"), "eos sets it when it is needed"),
     "delivery.report.only.error": Refusal(_only("true"), "the session counts records itself"),
-    "group.protocol": Refusal(_only("classic", "consumer"), "these are the group protocols there are"),
-    STRATEGY: Refusal(_only("cooperative-sticky", "range", "roundrobin"), "these are the strategies that are tested"),
-    "enable.gapless.guarantee": Refusal(_only("false"), "it ends the producer where an abort suffices"),
+    "group.protocol": Refusal(_only("classic", "consumer"), "Kafka has no other group protocol"),
+    STRATEGY: Refusal(_only("cooperative-sticky", "range", "roundrobin"), "only these strategies are tested"),
+    "enable.gapless.guarantee": Refusal(_only("false"), "it ends the producer where an abort is enough"),
 }
 
-NOT_FOR_USERS: dict[str, str] = {
-    "max.in.flight": "the idempotent producer keeps order only as librdkafka sets it",
-    "max.in.flight.requests.per.connection": "the idempotent producer keeps order only as librdkafka sets it",
+RESERVED: dict[str, str] = {
+    "max.in.flight": "the idempotent producer keeps order only with librdkafka's value",
+    "max.in.flight.requests.per.connection": "the idempotent producer keeps order only with librdkafka's value",
     "retries": "a retry under the same sequence number is what makes the producer idempotent",
     "message.send.max.retries": "a retry under the same sequence number is what makes the producer idempotent",
-    "on_delivery": "the session latches delivery errors itself",
-    "dr_cb": "the session latches delivery errors itself",
-    "dr_msg_cb": "the session latches delivery errors itself",
+    "on_delivery": "the session handles delivery errors itself",
+    "dr_cb": "the session handles delivery errors itself",
+    "dr_msg_cb": "the session handles delivery errors itself",
     "on_commit": "the consumer never commits; the transaction does",
     "offset_commit_cb": "the consumer never commits; the transaction does",
 }
@@ -210,7 +214,7 @@ ALIASES = {
     "delivery.timeout.ms": "message.timeout.ms",
     "compression.codec": "compression.type",
 }
-# Never shown: not in a log, not in an error, not by `eos config`.
+# Never shown in logs, errors or `eos config`.
 SECRETS = frozenset(
     """
     sasl.password sasl.oauthbearer.config sasl.oauthbearer.client.secret
@@ -218,27 +222,27 @@ SECRETS = frozenset(
     sasl.oauthbearer.assertion.private.key.pem ssl.key.password ssl.key.pem ssl.keystore.password ssl_key
     """.split()  # noqa: SIM905
 )
-# Python names of confluent-kafka that are not in librdkafka's own list.
+# Names of confluent-kafka's own that are not in librdkafka's list.
 CALLBACKS = frozenset({"stats_cb", "error_cb", "throttle_cb", "oauth_cb", "logger"})
 
 CONSUMER_DEFAULTS: dict[str, Any] = {
-    # A full prefetch queue stops fetching for this long; librdkafka's 1000 costs 3.7x on a backlog.
+    # A full prefetch queue stops fetching for this long; with librdkafka's 1000 a backlog takes 3.7 times as long.
     "fetch.queue.backoff.ms": 5,
-    # Java's default. librdkafka's false hands damaged values on, and drops records of a damaged batch without a word.
+    # Java's default. librdkafka's false delivers damaged values, and silently drops records of a damaged batch.
     "check.crcs": True,
 }
 PRODUCER_DEFAULTS: dict[str, Any] = {
     "transaction.timeout.ms": 10_000,
-    # A call that took longer than this may have been retried, and then the next statistics are waited for; librdkafka's
-    # 100 is within what a busy machine takes for a healthy commit.
+    # A call that took longer may have been retried, and then the session waits for the next statistics. On a busy
+    # machine a healthy commit can take longer than librdkafka's 100.
     "retry.backoff.ms": 250,
-    # librdkafka's idempotent producer has one request per partition on its way and spins as soon as more is due
-    # (confluentinc/librdkafka#4989). A transaction's end does not wait for it, but sends what it held back: much more
-    # than this, and that has left the processor's cache (docs/engineering/measurements.md).
+    # librdkafka's idempotent producer has one request per partition in flight and spins as soon as more are due
+    # (confluentinc/librdkafka#4989). The end of a transaction does not wait for it, but sends the records held back:
+    # with much more than 10 ms those have left the processor's cache (docs/engineering/measurements.md).
     "linger.ms": 10,
-    # Below message.timeout.ms, so that a topic that does not exist is called that and not a timeout.
+    # Below message.timeout.ms, so that a missing topic is reported as such and not as a timeout.
     "topic.metadata.propagation.max.ms": 5_000,
-    # Java's partitioner, so that a key lands where other clients of the topic put it.
+    # Java's partitioner, so that a key selects the same partition as with other clients of the topic.
     "partitioner": "murmur2_random",
 }
 COMMON_DEFAULTS: dict[str, Any] = {
@@ -249,9 +253,9 @@ COMMON_DEFAULTS: dict[str, Any] = {
 
 
 class Settings:
-    """A checked set of settings, immutable; `values` has Kafka's and our dotted names.
+    """Holds a checked, immutable set of settings; `values` has Kafka's and our dotted names.
 
-    Raises ConfigurationError for an unknown name, an unreadable value, or one that would break exactly-once.
+    Raises ConfigurationError for an unknown name, an invalid value, or one that would break exactly-once.
     """
 
     def __init__(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
@@ -259,7 +263,7 @@ class Settings:
         for name, value in given.items():
             _check(name, value)
             if name in REFUSALS and isinstance(value, str):
-                given[name] = value.strip().lower()  # as librdkafka reads them; compared as they are from here on
+                given[name] = value.strip().lower()  # as librdkafka parses them; compared verbatim from here on
         self.values: dict[str, Any] = given
         self._options = {name: self._option(name) for name in OPTIONS}
         _check_timeouts(self)
@@ -274,7 +278,7 @@ class Settings:
             raise ConfigurationError(f"{name}={self.values[name]} {_reason(error)}") from error
 
     def __getitem__(self, name: str) -> Any:
-        """An option of ours (typed), or a Kafka setting as given or by our default; KeyError where there is none."""
+        """Return an option of ours (typed), or a Kafka setting as given or by our default; KeyError otherwise."""
         if name in self._options:
             return self._options[name]
         for source in (self.values, PRODUCER_DEFAULTS, CONSUMER_DEFAULTS, COMMON_DEFAULTS):
@@ -289,11 +293,11 @@ class Settings:
             return default
 
     def with_values(self, **more: Any) -> Settings:
-        """A copy with more settings; dots are written as they are: with_values(**{"group.id": "g"})."""
+        """Return a copy with more settings, for example `with_values(**{"group.id": "g"})`."""
         return Settings({**self.values, **more})
 
     def without(self, *names: str) -> Settings:
-        """A copy in which these have their defaults."""
+        """Return a copy in which these settings have their defaults."""
         return Settings({name: value for name, value in self.values.items() if name not in names})
 
     @property
@@ -314,20 +318,20 @@ class Settings:
 
     @property
     def retry_backoff_ms(self) -> int:
-        """The shortest backoff before a first retry: librdkafka caps retry.backoff.ms by retry.backoff.max.ms."""
-        return min(_number(name, self.get(name, default)) for name, default in RETRY_BACKOFF_DEFAULTS.items())
+        """Return the shortest backoff before a first retry; librdkafka caps it at retry.backoff.max.ms."""
+        return min(_parse_int(name, self.get(name, default)) for name, default in RETRY_BACKOFF_DEFAULTS.items())
 
     @property
     def classic_group(self) -> bool:
         return str(self.get("group.protocol", "classic")) == "classic"
 
     def for_several_topics(self) -> Settings:
-        """A copy whose group gives each member a part of every topic, unless the user chose a strategy.
+        """Return a copy whose group assigns each member a part of every topic, unless the user chose a strategy.
 
-        cooperative-sticky counts partitions only: of two members one may get all partitions of one topic (measured: the
-        second one joins 3 s after the first). roundrobin deals the partitions of all topics one by one, so neither
-        the members' parts of a topic nor their totals differ by more than one. range gives each topic's first
-        partitions to the first member: of topics with fewer partitions than members the others get nothing.
+        cooperative-sticky counts partitions only: one of two members may get all partitions of one topic (measured: the
+        second one joins 3 s after the first). roundrobin distributes the partitions of all topics one by one, so
+        neither the members' parts of a topic nor their totals differ by more than one. range gives each topic's first
+        partitions to the first member: if topics have fewer partitions than members, the other members get nothing.
         """
         if not self.classic_group or STRATEGY in self.values:
             return self
@@ -339,37 +343,37 @@ class Settings:
         return values
 
     def consumer(self) -> dict[str, Any]:
-        """Configuration of the confluent-kafka consumer of one session."""
-        values = self._client(CONSUMER_DEFAULTS, names.PRODUCER_ONLY)
+        """Return the configuration of a session's confluent-kafka consumer."""
+        values = self._client(CONSUMER_DEFAULTS, librdkafka_names.PRODUCER_ONLY)
         values |= {
             "isolation.level": "read_committed",
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
-            # Where a partition begins is resolved by the session; all else out of range is an error, never a reset.
+            # The session decides where a partition begins; any other offset out of range is an error, never a reset.
             "auto.offset.reset": "error",
         }
         if self.classic_group:
             values.setdefault(STRATEGY, "cooperative-sticky")
             values.setdefault("session.timeout.ms", 10_000)
-            # A restart within the session timeout gets its partitions back without a rebalance, and a newer
-            # instance is told apart from an own timeout. In the consumer protocol (KIP-848) the older member
-            # wins instead and a restart is locked out for 45 s: there members stay dynamic. By the transactional.id
-            # and not by the host: two loops of one group on one host would push each other out for ever.
-            values.setdefault("group.instance.id", member_of(str(self.get("transactional.id") or self.instance)))
+            # Static membership: a restart within the session timeout keeps its partitions without a rebalance, and a
+            # newer instance can be distinguished from our own timeout. In the consumer protocol (KIP-848) the older
+            # member wins instead and locks a restart out for 45 s, so members stay dynamic there. The name comes from
+            # the transactional.id and not the host: two loops of one group on one host would fence each other forever.
+            values.setdefault("group.instance.id", instance_id_for(str(self.get("transactional.id") or self.instance)))
         return values
 
     def producer(self, transactional_id: str) -> dict[str, Any]:
-        """Configuration of a transactional confluent-kafka producer."""
-        values = self._client(PRODUCER_DEFAULTS, names.CONSUMER_ONLY)
+        """Return the configuration of a transactional confluent-kafka producer."""
+        values = self._client(PRODUCER_DEFAULTS, librdkafka_names.CONSUMER_ONLY)
         values.setdefault("message.timeout.ms", self.transaction_timeout_ms)
         return values | {"transactional.id": transactional_id, "enable.idempotence": True, "acks": "all"}
 
     def admin(self) -> dict[str, Any]:
-        """Configuration of a confluent-kafka admin client."""
+        """Return the configuration of a confluent-kafka admin client."""
         return self.connection() | {"reconnect.backoff.max.ms": self["reconnect.backoff.max.ms"]}
 
     def connection(self) -> dict[str, Any]:
-        """Only what an admin client needs to connect: addresses, TLS, SASL."""
+        """Return only the settings that an admin client needs to connect: addresses, TLS, SASL."""
         keep = (
             "bootstrap.servers",
             "client.id",
@@ -386,14 +390,15 @@ class Settings:
         return COMMON_DEFAULTS | {k: v for k, v in self.values.items() if k.startswith(keep)}
 
 
-def alternate_of(transactional_id: str) -> str:
-    """The transactional.id under which a producer is replaced on brokers before 4.0."""
+def alternate_transactional_id(transactional_id: str) -> str:
+    """Return the transactional.id of a replacement producer on brokers before 4.0."""
     return f"{transactional_id}-alternate"
 
 
-def member_of(transactional_id: str) -> str:
-    """The group.instance.id of who has this transactional.id: the same text where Kafka takes it (as a topic's name:
-    Topic.validate), else one as different from others' as this one is."""
+def instance_id_for(transactional_id: str) -> str:
+    """Return the group.instance.id of the member with this transactional.id.
+
+    It is the same text if Kafka accepts it (the rules of topic names: Topic.validate), otherwise one with a hash."""
     if re.fullmatch(r"[A-Za-z0-9._-]{1,249}", transactional_id) and transactional_id.strip("."):
         return transactional_id
     digest = hashlib.sha256(transactional_id.encode()).hexdigest()[:32]
@@ -405,24 +410,24 @@ def load(
     environment: Mapping[str, str] | None = None,
     file: Path | None = None,
 ) -> Settings:
-    """Settings of a command: eos.toml in the working directory (if there), then the environment, then flags."""
+    """Return a command's settings: from eos.toml in the working directory (if any), the environment, then flags."""
     values: dict[str, Any] = {}
-    for _, given in sources(flags, environment, file):
+    for _, given in read_sources(flags, environment, file):
         values |= given
     return Settings(values)
 
 
-def settings_of(given: Settings | Mapping[str, Any]) -> Settings:
-    """What a program's own code gives: Settings as they are, names and values as the strongest source of `load`."""
+def to_settings(given: Settings | Mapping[str, Any]) -> Settings:
+    """Return the settings that code passes: Settings unchanged, a mapping as the strongest source of `load`."""
     return given if isinstance(given, Settings) else load(given)
 
 
-def sources(
+def read_sources(
     flags: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     file: Path | None = None,
 ) -> list[tuple[str, dict[str, Any]]]:
-    """What each source gives, the weakest first, with its name as a user knows it; Kafka's aliases resolved."""
+    """Return each source's name and settings, the weakest first, with Kafka's aliases resolved."""
     path = file or Path("eos.toml")
     found: list[tuple[str, dict[str, Any]]] = []
     if file is not None or path.exists():
@@ -433,10 +438,10 @@ def sources(
 
 
 def parse_flag(text: str) -> tuple[str, str]:
-    """`name=value` of -X; raises ConfigurationError when there is no equals sign."""
+    """Return name and value of `-X name=value`. Raise ConfigurationError if there is no equals sign."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        # As much of it as can be a name: the rest may be a password.
+        # Shows only the part that can be a name: the rest may be a password.
         shown = re.split(r"[^\w.]", text.strip(), maxsplit=1)[0]
         raise ConfigurationError(f"-X {shown}: expected name=value, for example -X linger.ms=20")
     return name.strip(), value.strip()
@@ -451,7 +456,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
 
 
 def _flatten(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """TOML reads an unquoted a.b = 1 as a table; both spellings mean the dotted name. A list is Kafka's comma list."""
+    """Return the table with dotted names, because TOML parses an unquoted a.b = 1 as a table. Join lists by commas."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"
@@ -463,7 +468,7 @@ def _flatten(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """KAFKA_BOOTSTRAP_SERVERS, and EOS_TRANSACTION_INTERVAL_MS for eos.transaction.interval.ms."""
+    """Return settings from KAFKA_BOOTSTRAP_SERVERS and EOS_…, such as EOS_TRANSACTION_INTERVAL_MS."""
     values: dict[str, Any] = {}
     if servers := environment.get("KAFKA_BOOTSTRAP_SERVERS"):
         values["bootstrap.servers"] = servers
@@ -471,8 +476,10 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     for variable, value in environment.items():
         if variable in variables:
             values[variables[variable]] = value
-        elif variable.startswith("EOS_") and (meant := difflib.get_close_matches(variable, variables, 1, _MISSPELT)):
-            # Others may have variables that begin so; one that is all but ours would go unheard.
+        elif variable.startswith("EOS_") and (
+            meant := difflib.get_close_matches(variable, variables, 1, _MISSPELLING_CUTOFF)
+        ):
+            # Other programs may have variables with this prefix, but a misspelling of ours must not be ignored.
             raise ConfigurationError(f"{variable} is not a setting; did you mean {meant[0]}?")
     return values
 
@@ -482,23 +489,23 @@ def _check(name: str, value: Any) -> None:
         if name not in OPTIONS:
             raise ConfigurationError(f"{name} is not a setting{_suggest(name, OPTIONS, cutoff=0.0)}")
         return
-    if name in NOT_FOR_USERS:
-        raise ConfigurationError(f"{name} cannot be set: {NOT_FOR_USERS[name]}")
-    known = names.CONSUMER_ONLY | names.PRODUCER_ONLY | names.COMMON | CALLBACKS
+    if name in RESERVED:
+        raise ConfigurationError(f"{name} cannot be set: {RESERVED[name]}")
+    known = librdkafka_names.CONSUMER_ONLY | librdkafka_names.PRODUCER_ONLY | librdkafka_names.COMMON | CALLBACKS
     if name not in known:
         raise ConfigurationError(f"{name} is not a setting of Kafka's clients{_suggest(name, known)}")
     if name == "bootstrap.servers" and not str(value).strip(" ,"):
         raise ConfigurationError("bootstrap.servers is empty: expected HOST:PORT[,HOST:PORT...]")
-    if name == "bootstrap.servers" and (web := _WEB.search(str(value))):
+    if name == "bootstrap.servers" and (web := _URL_SCHEME.search(str(value))):
         raise ConfigurationError(f"bootstrap.servers={value}: expected HOST:PORT[,HOST:PORT...], without {web[0]}")
     refusal = REFUSALS.get(name)
-    if refusal and not _values(name, value) <= refusal.allowed:
+    if refusal and not _split_values(name, value) <= refusal.allowed:
         allowed = " or ".join(sorted(refusal.allowed))
         raise ConfigurationError(f"{name}={value} would break exactly-once (allowed: {allowed}): {refusal.reason}")
 
 
-def _values(name: str, value: Any) -> frozenset[str]:
-    """The value, or the values of the one name among the refusals that takes a list."""
+def _split_values(name: str, value: Any) -> frozenset[str]:
+    """Return the set of values that a setting has: several for STRATEGY, otherwise one."""
     text = str(value).strip().lower()
     if name != STRATEGY:
         return frozenset([text])
@@ -506,28 +513,28 @@ def _values(name: str, value: Any) -> frozenset[str]:
 
 
 def _check_timeouts(settings: Settings) -> None:
-    """Settings that are wrong only together."""
+    """Raise ConfigurationError for timeouts that are out of range or contradict each other."""
 
     def number(name: str) -> int:
-        return _number(name, settings.values[name])
+        return _parse_int(name, settings.values[name])
 
-    for name in READ_HERE:
+    for name in PARSED_HERE:
         if name in settings.values:
             number(name)
-    timeout_ms = _number("transaction.timeout.ms", settings["transaction.timeout.ms"])
+    timeout_ms = _parse_int("transaction.timeout.ms", settings["transaction.timeout.ms"])
     if timeout_ms < 1_000:
-        raise ConfigurationError(f"transaction.timeout.ms={timeout_ms} is below 1000, the least Kafka's client takes")
+        raise ConfigurationError(f"transaction.timeout.ms={timeout_ms} is below 1000, the client's minimum: raise it")
     if "message.timeout.ms" in settings.values and not 0 < number("message.timeout.ms") <= timeout_ms:
         raise ConfigurationError(
             f"message.timeout.ms={number('message.timeout.ms')} must be between 1 and transaction.timeout.ms="
             f"{timeout_ms}: a record must not be sent after the broker ended its transaction"
         )
-    # The signs of a possible retry (eos/session/producer/retry_evidence.py).
+    # eos/session/producer/retry_evidence.py detects retries by these.
     for name in RETRY_BACKOFF_DEFAULTS:
         if name in settings.values and number(name) < MINIMUM_RETRY_BACKOFF_MS:
             raise ConfigurationError(
-                f"{name}={number(name)} is below {MINIMUM_RETRY_BACKOFF_MS}: a retried commit could not be told from a "
-                "fast one; raise it"
+                f"{name}={number(name)} is below {MINIMUM_RETRY_BACKOFF_MS}: a retried commit would look like a fast "
+                "one; raise it"
             )
     if "statistics.interval.ms" in settings.values and not 0 < number("statistics.interval.ms") <= 1_000:
         raise ConfigurationError(
@@ -546,7 +553,7 @@ def _check_timeouts(settings: Settings) -> None:
         )
 
 
-def _number(name: str, value: Any) -> int:
+def _parse_int(name: str, value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError) as error:
@@ -554,7 +561,7 @@ def _number(name: str, value: Any) -> int:
 
 
 def _suggest(name: str, known: Any, cutoff: float = 0.75) -> str:
-    """`cutoff` 0 names the nearest however far it is: of a few names of ours one is nearly always a help."""
+    """Return "; did you mean NAME?" for the most similar known name, or "" below the cutoff (0: always a name)."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -1,7 +1,7 @@
-"""Deadlines on client calls that can hang: a call runs on a helper thread and is abandoned when it does not return.
+"""Runs client calls that can hang on a helper thread, and abandons a call that does not return before its deadline.
 
-`send_offsets_to_transaction` was seen to hang for ever under connection cuts, its own timeout notwithstanding. Nothing
-can interrupt it, so the thread and its producer are given up together: the caller must replace the producer and must
+`send_offsets_to_transaction` was seen to hang forever when connections were cut, in spite of its own timeout. Nothing
+can interrupt it, so the thread and its producer are abandoned together: the caller must replace the producer and must
 not use the abandoned one again.
 """
 
@@ -14,18 +14,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from eos.kafka.client.raising import raising
+from eos.kafka.client.client_calls import call_client
 
-_LOOK_S = 0.5
-IDLE_S = 1.0
+_WAIT_SLICE_S = 0.5
+IDLE_INTERVAL_S = 1.0
 
 
 class CallHung(Exception):
-    """The call did not return in time; its thread still runs and whatever it may yet do is unknown."""
+    """Reports a call that did not return in time. Its thread still runs, and its effect is unknown."""
 
 
 class Job:
-    """A call on its way; its result or exception once `done` is set."""
+    """Holds a submitted call, and its result or exception once `done` is set."""
 
     __slots__ = ("args", "call", "done", "error", "result")
 
@@ -37,8 +37,9 @@ class Job:
 
 
 class Watchdog:
-    """Runs calls one after the other on one daemon thread; after a hang it refuses further calls. While there is none,
-    that thread calls `idle` once a second."""
+    """Runs calls one after the other on one daemon thread, and refuses further calls after one has hung.
+
+    Without a call to run, that thread calls `idle` once a second."""
 
     def __init__(self, name: str, idle: Callable[[], None] | None = None) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -50,48 +51,50 @@ class Watchdog:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             if job.done.is_set():
-                continue  # it came twice
+                continue  # the job was submitted twice
             try:
-                job.result = raising(job.call, *job.args)
+                job.result = call_client(job.call, *job.args)
             except BaseException as error:  # noqa: BLE001 - it is raised again on the calling thread
                 job.error = error
             job.done.set()
-            # This frame is in the error's traceback. Were the job left in it, the two would hold each other, and with
-            # them the producer whose method was called, until a garbage collection: which a worker keeps from running.
+            # This frame is in the error's traceback. A job left in it would form a reference cycle with the error and
+            # keep the producer alive until a garbage collection, which a worker keeps from running.
             del job
-        self._idle = None  # whose it is may hold us
+        self._idle = None  # its owner may hold a reference to this object
 
     def _next(self) -> Job | None:
         while self._idle is not None:
             with contextlib.suppress(queue.Empty):
-                return self._jobs.get(timeout=IDLE_S)
+                return self._jobs.get(timeout=IDLE_INTERVAL_S)
             self._idle()
         return self._jobs.get()
 
     def start(self, function: Callable[..., Any], *args: Any) -> Job:
-        """Has the function called behind the jobs before it; does not wait."""
+        """Queue a call of the function after the jobs before it, and return at once."""
         return self.submit(Job(function, args))
 
     def submit(self, job: Job) -> Job:
-        """As `start`. Who was interrupted may do it again: a job runs once."""
+        """Queue the job. A caller that was interrupted may submit it again: a job runs only once."""
         self._jobs.put(job)
         return job
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
-        """The function's result or exception; CallHung after `timeout_s`. An interrupt (a signal) passes through."""
+        """Return the function's result, or raise its exception. Raise CallHung after `timeout_s` seconds.
+
+        An interruption by a signal passes through."""
         if self.hung:
             raise CallHung("an earlier call on this producer still hangs")
         job = self.start(function, *args)
         deadline = time.monotonic() + timeout_s
         try:
-            # In pieces: a signal that comes a moment before a wait begins does not end it, and is handled behind it.
-            while not (finished := job.done.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))):
+            # In slices: a signal that comes just before a wait begins does not end it, and is handled only after it.
+            while not (finished := job.done.wait(min(_WAIT_SLICE_S, max(0.0, deadline - time.monotonic())))):
                 if time.monotonic() >= deadline:
-                    # This process may have stood still (SIGSTOP, a suspended machine): the call had no time either.
-                    finished = job.done.wait(_LOOK_S)
+                    # This process may have been stopped (SIGSTOP, a suspended machine), and the call with it.
+                    finished = job.done.wait(_WAIT_SLICE_S)
                     break
         except BaseException:
-            # A signal ended the wait: the call is still running, so this producer is done for.
+            # A signal ended the wait. The call is still running, so this producer must be abandoned.
             self.hung = True
             raise
         if not finished:
@@ -105,14 +108,14 @@ class Watchdog:
             del job  # as in `_work`
 
     def abandon(self) -> None:
-        """Refuse further calls: one is running that may never return."""
+        """Refuse further calls, because one is running that may never return."""
         self.hung = True
 
-    def ended(self, timeout_s: float) -> bool:
-        """After `close`: whether no call is running any more, asked for up to `timeout_s`."""
+    def join(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds for the thread to end after `close`. Return True if it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread, once the calls before have returned."""
+        """End the thread after the queued calls have returned."""
         self._jobs.put(None)

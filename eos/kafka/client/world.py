@@ -1,8 +1,8 @@
-"""Everything outside of the process that a session touches, in one place: clients, clocks, pauses, threads.
+"""Collects everything outside the process that a session uses: clients, clocks, sleeps and threads.
 
-`REAL` is the world that everybody is given unless told otherwise. A test or a simulation hands another one down, with
-some or all of these replaced: sessions, plain transactions and what they ask of the cluster take it as an argument, and
-none of them makes a client, starts a thread or looks at a clock by itself (tests/unit/test_world.py reads the sources).
+`REAL` is the default. A test or a simulation passes another World, with some or all of the fields replaced. Sessions,
+plain transactions and queries to the cluster take it as an argument, and none of them makes a client, starts a thread
+or reads a clock by itself (tests/unit/test_world.py checks the sources).
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from eos.kafka.client.watchdog import Watchdog
 _CLOCKS = [getattr(time, name) for name in ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC") if hasattr(time, name)]
 
 
-def elapsing() -> float:
-    """Seconds since some moment, those in which the host was suspended too: for what somebody else's clock decides.
+def read_boot_clock() -> float:
+    """Return seconds since a fixed moment, including time while the host was suspended.
 
-    `time.monotonic` stands still while a host is suspended (CLOCK_MONOTONIC on Linux, mach_absolute_time on macOS), and
-    a transaction's timeout at the broker does not. A virtual machine that is paused has no clock at all that goes on:
-    what is decided by this one must stay right when it shows too little.
+    Use it for timeouts that another machine's clock decides, such as a transaction's timeout at the broker.
+    `time.monotonic` stops while a host is suspended (CLOCK_MONOTONIC on Linux, mach_absolute_time on macOS). In a
+    paused virtual machine every clock stops, so a decision by this clock must stay correct if it shows too little time.
     """
     return time.clock_gettime(_CLOCKS[0]) if _CLOCKS else time.monotonic()
 
 
-def _background(name: str, run: Callable[[], None]) -> None:
+def _start_thread(name: str, run: Callable[[], None]) -> None:
     threading.Thread(target=run, name=name, daemon=True).start()
 
 
 @dataclass(frozen=True)
 class World:
-    """Clients, then clocks in seconds, then threads; each is called."""
+    """Makes clients, reads clocks in seconds, and starts threads; each field is a function."""
 
     consumer: Callable[[dict[str, Any]], Consumer] = Consumer
     producer: Callable[[dict[str, Any]], Producer] = Producer
     client: Callable[[dict[str, Any]], AdminClient] = AdminClient
     """confluent-kafka's admin client."""
     admin: Callable[..., ClusterAdmin] = ClusterAdmin
-    """Settings, and the time that one question may take in milliseconds: `admin(settings, timeout_ms=10_000)`."""
+    """`admin(settings, timeout_ms=10_000)`: connects kafka-python's admin client; `timeout_ms` limits each request."""
 
     now: Callable[[], float] = time.monotonic
-    """For deadlines of ours; stands still while the host is suspended."""
-    elapsing: Callable[[], float] = elapsing
-    """For what somebody else's clock decides."""
+    """Seconds for our own deadlines; stops while the host is suspended."""
+    boot_clock: Callable[[], float] = read_boot_clock
+    """Seconds for timeouts that another machine's clock decides."""
     unix: Callable[[], float] = time.time
-    """Since the epoch."""
+    """Seconds since the Unix epoch."""
     sleep: Callable[[float], None] = time.sleep
 
-    caller: Callable[..., Watchdog] = Watchdog
-    """`caller(name, idle)`: runs calls that can hang on a thread of its own (eos/kafka/client/watchdog.py)."""
+    watchdog: Callable[..., Watchdog] = Watchdog
+    """`watchdog(name, idle)`: runs calls that can hang on its own thread (eos/kafka/client/watchdog.py)."""
     step: Callable[[str], None] = lambda name: None
-    """Hears the name of each step of a session's transactions before it happens, on the thread that takes it. A test
-    waits, looks or breaks something there."""
-    background: Callable[[str, Callable[[], None]], None] = _background
-    """`background(name, run)`: runs it beside everything else; nobody waits for its end."""
+    """Receives the name of each step of a session's transactions before the step, on the step's thread. A test waits,
+    observes or injects a fault there."""
+    background: Callable[[str, Callable[[], None]], None] = _start_thread
+    """`background(name, run)`: runs it on a daemon thread that nothing waits for."""
 
 
 REAL = World()

@@ -109,7 +109,7 @@ class Fetcher:
         """Join the group. Raises Stopped."""
         consumer = self.group_consumer
         consumer.member.remove_predecessor(admin, self.topics)
-        consumer.topic_ids.note(admin)
+        consumer.topic_ids.learn_changelog_ids(admin)
         self._handover.from_beginning |= self._topics_added_while_stopped(admin)
         if self._until_end:
             self._end = EndOfInput(consumer.queries, self._settings, self._chained, self._world)

@@ -17,11 +17,11 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import hotloop, log
 from eos.errors import Action, CallFailed, ConfigurationError, describe_error
-from eos.kafka.admin.overdue import OverdueWatch
-from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.admin.overdue import OverdueTransactionWatcher
+from eos.kafka.admin.topic_ids import TopicIdWatcher
+from eos.kafka.client.client_calls import call_client, guard_callbacks
 from eos.kafka.client.failures import classify
-from eos.kafka.client.headers import unreadable
-from eos.kafka.client.raising import guarded, raising
+from eos.kafka.client.headers import read_damaged_headers
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.watchdog import CallHung
 from eos.kafka.client.world import REAL, World
@@ -90,7 +90,7 @@ class GroupConsumer:
         self._latched: BaseException | None = None  # raised by a callback
         self._on_unreadable = on_unreadable
         self._must_seek = False  # the consumer may have passed records that it did not return
-        configuration = guarded(settings.consumer() | {"logger": log.client_logger}, self._latch)
+        configuration = guard_callbacks(settings.consumer() | {"logger": log.client_logger}, self._latch)
         configuration.setdefault("error_cb", _log_client_error)
         configuration.setdefault("statistics.interval.ms", _STATISTICS_INTERVAL_MS)
         self._user_stats = configuration.get("stats_cb")
@@ -104,8 +104,10 @@ class GroupConsumer:
         except (KafkaException, TypeError, ValueError) as error:
             raise ConfigurationError(f"the consumer's settings were refused: {describe_error(error)}") from error
         own = str(settings.get("transactional.id", ""))
-        self._overdue = OverdueWatch(settings, self.group, own, world) if own else None
-        self.topic_ids = TopicIds(settings, self._topics, self._latch, world, changelogs, self._handover.topic_ids)
+        self._overdue = OverdueTransactionWatcher(settings, self.group, own, world) if own else None
+        self.topic_ids = TopicIdWatcher(
+            settings, self._topics, self._latch, world, changelogs, self._handover.topic_ids
+        )
         self._lag = Lag(positions, self.group, world)
         self._lost_assignment = LostAssignment(settings, self.group, world)
         self.queries = ClusterQueries(self.consumer, settings, self._topics, pulse or Pulse(world.now), world, stopping)
@@ -149,7 +151,7 @@ class GroupConsumer:
         self._lost_assignment.stop()
         if self._overdue is not None:
             self._overdue.stop()
-        guard = self._world.caller("eos-close")
+        guard = self._world.watchdog("eos-close")
         try:
             guard.call(self.consumer.close, timeout_s=_CLOSE_S)
         except CallHung:
@@ -203,7 +205,7 @@ class GroupConsumer:
         messages: list[Any] = []
         failed: KafkaError | None = None
         try:
-            messages = raising(self.consumer.consume, most, timeout_s)
+            messages = call_client(self.consumer.consume, most, timeout_s)
         except KafkaException as error:
             failed, self._must_seek = error.args[0], True
         # Before anything is raised: fetched records are not delivered again to a caller that continues after the error.
@@ -225,7 +227,7 @@ class GroupConsumer:
                     self._handle_error(message.error(), message)
 
     def _note_unreadable(self, message: Any, error: Exception) -> UnreadableHeaders:
-        headers = unreadable(message, error)
+        headers = read_damaged_headers(message, error)
         self._on_unreadable(message.topic(), message.partition(), message.offset(), headers.why)
         return headers
 
@@ -273,7 +275,7 @@ class GroupConsumer:
             if partitions:
                 self.start_offsets.restart_wait()
                 if self._overdue is not None:
-                    self._overdue.look()  # these partitions may be those of a dead member
+                    self._overdue.watch()  # these partitions may be those of a dead member
             self._lost_assignment.reset()
         except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
             self._latch(error)

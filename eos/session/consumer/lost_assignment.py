@@ -87,7 +87,7 @@ class LostAssignment:
             with self._world.admin(self._settings) as admin:
                 while self._looking and not self._stopped.is_set():
                     asked_at = self._world.now()
-                    self._given = Given(asked_at, admin.given(self._group, member_id))
+                    self._given = Given(asked_at, admin.assigned_partitions(self._group, member_id))
                     self._stopped.wait(_PAUSE_S)
         except NotAuthorised as error:
             log.warning("cannot detect lost assignments", error=str(error), group=self._group)

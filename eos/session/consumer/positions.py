@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from eos import hotloop
-from eos.records import place_of
+from eos.records import format_position
 
 TopicPartition = tuple[str, int]
 
@@ -271,4 +271,4 @@ def _span(batch: list[R]) -> tuple[dict[TopicPartition, int], dict[TopicPartitio
 
 
 def names_of(partitions: Iterable[TopicPartition]) -> str:
-    return ",".join(place_of(topic, partition) for topic, partition in sorted(partitions))
+    return ",".join(format_position(topic, partition) for topic, partition in sorted(partitions))

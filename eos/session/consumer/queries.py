@@ -15,9 +15,9 @@ from eos import log
 from eos.errors import Action, Call, CallFailed, EosError, Unavailable, describe_error, no_broker, stop_error
 from eos.kafka.admin import tail
 from eos.kafka.admin.facts import NEW_TOPIC_S, connect
-from eos.kafka.admin.transactions import why_unstable
+from eos.kafka.admin.transactions import explain_unstable_offsets
 from eos.kafka.client.cluster import ClusterAdmin
-from eos.kafka.client.failures import classify, denied, other_strategy
+from eos.kafka.client.failures import classify, explain_denied, explain_other_strategy
 from eos.kafka.client.security import require_reachable
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
@@ -59,8 +59,10 @@ class ClusterQueries:
 
     def refusal(self, call: Call, error: KafkaError, topic: str = "") -> EosError:
         """Return the error that ends the session after this permanent refusal."""
-        right = denied(error, group=self._group, topic=topic or ", ".join(self._topics))
-        return stop_error(CallFailed(call, classify(call, error), error, right or other_strategy(error, self._group)))
+        right = explain_denied(error, group=self._group, topic=topic or ", ".join(self._topics))
+        return stop_error(
+            CallFailed(call, classify(call, error), error, right or explain_other_strategy(error, self._group))
+        )
 
     # ---- ends -------------------------------------------------------------------------------------------------
 
@@ -176,11 +178,11 @@ class ClusterQueries:
 
     def warn_of_open_transaction(self) -> None:
         """Log which transaction keeps the group's offsets from being stable."""
-        cause = why_unstable(self._settings, self._group, self._world)
+        cause = explain_unstable_offsets(self._settings, self._group, self._world)
         log.warning(
             "waiting for stable committed offsets",
             group=self._group,
-            because=cause.because,
+            because=cause.reason,
             command=f"`{cause.command}`",
         )
 
@@ -222,7 +224,7 @@ class EndOfInput:
         return {
             (topic, partition): span.end
             for topic in self._chained
-            for partition, span in tail.spans_by(client, self._settings, topic).items()
+            for partition, span in tail.topic_offsets_with(client, self._settings, topic).items()
             if span.end > span.low
         }
 

@@ -13,8 +13,8 @@ from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
 from eos import log
 from eos.errors import Unavailable
-from eos.kafka.admin.places import forgotten, noted
-from eos.kafka.client.raising import raising
+from eos.kafka.admin.group_history import offsets_expired, read_notes
+from eos.kafka.client.client_calls import call_client
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.session.consumer.assignment import Assignment
@@ -88,7 +88,7 @@ class StartOffsets:
         # Before the notes are read, which needs clients of their own: a partition may lack a leader for hours.
         ends = self._start_at_ends(missing) if reset == "latest" else {}
         try:
-            found = raising(noted, self._settings, self._group, missing, self._world)
+            found = call_client(read_notes, self._settings, self._group, missing, self._world)
         except Unavailable as error:
             raise NotNow(f"the record of earlier commits of this group: {error}") from error
         if found:
@@ -111,7 +111,7 @@ class StartOffsets:
         member that owned the partition while this process was stopped."""
         committed = self._committed(noted_since)
         if gone := {p: when for p, when in noted_since.items() if committed[p].offset < 0}:
-            raise forgotten(self._group, gone, reset)
+            raise offsets_expired(self._group, gone, reset)
         raise NotNow(NEWER)
 
     def _start_at_ends(self, partitions: Collection[Partition]) -> dict[Partition, int]:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from confluent_kafka import KafkaError
 
 from eos.errors import InputGone
-from eos.records import Record, place_of
+from eos.records import Record, format_position
 from eos.session.consumer.positions import Positions
 from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.consumer.queries import ClusterQueries, NotNow
@@ -34,7 +34,7 @@ class UnreadableInput:
             holds = "other offsets"
         at = self._positions.committed.get(partition)
         return InputGone(
-            f"the input is gone: {place_of(*partition)} is committed at offset {at}, but the topic now holds "
+            f"the input is gone: {format_position(*partition)} is committed at offset {at}, but the topic now holds "
             f"{holds}; reset the group's offset on purpose to go on ({error.str()})"
         )
 
@@ -53,8 +53,8 @@ class UnreadableInput:
             self._damaged = None
         elif not self._positions.holds(partition):
             raise InputGone(
-                f"the input is damaged: {place_of(*partition, offset)} cannot be read, and all records before it are "
-                f"committed ({error.str()})",
+                f"the input is damaged: {format_position(*partition, offset)} cannot be read, and all records "
+                f"before it are committed ({error.str()})",
                 remedy="make another replica its leader and start again, or skip the batch with "
                 f"`eos reset --from '{partition[0]}[{partition[1]}]@OFFSET'` and an offset after it",
             )

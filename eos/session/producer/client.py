@@ -18,9 +18,9 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from eos import log
 from eos.errors import Call, ConfigurationError, describe_error
 from eos.kafka.admin.ownership import Identity
-from eos.kafka.client.raising import guarded, raising
+from eos.kafka.client.client_calls import call_client, guard_callbacks
 from eos.kafka.client.settings import STATISTICS_INTERVAL_MS, Settings
-from eos.kafka.client.watchdog import IDLE_S, Watchdog
+from eos.kafka.client.watchdog import IDLE_INTERVAL_S, Watchdog
 from eos.kafka.client.world import REAL, World
 from eos.session.producer.retry_evidence import RetryEvidence, decode_statistics
 
@@ -45,7 +45,7 @@ class Client:
         """The open transaction's first delivery error: error, destination, bytes of key and value."""
         self.delivery_errors = 0
         self._callback_error: BaseException | None = None
-        configuration = guarded(settings.producer(transactional_id), self._latch)
+        configuration = guard_callbacks(settings.producer(transactional_id), self._latch)
         self._user_stats = configuration.get("stats_cb")
         configuration.setdefault("statistics.interval.ms", STATISTICS_INTERVAL_MS)
         configuration.setdefault("logger", log.client_logger)
@@ -64,19 +64,19 @@ class Client:
 
     def renew_watchdog(self) -> None:
         """Run further calls on a new thread."""
-        self.watchdog: Watchdog = self.world.caller(f"eos-{self.transactional_id}", self._serve_while_idle)
+        self.watchdog: Watchdog = self.world.watchdog(f"eos-{self.transactional_id}", self._serve_while_idle)
 
     # ---- callbacks --------------------------------------------------------------------------------------------
 
     def serve(self, timeout_s: float = 0.0) -> None:
         """Run the waiting callbacks of the client."""
         self._served_at = self.world.now()
-        raising(self.producer.poll, timeout_s)
+        call_client(self.producer.poll, timeout_s)
 
     def _serve_while_idle(self) -> None:
         """Run callbacks on the watchdog's thread while nobody else does: a user's function may run for minutes, and
         statistics of 10 KB and more arrive ten times a second."""
-        if self.world.now() - self._served_at < IDLE_S:
+        if self.world.now() - self._served_at < IDLE_INTERVAL_S:
             return
         try:
             self.serve()
@@ -144,7 +144,7 @@ class Client:
 
     def _destroy(self) -> None:
         self._user_stats = None
-        while not self.watchdog.ended(ABANDONED_POLL_S):
+        while not self.watchdog.join(ABANDONED_POLL_S):
             # A call hangs in the client, perhaps for ever. Its callbacks no longer matter, but must not pile up.
             _drain(self.producer)
         producer = self.producer
@@ -174,4 +174,4 @@ def size_of(key: bytes | str | None, value: bytes | str | None) -> int:
 def _drain(producer: Producer) -> None:
     """Run the callbacks of an abandoned producer."""
     with contextlib.suppress(KafkaException, SystemError):
-        raising(producer.poll, 0)
+        call_client(producer.poll, 0)

@@ -17,12 +17,12 @@ from eos import log
 from eos.encoding.lineage import OFFSET_FORMAT
 from eos.errors import EosError, Fenced, Unavailable
 from eos.kafka.admin import ownership
-from eos.kafka.admin.ownership import Identity, Owner, Reach
-from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.admin.ownership import Identity, Owner, Progress
+from eos.kafka.client.cluster import ClusterAdmin, TransactionalIdState
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.observe import Pulse
-from eos.records import noted
+from eos.records import parse_metadata
 from eos.session.producer.producer import TransactionalProducer
 from eos.session.producer.states import State
 
@@ -42,7 +42,7 @@ class TransactionalIdOwnership:
     def __init__(
         self,
         settings: Settings,
-        describe_loss: Callable[[TransactionalProducer, Described | None], tuple[str, str]],
+        describe_loss: Callable[[TransactionalProducer, TransactionalIdState | None], tuple[str, str]],
         query_group: Callable[[], bool] | None = None,
         pulse: Pulse | None = None,
         world: World = REAL,
@@ -80,10 +80,10 @@ class TransactionalIdOwnership:
         if mine is None:  # a client younger than its first statistics
             return
         answer = self._query(producer, lambda admin: _describe(admin, producer))
-        if not ownership.went_on(mine, answer):
+        if not ownership.has_newer_epoch(mine, answer):
             return
         # Records that timed out make librdkafka take the next epoch by itself (KIP-360).
-        if not fenced and not ownership.went_on(producer.poll_identity(fresh=True) or mine, answer):
+        if not fenced and not ownership.has_newer_epoch(producer.poll_identity(fresh=True) or mine, answer):
             return
         # Without a group, a ghost transaction of our own looks like a newer instance whose last transaction was
         # aborted. A producer that is not fenced yet continues, as it would without this query.
@@ -104,9 +104,9 @@ class TransactionalIdOwnership:
         if situation is not None:
             known = situation
 
-            def judge(admin: ClusterAdmin) -> tuple[Owner, Described | None]:
+            def judge(admin: ClusterAdmin) -> tuple[Owner, TransactionalIdState | None]:
                 owner, answer = ownership.settle(known, lambda: self._describe_and_log(admin, producer))
-                if owner in ownership.TO_ASK_THE_GROUP:
+                if owner in ownership.NEEDS_GROUP_CHECK:
                     if self._query_group is None:
                         ours = ghost_is_ours and owner is not Owner.ABORTED_EARLY
                     else:
@@ -116,7 +116,7 @@ class TransactionalIdOwnership:
 
             owner, answer = self._query(producer, judge)
         open_ms = None  # age of our transaction, by our own clock
-        if situation is not None and situation.reach is not Reach.NOTHING:
+        if situation is not None and situation.progress is not Progress.NOTHING:
             open_ms = round(situation.age_ms)
         log.warning("fenced", owner=owner.value, open_ms=open_ms, answer=answer, **producer.who())
         if owner is Owner.NEWER:
@@ -146,14 +146,14 @@ class TransactionalIdOwnership:
                     log.warning("waiting for the cluster", call=call, error=str(error), **producer.who())
                 self._world.sleep(_PAUSE_S)
 
-    def _describe_and_log(self, admin: ClusterAdmin, producer: TransactionalProducer) -> Described | None:
+    def _describe_and_log(self, admin: ClusterAdmin, producer: TransactionalProducer) -> TransactionalIdState | None:
         answer = _describe(admin, producer)
         if answer is not None and self._answers.tick():
             log.info("transactional.id owner queried", answer=answer, **producer.who())
         return answer
 
 
-def _describe(admin: ClusterAdmin, producer: TransactionalProducer) -> Described | None:
+def _describe(admin: ClusterAdmin, producer: TransactionalProducer) -> TransactionalIdState | None:
     return admin.describe(producer.transactional_id)
 
 
@@ -181,7 +181,7 @@ class OwnerInfo:
             "epoch": identity.epoch if identity else None,
         }
 
-    def describe_loss(self, producer: TransactionalProducer, answer: Described | None) -> tuple[str, str]:
+    def describe_loss(self, producer: TransactionalProducer, answer: TransactionalIdState | None) -> tuple[str, str]:
         """Return who took over and since when, and the producer ids and epochs of both, as far as the cluster says."""
         mine = producer.poll_identity()
         who = ""
@@ -207,7 +207,7 @@ def successor_of(transactional_id: str, our_start_ms: int, metadata: Sequence[st
     has committed, from the metadata of committed offsets; "" if there is none."""
     owners = []
     for text in metadata:
-        owner = noted(text)
+        owner = parse_metadata(text)
         try:
             if owner["instance"] == transactional_id and owner["since"] > our_start_ms:
                 owners.append((owner["since"], owner["host"]))

@@ -16,14 +16,20 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from eos import log
 from eos.errors import Action, Call, CallFailed, Unavailable, describe_error, no_broker, stop_error
-from eos.kafka.admin.ownership import Identity, Reach, Situation
-from eos.kafka.client.failures import classify, denied, missing, refused_timestamp, too_large
-from eos.kafka.client.raising import raising
-from eos.kafka.client.settings import Settings, alternate_of
+from eos.kafka.admin.ownership import Identity, Progress, Situation
+from eos.kafka.client.client_calls import call_client
+from eos.kafka.client.failures import (
+    classify,
+    explain_denied,
+    explain_missing_topic,
+    explain_refused_timestamp,
+    explain_too_large,
+)
+from eos.kafka.client.settings import Settings, alternate_transactional_id
 from eos.kafka.client.watchdog import CallHung
 from eos.kafka.client.world import REAL, World
 from eos.observe import Pulse, add
-from eos.records import Fed, Feed, Record, Send
+from eos.records import Feed, FeedResult, Record, Send
 from eos.session.producer.client import ABANDONED_POLL_S, Client, size_of
 from eos.session.producer.states import OPEN, Event, Machine, State
 
@@ -73,7 +79,7 @@ class TransactionalProducer:
         """For how long sends have waited for room in the client's queue, over the life of this object."""
         self._began_at = 0.0  # World.now(), for our own deadlines
         self._committed_at = 0.0  # World.now()
-        self._open_since = 0.0  # World.elapsing(), for the broker's timeout
+        self._open_since = 0.0  # World.boot_clock(), for the broker's timeout
         self._offsets_sent = False
         self.epoch_may_have_advanced = False
         """True after an abort or an init that did not return: a client of ours may have taken the next epoch in it
@@ -126,7 +132,7 @@ class TransactionalProducer:
         need this: there a late TxnOffsetCommit of the fenced epoch deletes pending offsets of the new epoch (measured
         on 3.9.2, 6 of 6), but not those of another producer id.
         """
-        self._ids = [self._id, alternate_of(self._id)] if alternate else [self._id]
+        self._ids = [self._id, alternate_transactional_id(self._id)] if alternate else [self._id]
         self._machine = Machine()
         for transactional_id in reversed(self._ids):
             client = self._create_client(transactional_id, deadline, before_init)
@@ -173,7 +179,7 @@ class TransactionalProducer:
                     remedy=no_broker(servers),
                 ) from failure
             # The missing right names this id, which may be the alternate one.
-            right = denied(failure.error, transactional_id=transactional_id)
+            right = explain_denied(failure.error, transactional_id=transactional_id)
             raise stop_error(CallFailed("init", failure.action, failure.error, right)) from failure
         return client
 
@@ -185,7 +191,7 @@ class TransactionalProducer:
         resumed, self._initialising = client is self._initialising, client
         if resumed:
             client.watchdog.close()
-            while not client.watchdog.ended(ABANDONED_POLL_S):
+            while not client.watchdog.join(ABANDONED_POLL_S):
                 self._pulse.beat("calling", "init")
             client.renew_watchdog()
         try:
@@ -273,7 +279,7 @@ class TransactionalProducer:
         except KafkaException as error:
             raise self._failed("begin", error) from error
         self._produced, self._offsets_sent = 0, False
-        self._began_at, self._open_since = self._world.now(), self._world.elapsing()
+        self._began_at, self._open_since = self._world.now(), self._world.boot_clock()
 
     def send(
         self,
@@ -302,7 +308,7 @@ class TransactionalProducer:
             self._produce_after(error, record)
         self._produced += 1
 
-    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         """Queue the outputs that `feed` makes of the records: the hot path, with one state check for all. Raises
         nothing of its own: a failed send is the CallFailed in `Fed.error`."""
         self._machine.fire(Event.SEND)
@@ -385,7 +391,7 @@ class TransactionalProducer:
         """Flush for a while and return the number of records still in the queue."""
         self._pulse.beat("calling", "flush")
         try:
-            left: int = raising(self.client.producer.flush, wait_s)
+            left: int = call_client(self.client.producer.flush, wait_s)
         except KafkaException as error:
             raise self._failed("flush", error) from error
         except SystemError as error:
@@ -403,7 +409,7 @@ class TransactionalProducer:
             self._call_timed("send_offsets", send, offsets, group_metadata, deadline=deadline)
         except CallFailed as failure:
             # The topics are the input's, which needs the right to READ them.
-            right = denied(failure.error, topic=", ".join(sorted({tp.topic for tp in offsets})))
+            right = explain_denied(failure.error, topic=", ".join(sorted({tp.topic for tp in offsets})))
             if not right:
                 raise
             raise CallFailed(failure.call, failure.action, failure.error, right) from failure
@@ -463,18 +469,18 @@ class TransactionalProducer:
     def poll_situation(self) -> Situation | None:
         """Return what this producer knows after a fenced call, for `ownership.settle`; poll for its present epoch. None
         if the epoch is unknown."""
-        age_ms = (self._world.elapsing() - self._open_since) * 1000  # before the wait for statistics
+        age_ms = (self._world.boot_clock() - self._open_since) * 1000  # before the wait for statistics
         identity = self.poll_identity(fresh=True)
         if identity is None:
             return None
         timeout_ms = self._settings.transaction_timeout_ms
         return Situation(identity, self._reach(), age_ms, timeout_ms, self.client.inits)
 
-    def _reach(self) -> Reach:
+    def _reach(self) -> Progress:
         """Return how far the transaction's requests came; NOTHING also after its end."""
         if self._machine.state is State.READY or not (self._produced or self._offsets_sent):
-            return Reach.NOTHING
-        return Reach.ACKNOWLEDGED if self._offsets_sent or self.delivered > 0 else Reach.SENT
+            return Progress.NOTHING
+        return Progress.ACKNOWLEDGED if self._offsets_sent or self.delivered > 0 else Progress.SENT
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -536,10 +542,14 @@ class TransactionalProducer:
     def _explain(self, call: Call, action: Action, error: BaseException, topic: str, size: int) -> str:
         """Return the likely cause of an error in a sentence; "" if nothing is known."""
         group: str = self._settings.get("group.id", "")
-        if right := denied(error, group=group, transactional_id=self.transactional_id, topic=topic):
+        if right := explain_denied(error, group=group, transactional_id=self.transactional_id, topic=topic):
             return right
         if topic in self._changelogs:
             refuses = ": its settings, or the brokers', refuse a record of the state"
             return f"the changelog {topic} cannot be written{refuses if action is Action.MISCONFIGURED else ''}"
         limit = self._settings.get("message.max.bytes")
-        return missing(error, topic) or refused_timestamp(error) or too_large(error, call, topic, size, limit)
+        return (
+            explain_missing_topic(error, topic)
+            or explain_refused_timestamp(error)
+            or explain_too_large(error, call, topic, size, limit)
+        )

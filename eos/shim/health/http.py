@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 
 from eos.errors import Unavailable
-from eos.probes import Answer, HealthServer, Request, exposition
+from eos.probes import Answer, HealthServer, Request, render_metrics
 from eos.shim.health import metrics
 from eos.shim.settings import Address
 
@@ -40,7 +40,7 @@ def serve(
     answers: dict[str, Callable[[Request], Answer]] = {
         "/livez": lambda _: Answer(HTTPStatus.OK, b"ok\n"),
         "/readyz": readyz,
-        "/metrics": lambda request: exposition(lambda: metrics.families(sources), request.accept),
+        "/metrics": lambda request: render_metrics(lambda: metrics.families(sources), request.accept),
     }
     try:
         server = HealthServer(address, {path: _on_loop(loop, answer) for path, answer in answers.items()})

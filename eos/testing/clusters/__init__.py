@@ -1,4 +1,4 @@
-"""Kafka clusters that tests can break on purpose: containers, local JVMs, or an external cluster by its address.
+"""Provides Kafka clusters that tests can break on purpose: containers, local JVMs, or an external cluster.
 
 There is one protocol (`Cluster`), one file per backend, and the same tests for each. A backend that cannot make a fault
 raises `NotSupported`: the test then counts as not run, never as passed. docker and testcontainers are imported only

@@ -1,4 +1,4 @@
-"""The interface of every test cluster: the faults, and the queries that find the node for a fault.
+"""Defines the interface of every test cluster: the faults, and the queries that find the node for a fault.
 
 Owns the known state of each node (down, paused, cut off), and every query to Kafka. Queries go only to nodes that can
 answer, one at a time, because a node that was cut off still returns outdated answers. It must never start a process or
@@ -29,7 +29,7 @@ from eos.errors import EosError, IllegalState, Unavailable
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.1
-_SHORTEST_QUESTION_S = 0.5  # enough for a connection and an answer, too short for a node to start
+_MIN_QUERY_S = 0.5  # enough for a connection and an answer, too short for a node to start
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class NotSupported(EosError):
 
 
 class Cluster(ABC):
-    """A cluster with nodes 0 to `size - 1`, node.id i for node i; use it as a context manager.
+    """Controls a cluster with nodes 0 to `size - 1`, node.id i for node i; use it as a context manager.
 
     A fault lasts until the call that ends it (`start`, `resume`, `heal`, or `repair` for all of them). To make a fault
     twice, or to end one that does not exist, raises IllegalState, because it would test nothing. Every method may raise
@@ -116,7 +116,7 @@ class Cluster(ABC):
         """Kill the node with SIGKILL; its sockets are closed on return. A paused node is killed too."""
         self._require_up(i)
         self._kill(i)
-        self._is_down(i)
+        self._mark_down(i)
 
     def stop(self, i: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop the node with SIGTERM, and SIGKILL after `timeout_s`; a node without a quorum takes all the time.
@@ -127,7 +127,7 @@ class Cluster(ABC):
         if i in self._paused:
             self.resume(i)
         self._stop(i, timeout_s)
-        self._is_down(i)
+        self._mark_down(i)
 
     def start(self, i: int, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Start a node that is down on its data and address; return when it answers and names all reachable nodes.
@@ -230,11 +230,11 @@ class Cluster(ABC):
             raise IllegalState("coordinator_of takes a group or a transactional_id")
         name, kind = (group, GROUP) if transactional_id is None else (transactional_id, TRANSACTION)
         assert name is not None
-        return self._ask_a_node(f"{name} has a coordinator", lambda server: find_coordinator(server, name, kind))
+        return self._query_node(f"{name} has a coordinator", lambda server: find_coordinator(server, name, kind))
 
     def controller(self) -> int:
         """Return the active controller, the leader of the metadata quorum; Metadata names any broker instead."""
-        return self._ask_a_node("there is an active controller", find_controller)
+        return self._query_node("there is an active controller", find_controller)
 
     def wait_ready(self, nodes: Iterable[int], timeout_s: float = READY_TIMEOUT_S) -> None:
         """Wait until each of `nodes` itself answers and names every reachable node.
@@ -242,7 +242,7 @@ class Cluster(ABC):
         Raises Unavailable at once if one of them ended.
         """
         for i in nodes:
-            self._wait_named(i, set(self.reachable()), timeout_s)
+            self._wait_until_known(i, set(self.reachable()), timeout_s)
 
     def wait_in_sync(self, *topics: str, timeout_s: float = READY_TIMEOUT_S) -> int:
         """Wait until every node reports all nodes, and a leader and all replicas in sync for every partition.
@@ -252,21 +252,21 @@ class Cluster(ABC):
         of Kafka's internal topics. Raises IllegalState while a fault lasts.
         """
         if missing := sorted(set(range(self.size)) - set(self.reachable())):
-            raise IllegalState(f"replicas on nodes {missing} cannot get in sync: start, resume or heal them first")
-        late: list[str] = []
+            raise IllegalState(f"replicas on nodes {missing} cannot become in-sync: start, resume or heal them first")
+        problems: list[str] = []
         examined = 0
 
         def in_sync() -> bool:
             nonlocal examined
-            late.clear()
+            problems.clear()
             for i in range(self.size):
                 seen = fetch_metadata(self.server(i))
                 if len(seen.nodes) < self.size:
-                    late.append(f"node {i} misses nodes")
-                examined = examine(seen, topics, f"node {i}", late)
-            return not late
+                    problems.append(f"node {i} does not list all nodes")
+                examined = collect_late(seen, topics, f"node {i}", problems)
+            return not problems
 
-        self._until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(late[:5]))
+        self._wait_until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(problems[:5]))
         return examined
 
     def save_logs(self, directory: Path) -> list[Path]:
@@ -295,10 +295,10 @@ class Cluster(ABC):
         except Unavailable:
             for i in nodes:
                 if self._ended(i) is not None:
-                    self._is_down(i)  # it can be started again
+                    self._mark_down(i)  # it can be started again
             raise
 
-    def _is_down(self, i: int) -> None:
+    def _mark_down(self, i: int) -> None:
         self._down.add(i)
         self._paused.discard(i)
         self._cut.discard(i)
@@ -316,18 +316,18 @@ class Cluster(ABC):
         return servers[self._turn % len(servers)]
 
     def _partition_of(self, topic: str, partition: int) -> Replicas:
-        return self._ask_a_node(
+        return self._query_node(
             f"{topic}-{partition} is known", lambda server: fetch_metadata(server).partitions.get((topic, partition))
         )
 
-    def _ask_a_node(self, what: str, question: Callable[[str], T | None], timeout_s: float = READY_TIMEOUT_S) -> T:
+    def _query_node(self, what: str, query: Callable[[str], T | None], timeout_s: float = READY_TIMEOUT_S) -> T:
         def answer() -> tuple[T] | None:
-            node = question(self._next_server())
+            node = query(self._next_server())
             return None if node is None else (node,)
 
-        return self._until(what, answer, timeout_s)[0]
+        return self._wait_until(what, answer, timeout_s)[0]
 
-    def _until(
+    def _wait_until(
         self,
         what: str,
         probe: Callable[[], T | None],
@@ -348,7 +348,7 @@ class Cluster(ABC):
                 raise Unavailable(f"not within {timeout_s:.0f} s: {what} ({seen})")
             time.sleep(_POLL_S)
 
-    def _wait_named(self, i: int, expected: set[int], timeout_s: float) -> None:
+    def _wait_until_known(self, i: int, expected: set[int], timeout_s: float) -> None:
         named: set[int] = set()
         deadline = time.monotonic() + timeout_s
 
@@ -359,28 +359,28 @@ class Cluster(ABC):
                 raise Unavailable(f"Kafka node {i} ended while it started: {why}")
             named = set()
             # Not beyond the deadline: a node that starts during a long query would seem to be in time.
-            left = min(max(deadline - time.monotonic(), _SHORTEST_QUESTION_S), RESPONSE_TIMEOUT_S)
+            left = min(max(deadline - time.monotonic(), _MIN_QUERY_S), RESPONSE_TIMEOUT_S)
             named |= fetch_metadata(self.server(i), left).nodes
             return expected <= named
 
         def seen() -> str:
             answer = f"it names nodes {sorted(named)}" if named else "it names no node"
-            return f"{answer}; {self._sight_of(i)}"
+            return f"{answer}; {self._describe_node(i)}"
 
-        self._until(f"node {i} answers and names nodes {sorted(expected)}", names_all, timeout_s, seen)
+        self._wait_until(f"node {i} answers and names nodes {sorted(expected)}", names_all, timeout_s, seen)
 
-    def _sight_of(self, i: int) -> str:
+    def _describe_node(self, i: int) -> str:
         """Return the node's state and its last log lines, which show whether it is slow, stuck or gone."""
         try:
             lines = [line.strip()[:200] for line in self.log(i).splitlines() if line.strip()]
             return f"{self._state(i)}; its log ends with: {' | '.join(lines[-3:]) or 'nothing'}"
         except (EosError, OSError) as error:
-            return f"neither its state nor its log can be had: {error}"
+            return f"its state and its log are unavailable: {error}"
 
 
-def examine(seen: Metadata, topics: Iterable[str], who: str, late: list[str]) -> int:
+def collect_late(seen: Metadata, topics: Iterable[str], who: str, problems: list[str]) -> int:
     """Add the parts that are not in sync by `who`'s report to `late`; return the number of partitions reported."""
     known = {topic for topic, _ in seen.partitions}
-    late += [f"{who} does not know {topic}" for topic in topics if topic not in known]
-    late += [f"{topic}-{partition} at {who}" for topic, partition in seen.not_in_sync()]
+    problems += [f"{who} does not know {topic}" for topic in topics if topic not in known]
+    problems += [f"{topic}-{partition} at {who}" for topic, partition in seen.not_in_sync()]
     return len(seen.partitions)

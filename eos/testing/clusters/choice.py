@@ -18,7 +18,7 @@ Backend = Literal["container", "jvm", "external"]
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen backend. `reason`: one line for people. `servers`: the address of an external cluster."""
+    """Describes a chosen backend. `reason`: one line for people. `servers`: the address of an external cluster."""
 
     backend: Backend
     reason: str
@@ -44,10 +44,10 @@ class Choice:
 def choose(wanted: str | None = None, version: str = DEFAULT_VERSION) -> Choice:
     """Choose a backend: "container", "jvm", HOST:PORT[,HOST:PORT...], or None for the best on this machine."""
     if wanted == "jvm":
-        return Choice("jvm", "brokers are local JVMs, as asked for")
+        return Choice("jvm", "brokers are local JVMs, as requested")
     if wanted not in (None, "container"):
         return Choice("external", f"brokers are those at {wanted}", servers=str(wanted))
-    why_not = _why_no_containers(version)
+    why_not = _explain_no_containers(version)
     if wanted is None and why_not is not None:
         return Choice("jvm", f"brokers are local JVMs: {why_not}")
     # A backend requested by name is not replaced: it reports what is missing when it is started.
@@ -56,7 +56,7 @@ def choose(wanted: str | None = None, version: str = DEFAULT_VERSION) -> Choice:
     return Choice("container", f"brokers are containers of {image_for(version)}")
 
 
-def _why_no_containers(version: str) -> str | None:
+def _explain_no_containers(version: str) -> str | None:
     from eos.testing.clusters.container import engine, image_for, require_image
 
     try:

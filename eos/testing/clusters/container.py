@@ -1,4 +1,4 @@
-"""A cluster of containers, through testcontainers: the only backend that can make every fault.
+"""Runs a cluster of containers, through testcontainers: the only backend that can make every fault.
 
 Owns the containers, their network and their names, and removes all of them however the block ends. After a killed run
 its watcher and the next run remove them (leftovers.py). The broker settings are LocalKafka's, so that timeouts are the
@@ -79,7 +79,7 @@ def require_image(client: Any, image: str) -> None:
 
 
 class ContainerCluster(Cluster):
-    """A cluster of 1, or of 3 and more containers.
+    """Runs a cluster of 1, or of 3 and more containers.
 
     `config`: broker properties that override the default ones. `image`: replaces `image_for(version)`.
     """

@@ -1,4 +1,4 @@
-"""An external cluster, by its address: tests can query it but not break it.
+"""Connects to an external cluster by its address: tests can query it but not break it.
 
 It must never change anything in the cluster, and never report a fault that it did not make.
 """
@@ -10,11 +10,11 @@ from typing import NoReturn
 
 from eos.broker.queries import fetch_metadata
 from eos.errors import ConfigurationError
-from eos.testing.clusters.base import READY_TIMEOUT_S, Cluster, NotSupported, examine
+from eos.testing.clusters.base import READY_TIMEOUT_S, Cluster, NotSupported, collect_late
 
 
 class ExternalCluster(Cluster):
-    """A cluster at `servers`: HOST:PORT[,HOST:PORT...].
+    """Connects to a cluster at `servers`: HOST:PORT[,HOST:PORT...].
 
     Its node ids are its own, so nodes are not counted from 0 here. `server`, `log` and every fault raise NotSupported.
     """
@@ -32,7 +32,7 @@ class ExternalCluster(Cluster):
         self.size = 0
 
     def __enter__(self) -> ExternalCluster:
-        nodes = self._ask_a_node(
+        nodes = self._query_node(
             f"{self.bootstrap_servers} answers", lambda server: fetch_metadata(server).nodes or None, timeout_s=30
         )
         self.size = len(nodes)
@@ -49,16 +49,16 @@ class ExternalCluster(Cluster):
 
     def wait_in_sync(self, *topics: str, timeout_s: float = READY_TIMEOUT_S) -> int:
         """Wait as in other clusters, but by the report of one node."""
-        late: list[str] = []
+        problems: list[str] = []
         examined = 0
 
         def in_sync() -> bool:
             nonlocal examined
-            late.clear()
-            examined = examine(fetch_metadata(self._next_server()), topics, "the cluster", late)
-            return not late
+            problems.clear()
+            examined = collect_late(fetch_metadata(self._next_server()), topics, "the cluster", problems)
+            return not problems
 
-        self._until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(late[:5]))
+        self._wait_until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(problems[:5]))
         return examined
 
     def repair(self) -> None:
@@ -74,7 +74,7 @@ class ExternalCluster(Cluster):
     _kill = _stop = _launch = _pause = _resume = _partition = _heal = _no_fault
 
     def server(self, i: int) -> NoReturn:
-        raise NotSupported(f"one node cannot be told from the others at {self.bootstrap_servers}: its ids are its own")
+        raise NotSupported(f"nodes cannot be distinguished at {self.bootstrap_servers}: its node ids are its own")
 
     def log(self, i: int) -> NoReturn:
         raise NotSupported(f"a node's log needs a cluster of our own, not {self.bootstrap_servers}")

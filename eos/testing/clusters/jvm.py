@@ -1,4 +1,4 @@
-"""A cluster of local JVMs: eos.broker.LocalKafka, for machines without a container engine.
+"""Runs a cluster of local JVMs (eos.broker.LocalKafka), for machines without a container engine.
 
 Owns only the translation. All nodes and clients share one address here, so a node's packets cannot be distinguished
 from the others', and a network cut raises NotSupported.
@@ -14,7 +14,7 @@ from eos.testing.clusters.base import Cluster, NotSupported
 
 
 class JvmCluster(Cluster):
-    """A cluster of 1 or 3 nodes (LocalKafka has no other sizes).
+    """Runs a cluster of 1 or 3 nodes (LocalKafka has no other sizes).
 
     `config`: broker properties that override LocalKafka's.
     """

@@ -39,15 +39,15 @@ def remove_leftovers(client: Any) -> list[str]:
     import docker
 
     removed = []
-    for thing in _owned(client):
-        if not is_dead(_labels(thing).get(OWNER_LABEL, "")):
+    for item in _owned_objects(client):
+        if not is_dead(_labels(item).get(OWNER_LABEL, "")):
             continue
         try:
-            if hasattr(thing, "kill"):
-                thing.remove(force=True, v=True)
+            if hasattr(item, "kill"):
+                item.remove(force=True, v=True)
             else:
-                thing.remove()
-            removed.append(thing.name)
+                item.remove()
+            removed.append(item.name)
         except docker.errors.APIError as error:
             # 404 gone, 409 being removed, 403 a network whose container is being removed.
             if error.status_code not in (403, 404, 409):
@@ -55,7 +55,7 @@ def remove_leftovers(client: Any) -> list[str]:
     return removed
 
 
-def _owned(client: Any) -> Iterator[Any]:
+def _owned_objects(client: Any) -> Iterator[Any]:
     """Yield containers first, because networks and volumes cannot be removed before them."""
     filters = {"label": OWNER_LABEL}
     yield from client.containers.list(all=True, filters=filters, ignore_removed=True)
@@ -63,8 +63,8 @@ def _owned(client: Any) -> Iterator[Any]:
     yield from client.volumes.list(filters=filters)
 
 
-def _labels(thing: Any) -> dict[str, str]:
-    return getattr(thing, "labels", None) or thing.attrs.get("Labels") or {}
+def _labels(item: Any) -> dict[str, str]:
+    return getattr(item, "labels", None) or item.attrs.get("Labels") or {}
 
 
 def _machine() -> str:
@@ -96,7 +96,7 @@ def _start_of(pid: int) -> str | None:
 
 
 class Watcher:
-    """A shell that removes one cluster after this process has ended, because its pipe then reports end of file.
+    """Runs a shell that removes one cluster after this process has ended, because its pipe then reports end of file.
 
     Otherwise three brokers would stay until the next run removes them. Without docker's command line there is no
     watcher.

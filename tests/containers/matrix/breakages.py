@@ -139,8 +139,8 @@ def _random_transactional_id() -> None:
 def _outputs_before_the_function_returned() -> None:
     """Every 97th record fails half way in its first run: its first output is out by then."""
     from eos.app.policies import retry
-    from eos.app.routes import Route, put
-    from eos.records import Fed, Record, Sink
+    from eos.app.routes import Route, send_to
+    from eos.records import FeedResult, Record, Sink
 
     original = Route.__init__
 
@@ -148,17 +148,17 @@ def _outputs_before_the_function_returned() -> None:
         original(self, *arguments)
         seen: set[tuple[str, int, int]] = set()
 
-        def feed(records: list[Record], sink: Sink) -> Fed:
+        def feed(records: list[Record], sink: Sink) -> FeedResult:
             sent = 0
             for handled, record in enumerate(records):
                 place = (record.topic, record.partition, record.offset)
                 for number, send in enumerate(self.outputs(record)):
-                    put(send, sink)
+                    send_to(send, sink)
                     sent += 1
                     if number == 0 and record.offset % 97 == 96 and place not in seen:
                         seen.add(place)
-                        return Fed(sent, handled, BlockingIOError("the function failed half way"))
-            return Fed(sent, len(records), None)
+                        return FeedResult(sent, handled, BlockingIOError("the function failed half way"))
+            return FeedResult(sent, len(records), None)
 
         self.feed = feed
 
@@ -172,7 +172,7 @@ def _an_output_topic_outside_the_transaction() -> None:
     from confluent_kafka import Producer
 
     from eos.app.routes import Route
-    from eos.records import Fed, Record, Sink
+    from eos.records import FeedResult, Record, Sink
     from tests.containers.matrix.stage_worker import ENVIRONMENT
 
     servers = json.loads(os.environ[ENVIRONMENT])["settings"]["bootstrap.servers"]
@@ -184,7 +184,7 @@ def _an_output_topic_outside_the_transaction() -> None:
         original(self, *arguments)
         feed, apart = self.feed, self.destinations[1]
 
-        def feed_both(records: list[Record], sink: Sink) -> Fed:
+        def feed_both(records: list[Record], sink: Sink) -> FeedResult:
             def send(topic: str, *fields: Any) -> None:
                 (outside.produce if topic == apart else sink.produce)(topic, *fields)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eos.testing.checker import Inputs, Outputs, Place, Report, join
+from eos.testing.checker import Inputs, Outputs, Position, Report, join
 from tests.containers.matrix.faults import Fault
 from tests.containers.matrix.stage_worker import ENTRY, STEPS
 from tests.containers.matrix.transaction_log import Written, clock
@@ -61,7 +61,7 @@ def explain(
     log: Sequence[Written],
     groups: Sequence[str],
     report: Report | None = None,
-    origin: Callable[[Place], Place | None] = lambda place: None,
+    origin: Callable[[Position], Position | None] = lambda place: None,
 ) -> str:
     """Of the lowest damaged input; where each has its outputs exactly once, of what the first red rule is about.
 
@@ -69,7 +69,7 @@ def explain(
     between two stages was made of.
     """
 
-    def told(place: Place) -> Iterator[str]:
+    def told(place: Position) -> Iterator[str]:
         handlings = list(_handlings(directory, *place[1:]))
         for handling in handlings:
             yield f"  {handling}"
@@ -100,7 +100,7 @@ def explain(
     return "\n".join(lines)
 
 
-def _name(place: Place) -> str:
+def _name(place: Position) -> str:
     topic, partition, offset = place
     return f"{topic}[{partition}]@{offset}"
 

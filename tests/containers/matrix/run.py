@@ -21,7 +21,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from eos.errors import EosError
 from eos.shim.faults import Plan
-from eos.testing.checker import CommitSeries, Counts, Inputs, Outputs, Place, Report, Verdict, check, verdict
+from eos.testing.checker import CommitSeries, Counts, Inputs, Outputs, Position, Report, Verdict, check, verdict
 from eos.testing.clusters import Cluster
 from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_offsets, read_topic
 from eos.testing.shim import ShimThread
@@ -595,7 +595,7 @@ class Run:
         except Exception as error:  # noqa: BLE001
             return f"no explanation: {type(error).__name__}: {error}"
 
-    def _origin(self, place: Place) -> Place | None:
+    def _origin(self, place: Position) -> Position | None:
         """Where a record between two stages came from; of a marker, the record before it."""
         topic, partition, offset = place
         made = read_topic(self._servers, topic).outputs()

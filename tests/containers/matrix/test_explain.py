@@ -138,7 +138,7 @@ def test_outputs_out_of_order_are_explained_by_the_transactions_of_both_inputs(t
     diary(tmp_path)
     inputs, outputs = history(1, 0)
     told = explain(inputs, outputs, 1, tmp_path, [], ["g"], check(inputs, outputs)).splitlines()
-    assert told[0] == "order: out[0]@1 (copy 0 of in[0]@10) stands behind out[0]@0 (copy 0 of in[0]@11)"
+    assert told[0] == "order: out[0]@1 (copy 0 of in[0]@10) comes after out[0]@0 (copy 0 of in[0]@11)"
     assert told[1] == "in[0]@10 was handled in"
     assert told[2].strip().startswith("transaction 4 of stage-0-one-7 (begin ")
     assert told[2].endswith(": committed")
@@ -154,7 +154,7 @@ def test_an_aborted_record_that_was_seen_is_explained_by_the_transaction_that_wr
     log = [Written(T0_MS + 9_000, "g-one", 1001, 8, "CompleteAbort", T0_MS + 2_140, (), "there")]
     report = check(inputs, outputs, seen=seen)
     told = explain(inputs, outputs, 1, tmp_path, log, ["g"], report).splitlines()
-    assert told[0] == "no_aborted_seen: out[0]@1 was delivered and is not there any more: it was aborted"
+    assert told[0] == "no_aborted_seen: out[0]@1 was delivered but no longer exists: it was aborted"
     assert told[1] == "in[0]@11 was handled in"
     assert told[2].strip().startswith("transaction 5 of stage-0-one-7")
     assert "epoch 8: CompleteAbort" in told[3]

@@ -196,7 +196,7 @@ def test_a_wrong_app_is_a_configuration_error_and_not_about_the_record() -> None
 
     error, _ = failure_of(app, *numbered("in", 1))
     assert isinstance(error, ConfigurationError)
-    assert "does not name" in str(error)
+    assert "is not in its to=" in str(error)
 
 
 def test_a_text_without_our_line_is_nobody_s_error() -> None:

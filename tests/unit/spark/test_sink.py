@@ -11,7 +11,7 @@ import pytest
 
 from eos.errors import ConfigurationError
 from eos.kafka.admin.ownership import Identity
-from eos.kafka.client.cluster import Described
+from eos.kafka.client.cluster import TransactionalIdState
 from spark_connector import query, sink
 from spark_connector.marker import Decision, Marker, WrongProgress, sink_key
 from spark_connector.query import Query
@@ -87,14 +87,21 @@ def test_a_batch_id_is_forgotten_only_where_it_was_asked_for() -> None:
     ("mine", "coordinator", "replaced"),
     [
         (None, [], True),  # it has fenced nobody
-        (Identity(7, 3), [Described("CompleteCommit", 7, 4)], True),
-        (Identity(7, 3), [Described("CompleteCommit", 7, 3), Described("Empty", 7, 4)], True),  # while this one waits
-        (Identity(7, 3), [Described("CompleteCommit", 7, 3)] * 3, False),  # it has fenced the other one
+        (Identity(7, 3), [TransactionalIdState("CompleteCommit", 7, 4)], True),
+        (
+            Identity(7, 3),
+            [TransactionalIdState("CompleteCommit", 7, 3), TransactionalIdState("Empty", 7, 4)],
+            True,
+        ),  # while this one waits
+        (Identity(7, 3), [TransactionalIdState("CompleteCommit", 7, 3)] * 3, False),  # it has fenced the other one
         (Identity(7, 3), [None] * 3, False),
     ],
 )
 def test_a_run_is_replaced_where_another_one_goes_on(
-    mine: Identity | None, coordinator: list[Described | None], replaced: bool, monkeypatch: pytest.MonkeyPatch
+    mine: Identity | None,
+    coordinator: list[TransactionalIdState | None],
+    replaced: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two that both gave way none would be left."""
     answers = iter(coordinator)

@@ -1,7 +1,4 @@
-"""Names of librdkafka's settings by the client they belong to, from its CONFIGURATION.md (2.16).
-
-Data only.
-"""
+"""Lists the names of librdkafka's settings by the client they belong to, from its CONFIGURATION.md (2.16)."""
 # ruff: noqa: SIM905
 
 CONSUMER_ONLY = frozenset(

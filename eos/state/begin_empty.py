@@ -14,33 +14,33 @@ from typing import NamedTuple
 from confluent_kafka import KafkaError, Message
 
 from eos import log
-from eos.app.cells import HEADER, named
+from eos.app.cells import HEADER, parse_cell
 from eos.app.definition import App
 from eos.app.routes import Route, changelog_of
 from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error, not_authorised
 from eos.kafka.admin import facts, tail
-from eos.kafka.admin.reset import STAY, GroupOffsets, Move
-from eos.kafka.client.failures import denied
+from eos.kafka.admin.reset import UNCHANGED, GroupOffsets, Move
+from eos.kafka.client.failures import explain_denied
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.records import metadata_with, place_of
+from eos.records import format_position, merge_metadata
 from eos.state import changelog, notes
 
-_ASK_S, _WRITE_S = 10.0, 60.0
+_REQUEST_TIMEOUT_S, _WRITE_TIMEOUT_S = 10.0, 60.0
 
 
-class _Left(NamedTuple):
-    """The entries of one changelog partition that belong to states the function no longer has.
+class _Leftovers(NamedTuple):
+    """Holds the entries of one changelog partition that belong to states the function no longer has.
 
-    `cells` are their changelog keys. `header` says whether the partition has a header.
+    `cells` are their changelog keys. `header` is True if the partition has a header.
     """
 
     cells: list[bytes]
     header: bool
 
 
-class Beginning:
-    """A change of one function's states that `eos state begin` plans first and then carries out.
+class EmptyStates:
+    """Plans and carries out `eos state begin`, a change of one function's states.
 
     The states in `fresh` begin empty; the entries of the states in `gone` are deleted. Nothing changes before
     `carry_out`. Raises ConfigurationError, InputGone, Temporary, Unavailable, NotAuthorised, and UsageError if the
@@ -50,20 +50,20 @@ class Beginning:
     def __init__(self, settings: Settings, app: App, route: Route, offsets: GroupOffsets, world: World = REAL) -> None:
         self._settings, self._app_id, self._route, self._offsets, self._world = settings, app.id, route, offsets, world
         self.topic = changelog_of(app.id, route)
-        client = facts.connect(settings, _ASK_S, world)
-        self._fit = changelog.fit_of(client, app.id, route, world)
-        self._moves = offsets.plan(STAY)
+        client = facts.connect(settings, _REQUEST_TIMEOUT_S, world)
+        self._fit = changelog.check_fit(client, app.id, route, world)
+        self._moves = offsets.plan(UNCHANGED)
         notes.check_not_interrupted(move.metadata for move in self._moves)
-        spans = {} if self._fit.missing else tail.spans(settings, self.topic, _ASK_S, world)
+        spans = {} if self._fit.missing else tail.topic_offsets(settings, self.topic, _REQUEST_TIMEOUT_S, world)
         self._check_whole(spans)
         kept: dict[str, str] = {}
         self._left = {partition: self._look(partition, span, kept) for partition, span in sorted(spans.items())}
-        have = notes.header_now(app.id, route).stores
+        have = notes.current_header(app.id, route).stores
         self.gone = sorted(name for name, shape in kept.items() if have.get(name) != shape)
         self.fresh = sorted(name for name, shape in have.items() if kept.get(name) != shape)
         if not self.gone and not self.fresh and all(map(self._is_known, self._moves)):
             raise UsageError(
-                f"{route.name} has the states that it kept ({', '.join(have)}): nothing is to begin empty",
+                f"{route.name} has the states that it kept ({', '.join(have)}): there is no state to empty",
                 remedy="`eos reset MODULE:APP --from earliest --with-state` empties them and handles the input again",
             )
 
@@ -78,27 +78,27 @@ class Beginning:
 
     def _is_known(self, move: Move) -> bool:
         try:
-            notes.kept_by(self._route, move.metadata)
+            notes.require_offset_note(self._route, move.metadata)
         except ConfigurationError:
             return False
         return True
 
-    def _check_whole(self, spans: Mapping[int, tail.Span]) -> None:
+    def _check_whole(self, spans: Mapping[int, tail.OffsetRange]) -> None:
         """Raise an error if a part of the changelog is lost; new offset metadata would hide the loss."""
         ends = {}
         for move in self._moves:
-            beside = notes.beside_of(move.metadata)
+            beside = notes.read_offset_note(move.metadata)
             if beside is not None and beside.function == self._route.name:
                 ends[move.partition[1]] = beside.end
-        nothing = tail.Span(0, 0, 0)
+        nothing = tail.OffsetRange(0, 0, 0)
         for partition in ends.keys() | spans.keys():
-            where, span = place_of(self.topic, partition), spans.get(partition, nothing)
-            if (error := changelog.unsettled(where, span, ends.get(partition, 0))) is not None:
+            where, span = format_position(self.topic, partition), spans.get(partition, nothing)
+            if (error := changelog.explain_unsettled(where, span, ends.get(partition, 0))) is not None:
                 raise error
 
-    def _look(self, partition: int, span: tail.Span, kept: dict[str, str]) -> _Left:
+    def _look(self, partition: int, span: tail.OffsetRange, kept: dict[str, str]) -> _Leftovers:
         """Find the entries of states that the function does not have, and add the kind of each kept state to `kept`."""
-        have, found, header = notes.header_now(self._app_id, self._route).stores, dict[bytes, None](), None
+        have, found, header = notes.current_header(self._app_id, self._route).stores, dict[bytes, None](), None
         if span.low < span.stable:
             starts, ends = {partition: span.low}, {partition: span.stable}
             with tail.TopicReader(self._settings, self.topic, starts, uncommitted=False, world=self._world) as reader:
@@ -111,11 +111,11 @@ class Beginning:
                     else:
                         found[cell] = None
         if header is None:
-            return _Left([], header=False)
-        stores = notes.owned(self._app_id, self._route, place_of(self.topic, partition), header).stores
+            return _Leftovers([], header=False)
+        stores = notes.require_owner(self._app_id, self._route, format_position(self.topic, partition), header).stores
         kept.update(stores)
         gone = {name for name, shape in stores.items() if have.get(name) != shape}
-        return _Left([cell for cell in found if named(cell)[0] in gone], header=True)
+        return _Leftovers([cell for cell in found if parse_cell(cell)[0] in gone], header=True)
 
     def carry_out(self) -> None:
         """Delete the entries, then write the headers, then commit the offsets.
@@ -123,16 +123,16 @@ class Beginning:
         After a crash between two steps the header or the offset metadata still names the deleted states.
         """
         if self._fit.missing:
-            changelog.require(self._settings, self._app_id, [self._route], self._world)
+            changelog.create_missing(self._settings, self._app_id, [self._route], self._world)
         self._write(((p, cell, None) for p, left in self._left.items() for cell in left.cells))
-        header = notes.header_now(self._app_id, self._route).encoded()
+        header = notes.current_header(self._app_id, self._route).encoded()
         self._write(((p, HEADER, header) for p, left in self._left.items() if left.header))
-        spans = tail.spans(self._settings, self.topic, _ASK_S, self._world)
+        spans = tail.topic_offsets(self._settings, self.topic, _REQUEST_TIMEOUT_S, self._world)
         self._offsets.commit([self._noted(move, spans) for move in self._moves])
 
-    def _noted(self, move: Move, spans: Mapping[int, tail.Span]) -> Move:
-        note = notes.noted_of(self._route, spans[move.partition[1]].stable, len(spans)).noted()
-        return dataclasses.replace(move, metadata=metadata_with(move.metadata, note))
+    def _noted(self, move: Move, spans: Mapping[int, tail.OffsetRange]) -> Move:
+        note = notes.make_offset_note(self._route, spans[move.partition[1]].stable, len(spans)).entries()
+        return dataclasses.replace(move, metadata=merge_metadata(move.metadata, note))
 
     def _write(self, entries: Iterable[tuple[int, bytes, bytes | None]]) -> None:
         failed: list[KafkaError] = []
@@ -152,9 +152,9 @@ class Beginning:
                 except BufferError:
                     producer.poll(0.1)
             producer.poll(0)
-        if producer.flush(_WRITE_S):
+        if producer.flush(_WRITE_TIMEOUT_S):
             failed.append(KafkaError(KafkaError._TIMED_OUT))
         if failed:
-            if denied(failed[0], topic=self.topic):
+            if explain_denied(failed[0], topic=self.topic):
                 raise not_authorised(f"topic {self.topic}", "WRITE")
-            raise Unavailable(f"topic {self.topic} could not be written: {describe_error(failed[0])}")
+            raise Unavailable(f"writing to topic {self.topic} failed: {describe_error(failed[0])}")

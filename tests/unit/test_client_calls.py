@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from eos.kafka.client.raising import raising
+from eos.kafka.client.client_calls import call_client
 from eos.kafka.client.watchdog import Watchdog
 
 
@@ -16,37 +16,37 @@ def bare() -> None:
     raise error  # as confluent-kafka does from C
 
 
-def test_a_bare_error_of_the_client_becomes_an_exception_that_can_be_caught() -> None:
+def test_bare_client_error_becomes_an_exception() -> None:
     with pytest.raises(KafkaException) as raised:
-        raising(bare)
+        call_client(bare)
     error = raised.value.args[0]
     assert (error.code(), error.fatal()) == (KafkaError._FENCED, True)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError, SystemError])
-def test_every_exception_passes_as_it_is(kind: type[BaseException]) -> None:
+def test_exceptions_pass_unchanged(kind: type[BaseException]) -> None:
     def fails() -> None:
         raise kind("as it is")
 
     with pytest.raises(kind, match="as it is"):
-        raising(fails)
+        call_client(fails)
 
 
-def test_a_signals_exception_that_was_left_lying_is_raised_and_not_what_it_made_of_the_next_call() -> None:
+def test_pending_signal_exception_is_raised_instead_of_system_error() -> None:
     def left(by: BaseException) -> None:
         raise SystemError("<method 'items' of 'dict' objects> returned a result with an exception set") from by
 
     with pytest.raises(KeyboardInterrupt):
-        raising(left, KeyboardInterrupt())
+        call_client(left, KeyboardInterrupt())
     with pytest.raises(SystemError):  # a fatal error shows so too; it is the caller's to look into
-        raising(left, ValueError())
+        call_client(left, ValueError())
 
 
-def test_a_result_and_arguments_pass() -> None:
-    assert raising(max, 1, 3, 2) == 3
+def test_result_and_arguments_pass() -> None:
+    assert call_client(max, 1, 3, 2) == 3
 
 
-def test_a_watched_call_that_raises_a_bare_error_has_returned_and_does_not_hang() -> None:
+def test_watched_call_with_bare_error_does_not_hang() -> None:
     watchdog = Watchdog("test")
     with pytest.raises(KafkaException):
         watchdog.call(bare, timeout_s=5.0)

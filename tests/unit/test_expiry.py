@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import eos
 import eos.testing
 from eos import App, ConfigurationError, ListState, MapState, Out, Record, State
-from eos.app.ageing import stamped
 from eos.app.cells import TIME, cell_of, store_of
+from eos.app.expiry import add_write_time
 from eos.state import tasks
 from eos.state.engines import ENGINES
 from eos.state.folders import InFolder
-from eos.state.tasks import Sent, Task
+from eos.state.tasks import ChangelogEntry, Task
 from eos.state.values import InMemory, Values
 
 TTL = timedelta(milliseconds=10)
@@ -45,7 +45,7 @@ def app_of(ttl: Any = TTL) -> App:
     return app
 
 
-def test_reading_a_set_does_not_make_it_live_longer() -> None:
+def test_reading_does_not_extend_life() -> None:
     """Equal sets may be other bytes."""
     app = App("shop")
     names: set[int] = set()
@@ -112,17 +112,17 @@ RECORDS = st.lists(
 
 
 @given(where=st.sampled_from(["memory", *ENGINES]), steps=RECORDS)
-def test_a_value_is_there_for_so_long_behind_its_last_write_whatever_happens_in_between(
+def test_value_expires_after_its_last_write(
     where: str, steps: list[tuple[bytes, str, int, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    base, changelog = tmp_path_factory.mktemp("ages"), list[Sent]()
+    base, changelog = tmp_path_factory.mktemp("ages"), list[ChangelogEntry]()
     route = app_of({"times": TTL, "pages": TTL, "last": TTL}).routes["in"]
 
     def values_of() -> Values:
         return values_in(where, base, route.ttls)
 
     task = Task(values_of(), route.ttls)
-    bound = route.bound(cells_of=lambda _: task)
+    bound = route.bind(cells_of=lambda _: task)
     model, now, uncommitted = Model(), 100, list[Record]()
 
     def handle(record: Record) -> str | None:
@@ -140,7 +140,7 @@ def test_a_value_is_there_for_so_long_behind_its_last_write_whatever_happens_in_
         uncommitted.append(record)
         if then in ("commit", "restart", "lost"):
             task.expire()
-            changelog += task.to_send()
+            changelog += task.changelog_entries()
             task.committed(0.0)
             uncommitted = []
         if then == "abort":
@@ -157,17 +157,17 @@ def test_a_value_is_there_for_so_long_behind_its_last_write_whatever_happens_in_
 
 def values_in(where: str, base: Path, ttls: Mapping[bytes, int]) -> Values:
     if where == "memory":
-        return InMemory(ageing=ttls)
-    folder = InFolder.of(base, "t", "id", ageing=ttls, engine=ENGINES[where])
+        return InMemory(expiring=ttls)
+    folder = InFolder.of(base, "t", "id", expiring=ttls, engine=ENGINES[where])
     assert folder is not None
     return folder
 
 
-def restored(values: Values, changelog: list[Sent], ttls: Mapping[bytes, int]) -> Values:
+def restored(values: Values, changelog: list[ChangelogEntry], ttls: Mapping[bytes, int]) -> Values:
     """As eos/state/restoring.py does it, from where these values stand."""
     news: dict[bytes, bytes | None] = {}
     for cell, value, at in changelog:
-        news[cell] = stamped(at, value) if store_of(cell) in ttls and value is not None else value
+        news[cell] = add_write_time(at, value) if store_of(cell) in ttls and value is not None else value
     if values.get(TIME) is None:
         values.apply(news, 0, 0.0)
     written = [at for _, at in values.oldest(b"times")]
@@ -175,12 +175,12 @@ def restored(values: Values, changelog: list[Sent], ttls: Mapping[bytes, int]) -
     return values
 
 
-def test_what_is_over_leaves_the_changelog_and_the_values_with_the_next_transactions() -> None:
+def test_expired_entries_are_deleted_by_next_transactions() -> None:
     route = app_of().routes["in"]
-    task = Task(InMemory(ageing=route.ttls), route.ttls)
-    bound = route.bound(cells_of=lambda _: task)
+    task = Task(InMemory(expiring=route.ttls), route.ttls)
+    bound = route.bind(cells_of=lambda _: task)
     bound.outputs(Record("in", 0, 0, 1_000, b"a", b"x"))
-    sent = {cell: (value, at) for cell, value, at in task.to_send()}
+    sent = {cell: (value, at) for cell, value, at in task.changelog_entries()}
     assert sent[cell_of("times", b"a")] == (b"1", 1_000), "the value itself, and the records' time"
     assert sent[cell_of("all", b"a")] == (b"1", 1_000)
     task.expire()
@@ -188,18 +188,18 @@ def test_what_is_over_leaves_the_changelog_and_the_values_with_the_next_transact
     for at in (1_009, 900, 1_010):  # a late one does not turn the time back
         bound.outputs(Record("in", 0, 1, at, b"b", b"look"))
         task.expire()
-        gone = {cell for cell, value, _ in task.to_send() if value is None}
+        gone = {cell for cell, value, _ in task.changelog_entries() if value is None}
         assert len(gone) == (4 if at == 1_010 else 0)
     task.committed(0.0)
     assert len(task.values) == 2, "what b has: all; and the time"
 
 
 @pytest.mark.parametrize("where", ["memory", *ENGINES])
-def test_what_is_set_lives_on_though_it_is_what_it_was(where: str, tmp_path: Path) -> None:
+def test_setting_an_equal_value_extends_life(where: str, tmp_path: Path) -> None:
     route = app_of().routes["in"]
     values = values_in(where, tmp_path, route.ttls)
     task = Task(values, route.ttls)
-    bound = route.bound(cells_of=lambda _: task)
+    bound = route.bind(cells_of=lambda _: task)
     for at in (100, 109, 118):
         bound.outputs(Record("in", 0, 0, at, b"a", b"same"))
         task.expire()
@@ -210,10 +210,10 @@ def test_what_is_set_lives_on_though_it_is_what_it_was(where: str, tmp_path: Pat
     values.close()
 
 
-def test_much_that_is_over_at_once_goes_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_MOST_OVER", 5)
-    values = InMemory(ageing=[b"s"])
-    values.apply({cell_of("s", b"%d" % n): stamped(n, b"") for n in range(12)} | {TIME: b"50"}, 0, 0.0)
+def test_many_expired_entries_are_deleted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_MAX_EXPIRED", 5)
+    values = InMemory(expiring=[b"s"])
+    values.apply({cell_of("s", b"%d" % n): add_write_time(n, b"") for n in range(12)} | {TIME: b"50"}, 0, 0.0)
     task = Task(values, {b"s": 10})
     for left in (8, 3, 1, 1):
         task.expire()
@@ -221,12 +221,12 @@ def test_much_that_is_over_at_once_goes_a_part_at_a_time(monkeypatch: pytest.Mon
         assert len(values) == left
 
 
-def test_a_record_from_the_future_does_not_take_the_time_along() -> None:
+def test_future_timestamp_does_not_advance_time() -> None:
     task = Task(clock=lambda: 5.0)
     assert [task.at(ms) for ms in (4_000, 99_000, -1, 0)] == [4_000, 5_000, 5_000, 5_000]
 
 
-def test_async_and_batch_functions_have_the_time_of_their_records() -> None:
+def test_async_and_batch_functions_use_their_records_time() -> None:
     app = App("shop")
 
     @app.process("one", to="out", ttl=TTL, on_error=eos.skip)
@@ -274,11 +274,11 @@ def failing_apps() -> list[App]:
 
 @pytest.mark.parametrize("app", failing_apps(), ids=lambda app: app.routes["in"].name)
 @pytest.mark.parametrize("page", [b"bad", b"unsendable", b"unstorable"])
-def test_failed_record_moves_no_time_and_touches_no_task(
+def test_failed_record_advances_no_time_and_touches_no_task(
     app: App, page: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = Task(ttls={b"times": 10})
-    route = app.routes["in"].bound(cells_of=lambda _: task)
+    route = app.routes["in"].bind(cells_of=lambda _: task)
 
     def run(at: int, value: bytes) -> None:
         route.outputs(Record("in", 0, 0, at, b"a", value))
@@ -287,10 +287,10 @@ def test_failed_record_moves_no_time_and_touches_no_task(
         monkeypatch.setattr(State, "set", lambda state, value: setattr(state, "_value", object()))
     with pytest.raises((TypeError, ZeroDivisionError)):
         run(100, page)
-    assert (task.time_ms, task.touched) == (0, False)
+    assert (task.time_ms, task.has_changes) == (0, False)
     monkeypatch.undo()
     run(90, b"x")
-    assert (task.time_ms, task.touched) == (90, True)
+    assert (task.time_ms, task.has_changes) == (90, True)
 
 
 def batch_app(calls: list[int]) -> App:
@@ -329,9 +329,7 @@ def batch_app(calls: list[int]) -> App:
     ),
     data=st.data(),
 )
-def test_batch_with_ttl_gives_what_its_records_give_one_by_one(
-    steps: list[tuple[bytes, str, int]], data: st.DataObject
-) -> None:
+def test_batch_with_ttl_matches_single_records(steps: list[tuple[bytes, str, int]], data: st.DataObject) -> None:
     now, records = 100, []
     for number, (key, page, later) in enumerate(steps):
         now += later
@@ -340,7 +338,7 @@ def test_batch_with_ttl_gives_what_its_records_give_one_by_one(
     for fetched in (1, len(records), data.draw(st.integers(1, len(records)))):
         app = batch_app([])
         tasks_ = [Task(ttls=app.routes["in"].ttls) for _ in range(2)]
-        bound = app.routes["in"].bound(cells_of=lambda record, tasks_=tasks_: tasks_[record.partition])
+        bound = app.routes["in"].bind(cells_of=lambda record, tasks_=tasks_: tasks_[record.partition])
         sends: list[list[Any]] = [[], []]
         for at in range(0, len(records), fetched):
             for partition in (0, 1):
@@ -349,7 +347,7 @@ def test_batch_with_ttl_gives_what_its_records_give_one_by_one(
         # Which numbers a list's values have does not matter, but their order and times.
         lists = [[cell for cell in sorted(task.changed) if store_of(cell) == b"last"] for task in tasks_]
         live = [
-            [task.changed[cell] for cell in of_task if task.changed[cell] > stamped(task.time_ms - 10, b"\xff")]
+            [task.changed[cell] for cell in of_task if task.changed[cell] > add_write_time(task.time_ms - 10, b"\xff")]
             for task, of_task in zip(tasks_, lists, strict=True)
         ]
         others = [{cell: value for cell, value in task.changed.items() if store_of(cell) != b"last"} for task in tasks_]
@@ -357,14 +355,14 @@ def test_batch_with_ttl_gives_what_its_records_give_one_by_one(
     assert found[0] == found[1] == found[2]
 
 
-def test_batch_is_cut_only_where_a_key_comes_again_later() -> None:
+def test_batch_is_split_only_at_a_repeated_key() -> None:
     def calls(ttl: bool, *records: tuple[bytes, int]) -> list[int]:
         found: list[int] = []
         app = batch_app(found)
         if not ttl:
             app.routes["in"].stores = tuple(store._replace(ttl_ms=None) for store in app.routes["in"].stores)
         task = Task(ttls=app.routes["in"].ttls)
-        bound = app.routes["in"].bound(cells_of=lambda _: task)
+        bound = app.routes["in"].bind(cells_of=lambda _: task)
         bound.outputs_batch([Record("in", 0, n, at, key, b"x") for n, (key, at) in enumerate(records)])
         return found
 
@@ -374,18 +372,18 @@ def test_batch_is_cut_only_where_a_key_comes_again_later() -> None:
     assert calls(True, *((b"%d" % n, 100 + n) for n in range(9))) == [9]
 
 
-def test_batch_that_fails_in_a_later_cut_changes_nothing() -> None:
+def test_batch_failing_in_later_part_changes_nothing() -> None:
     found: list[int] = []
     app = batch_app(found)
     task = Task(ttls=app.routes["in"].ttls)
-    bound = app.routes["in"].bound(cells_of=lambda _: task)
+    bound = app.routes["in"].bind(cells_of=lambda _: task)
     with pytest.raises(ValueError, match="bad"):
         bound.outputs_batch([Record("in", 0, n, 100 + n, b"a", page) for n, page in enumerate([b"x", b"y", b"bad"])])
     assert found == [1, 1, 1]
-    assert (task.changed, task.touched) == ({}, False)
+    assert (task.changed, task.has_changes) == ({}, False)
 
 
-def test_what_is_left_of_a_run_is_what_is_not_over() -> None:
+def test_final_state_has_only_unexpired_values() -> None:
     record = Record("in", 0, 0, 100, b"a", b"x")
     later = Record("in", 0, 1, 110, b"b", b"x")
     states = eos.testing.run(app_of({"times": TTL}), [record, later]).states["visit"]
@@ -396,50 +394,50 @@ def test_what_is_left_of_a_run_is_what_is_not_over() -> None:
 @pytest.mark.parametrize(
     ("ttl", "said"),
     [
-        ({"seen": TTL}, "ttl= of visit names 'seen', and its state is times, pages, last, all"),
-        (timedelta(0), r"ttl= of visit is datetime.timedelta\(0\): it must be a timedelta of a millisecond or more"),
+        ({"seen": TTL}, "ttl= of visit names 'seen', but its state is times, pages, last, all"),
+        (timedelta(0), r"ttl= of visit is datetime.timedelta\(0\): it must be a timedelta of at least a millisecond"),
         (60, "ttl= of visit is 60: it must be a timedelta"),
         ({"times": 60}, "ttl= of visit is 60: it must be a timedelta"),
     ],
 )
-def test_a_time_to_live_that_is_none_is_refused_where_it_stands(ttl: Any, said: str) -> None:
+def test_invalid_ttl_is_refused_at_definition(ttl: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         app_of(ttl)
 
 
-def test_a_function_without_state_has_nothing_to_forget() -> None:
-    with pytest.raises(ConfigurationError, match="ttl= of f says how long state is kept, and it has none"):
+def test_ttl_without_state_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="f has ttl= but no state"):
         App("shop").process("in", ttl=TTL)(f)
 
 
 def f(value: str) -> None: ...
 
 
-def test_a_folder_of_another_time_to_live_is_begun_anew(tmp_path: Path) -> None:
-    for ageing, left in (([b"s"], 0), ([b"s"], 1), ([], 0)):
-        folder = InFolder.of(tmp_path, "t", "id", ageing=ageing)
+def test_folder_with_other_ttl_is_discarded(tmp_path: Path) -> None:
+    for expiring, left in (([b"s"], 0), ([b"s"], 1), ([], 0)):
+        folder = InFolder.of(tmp_path, "t", "id", expiring=expiring)
         assert folder is not None
         assert len(folder) == left
-        folder.apply({cell_of("s", b"k"): stamped(5, b"v")}, 1, 0.0)
-        assert list(folder.oldest(b"s") if ageing else ()) == [(cell_of("s", b"k"), 5)] * len(ageing)
+        folder.apply({cell_of("s", b"k"): add_write_time(5, b"v")}, 1, 0.0)
+        assert list(folder.oldest(b"s") if expiring else ()) == [(cell_of("s", b"k"), 5)] * len(expiring)
         folder.close()
 
 
 @pytest.mark.parametrize("where", ENGINES)
-def test_oldest_entries_are_looked_for_where_the_last_were_found(
+def test_oldest_entries_scan_starts_at_last_position(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = values_in(where, tmp_path, {b"s": 10})
     assert isinstance(folder, InFolder)
     starts: list[bytes] = []
-    notes = folder._engine.notes
-    monkeypatch.setattr(folder._engine, "notes", lambda low, high: (starts.append(low), notes(low, high))[1])
+    scan_notes = folder._engine.scan_notes
+    monkeypatch.setattr(folder._engine, "scan_notes", lambda low, high: (starts.append(low), scan_notes(low, high))[1])
 
     def oldest() -> list[int]:
         return [at for _, at in folder.oldest(b"s")]
 
     def write(*times: int) -> None:
-        folder.apply({cell_of("s", b"%d" % at): stamped(at, b"") for at in times}, 0, 0.0)
+        folder.apply({cell_of("s", b"%d" % at): add_write_time(at, b"") for at in times}, 0, 0.0)
 
     write(*range(5, 100))
     for at in range(5, 100):

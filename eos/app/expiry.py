@@ -1,4 +1,4 @@
-"""Expiry of state: a value of a store with a time-to-live expires that long after its last write.
+"""Expires state: a value of a store with a time-to-live expires that long after its last write.
 
 The clock is the task's own time: the latest timestamp of its records so far. So the same records expire the same
 values, whenever they are handled. Such a value starts with the time of its write. The function does not see this
@@ -25,18 +25,18 @@ TIME_BYTES: Final = _TIME.size
 _MS = timedelta(milliseconds=1)
 
 
-def stamped(time_ms: int, value: bytes) -> bytes:
+def add_write_time(time_ms: int, value: bytes) -> bytes:
     return _TIME.pack(time_ms) + value
 
 
-def apart(value: bytes) -> tuple[int, bytes]:
+def split_write_time(value: bytes) -> tuple[int, bytes]:
     """Return when a value was written, in milliseconds since the epoch, and the value itself."""
     return _TIME.unpack_from(value)[0], value[_TIME.size :]
 
 
-def living(value: bytes, ttl_ms: int, now_ms: int) -> bytes | None:
+def unexpired(value: bytes, ttl_ms: int, now_ms: int) -> bytes | None:
     """Return the value itself; None if it has expired."""
-    written_ms, rest = apart(value)
+    written_ms, rest = split_write_time(value)
     return rest if now_ms < written_ms + ttl_ms else None
 
 
@@ -46,26 +46,28 @@ def with_ttl(function: str, stores: tuple[Store, ...], ttl: TimeToLive | None) -
         return stores
     names = [store.name for store in stores]
     if not names:
-        raise ConfigurationError(f"ttl= of {function} says how long state is kept, and it has none")
-    of = ttl if isinstance(ttl, Mapping) else dict.fromkeys(names, ttl)
-    for name, long in of.items():
+        raise ConfigurationError(f"{function} has ttl= but no state: remove ttl=, or annotate a parameter as state")
+    durations = ttl if isinstance(ttl, Mapping) else dict.fromkeys(names, ttl)
+    for name, duration in durations.items():
         if name not in names:
-            raise ConfigurationError(f"ttl= of {function} names {name!r}, and its state is {', '.join(names)}")
-        if not isinstance(long, timedelta) or long < _MS:
+            raise ConfigurationError(f"ttl= of {function} names {name!r}, but its state is {', '.join(names)}")
+        if not isinstance(duration, timedelta) or duration < _MS:
             raise ConfigurationError(
-                f"ttl= of {function} is {long!r}: it must be a timedelta of a millisecond or more, or a dict from "
-                "names of its state to that"
+                f"ttl= of {function} is {duration!r}: it must be a timedelta of at least a millisecond, or a dict from "
+                "names of its state to such timedeltas"
             )
-    return tuple(store._replace(ttl_ms=of[store.name] // _MS) if store.name in of else store for store in stores)
+    return tuple(
+        store._replace(ttl_ms=durations[store.name] // _MS) if store.name in durations else store for store in stores
+    )
 
 
 def ttls_of(stores: Iterable[Store]) -> dict[bytes, int]:
     """Return the time-to-live of the stores that have one, in milliseconds, by their names in the changelog."""
-    return {store.kept_as.encode(): store.ttl_ms for store in stores if store.ttl_ms is not None}
+    return {store.stored_name.encode(): store.ttl_ms for store in stores if store.ttl_ms is not None}
 
 
-class Aged:
-    """The cells of a task at one time, without expired values.
+class UnexpiredCells:
+    """Shows the cells of a task at one time, without expired values.
 
     `ttls`: milliseconds by the name of a store. A value that is put gets this time as the time of its write.
     """
@@ -75,23 +77,25 @@ class Aged:
 
     def get(self, cell: bytes) -> bytes | None:
         value, ttl_ms = self._below.get(cell), self._ttls.get(store_of(cell))
-        return value if value is None or ttl_ms is None else living(value, ttl_ms, self._now_ms)
+        return value if value is None or ttl_ms is None else unexpired(value, ttl_ms, self._now_ms)
 
     def put(self, cell: bytes, value: Value) -> None:
         if value is not None and store_of(cell) in self._ttls:
-            value = stamped(self._now_ms, value)
+            value = add_write_time(self._now_ms, value)
         self._below.put(cell, value)
 
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
         if store_of(row) in self._ttls:
-            changes = {f: None if value is None else stamped(self._now_ms, value) for f, value in changes.items()}
+            changes = {
+                f: None if value is None else add_write_time(self._now_ms, value) for f, value in changes.items()
+            }
         self._below.write(row, changes, bounds)
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, Value]]:
         found, ttl_ms = self._below.scan(row, span), self._ttls.get(store_of(row))
         if ttl_ms is None:
             return found
-        return ((field, value and living(value, ttl_ms, self._now_ms)) for field, value in found)
+        return ((field, value and unexpired(value, ttl_ms, self._now_ms)) for field, value in found)
 
     def bounds(self, row: bytes) -> Bounds | None:
         return self._below.bounds(row)

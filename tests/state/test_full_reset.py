@@ -18,11 +18,11 @@ from eos import App, Out, State
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, InputGone, UsageError
 from eos.kafka.admin.reset import GroupOffsets, parse_target
-from eos.kafka.client.settings import Settings, settings_of
+from eos.kafka.client.settings import Settings, to_settings
 from eos.kafka.client.world import REAL
 from eos.state import changelog
-from eos.state.anew import Anew
-from eos.state.begin import Beginning
+from eos.state.begin_empty import EmptyStates
+from eos.state.full_reset import FullReset
 from tests.support import forked
 from tests.support.reading import create_topic, settled_records, wait_until
 
@@ -40,7 +40,7 @@ class Words:
         self.source, self.between, self.out = names("in"), names("between"), names("out")
         for topic in (self.source, self.between, self.out):
             create_topic(self.servers, topic, partitions=2)
-        self.settings: Settings = settings_of(
+        self.settings: Settings = to_settings(
             {"bootstrap.servers": self.servers, "eos.state.dir": str(folder / "state"), "eos.instance": "one"}
         )
 
@@ -73,7 +73,7 @@ class Words:
     def state(self, function: str = "count") -> dict[str, dict[str, int]]:
         """By the names of states and by word."""
         found: dict[str, dict[str, int]] = {}
-        for _, keys in changelog.kept(self.settings, f"{self.id}-{function}-changelog"):
+        for _, keys in changelog.read_state(self.settings, f"{self.id}-{function}-changelog"):
             for key, rows in keys:
                 for name, ((_, value),) in rows.items():
                     found.setdefault(name, {})[key.decode()] = int(value)
@@ -85,7 +85,7 @@ class Words:
     def begin(self, app: App) -> None:
         (route,) = app.stateful
         offsets = GroupOffsets(self.settings, app.id, route.sources)
-        Beginning(self.settings, app, route, offsets).carry_out()
+        EmptyStates(self.settings, app, route, offsets).carry_out()
 
 
 @pytest.fixture
@@ -98,9 +98,9 @@ def words(kafka: LocalKafka, names: Names, tmp_path: Path) -> Words:
 def test_renamed_state_and_function_keep_what_they_hold_or_begin_empty_on_purpose(words: Words) -> None:
     words.run(words.app())
     assert words.state() == {"seen": WORDS}
-    with pytest.raises(ConfigurationError, match=r"kept the state seen, and the code has total .* begin empty"):
+    with pytest.raises(ConfigurationError, match=r"kept the state seen, but the code has total .* begin empty"):
         words.run(words.app(state="total"))
-    with pytest.raises(ConfigurationError, match="by the function count, which kept state, and the App has tally"):
+    with pytest.raises(ConfigurationError, match=r"the function count kept state for records of .* with tally"):
         words.run(words.app(name="tally"))
     assert f"{words.id}-tally-changelog" not in words.topics(), "nothing was created unasked"
     words.send()
@@ -132,7 +132,7 @@ def test_another_id_does_not_handle_what_is_between_functions_again(words: Words
     with pytest.raises(ConfigurationError, match=f"{words.between} between functions of {other.id} holds records"):
         words.run(other)
     (tmp_path / "other.py").write_text(
-        "from tests.state.test_anew import Words\nwords = object.__new__(Words)\n"
+        "from tests.state.test_full_reset import Words\nwords = object.__new__(Words)\n"
         f"vars(words).update({ {'source': words.source, 'between': words.between, 'out': words.out}!r})\n"
         f"app = words.app({other.id!r})\n"
     )
@@ -193,7 +193,7 @@ def begin_anew(words: Words, last: int = 0, before: bool = True) -> list[str]:
 
     world, app = dataclasses.replace(REAL, client=client), words.app()
     offsets = GroupOffsets(words.settings, app.id, [words.source], world=world)
-    plan = Anew(words.settings, app, parse_target(["earliest"]), offsets, world)
+    plan = FullReset(words.settings, app, parse_target(["earliest"]), offsets, world)
     try:
         plan.carry_out()
     except Died:
