@@ -121,9 +121,7 @@ def attack(shim: RunningShim, name: str, identity: Identity, topic: str) -> None
     assert examined == 4 * len(requests(name, identity, topic))
 
 
-def test_what_strangers_send_changes_nothing_of_an_owners_transactions(
-    secure: SecureKafka, shim: RunningShim, names: Names
-) -> None:
+def test_unauthorised_clients_do_not_change_transactions(secure: SecureKafka, shim: RunningShim, names: Names) -> None:
     plain = secure.servers["PLAINTEXT"]
     topic, name = create_topic(plain, names("out")), names("id")
     settings = LOGIN | {"bootstrap.servers": shim.bootstrap_servers, "transactional.id": name, "linger.ms": 0}

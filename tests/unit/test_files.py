@@ -21,7 +21,7 @@ INFINITE = resource.RLIM_INFINITY
         ((INFINITE, INFINITE), 9_000, 9_000, None),
     ],
 )
-def test_own_limit_is_raised_as_far_as_the_hard_one_lets_it(
+def test_open_file_limit_is_raised_up_to_the_hard_limit(
     limits: tuple[int, int], wanted: int, allowed: int, set_to: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[int, int]] = []

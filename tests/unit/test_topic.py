@@ -116,24 +116,24 @@ def test_a_topic_that_was_just_created_is_asked_for_again(error: int, patient: b
     assert bool(pauses) == patient
 
 
-def test_bytes_are_shown_as_text_where_they_are_and_cannot_move_the_cursor() -> None:
+def test_bytes_are_rendered_as_printable_text() -> None:
     assert bytes_as_text('žluť {"a": 1}'.encode()) == 'žluť {"a": 1}'
     assert bytes_as_text(b"a\x1b[2Jb\nc\x00") == r"a\x1b[2Jb\nc\x00"
     assert bytes_as_text(b"\xff\xfe") == r"b'\xff\xfe'"
 
 
 @given(st.none() | st.binary() | st.text().map(str.encode))
-def test_bytes_that_are_written_as_json_read_back_as_they_were(data: bytes | None) -> None:
+def test_bytes_survive_a_round_trip_through_json(data: bytes | None) -> None:
     assert bytes_from_json(json.loads(json.dumps(bytes_as_json(data)))) == data
 
 
 @pytest.mark.parametrize("given", [5, ["a"], {"base64": 5}, {"base64": "a"}, {"base64": "YQ==", "more": "1"}, {}])
-def test_json_that_is_no_bytes_is_refused(given: object) -> None:
+def test_invalid_json_for_bytes_is_refused(given: object) -> None:
     with pytest.raises(ValueError, match="base64"):
         bytes_from_json(given)
 
 
-def test_our_own_headers_are_said_in_words() -> None:
+def test_eos_headers_are_rendered_as_sentences() -> None:
     mark = ("eos-lineage", lineage.encode(lineage.Source("in", 2, 9, 0, 2, 17)))
     assert headers_as_text([("a", b"1"), mark]) == ["a=1", "(output 1 of 2 of in[2]@9, number 17)"]
     assert header_as_json(*mark) == {"topic": "in", "partition": 2, "offset": 9, "i": 0, "n": 2, "number": 17}
@@ -163,7 +163,7 @@ def test_our_own_headers_are_said_in_words() -> None:
         (("tail", "t", "--from-beginning", "-n", "3"), "--from-beginning and --last exclude each other"),
     ],
 )
-def test_what_is_wrong_with_a_command_is_said_before_the_cluster_is_asked(
+def test_topic_command_checks_arguments_before_the_cluster(
     arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.invoke(["topic", *arguments]) == 64

@@ -20,7 +20,7 @@ from tests.unit.shim.messages import framed
         pytest.param(True, 51, {}, {("EndTxn", "CONCURRENT_TRANSACTIONS"): 1}, id="a refused commit"),
     ],
 )
-def test_an_end_is_counted_as_such_or_as_an_error(
+def test_end_txn_counts_as_end_or_as_error(
     committed: bool, error: int, ends: dict[str, int], errors: dict[tuple[str, str], int]
 ) -> None:
     job, exchange = CountingJob(), Exchange(Connection(1, "c", "b", 0), api.END_TXN, 1, 7)
