@@ -1,7 +1,8 @@
-"""Handlers of signals that are this process's alone: a child that is forked meanwhile has those of before.
+"""Signal handlers: of this process alone, and those that stop a run.
 
-Owns nothing but the handlers that were replaced. A process that a user's function forks (multiprocessing) would
-otherwise take the SIGTERM that ends it for a request to stop the worker, and go on.
+The first SIGTERM or SIGINT stops a run between two batches, a second one at once. What follows from a stop is decided
+elsewhere. A process that a user's function forks (multiprocessing) gets the handlers from before back. Otherwise it
+would take the SIGTERM that should end it for a request to stop the worker, and go on.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import os
 import signal
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Protocol, Self
+
+from eos import log
+from eos.errors import Interruption, Temporary
 
 Handler = Callable[[int, FrameType | None], Any]
 
 
 class Handlers:
-    """SIGTERM and SIGINT have this handler in the block, which the main thread alone may enter."""
+    """Handles SIGTERM and SIGINT with one handler in the block, which only the main thread may enter."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -34,12 +38,12 @@ class Handlers:
             _entered.remove(self)
 
     def take(self, number: int, handler: Handler) -> None:
-        """Another signal, up to the end of the block."""
+        """Handle another signal, up to the end of the block."""
         self._before[number] = signal.signal(number, handler)
 
     def give_back(self) -> None:
         for number, handler in self._before.items():
-            if handler is not None:  # None: it is not Python's, and cannot be set from here
+            if handler is not None:  # None: a handler that Python did not set, and cannot set again
                 signal.signal(number, handler)
         self._before.clear()
 
@@ -53,3 +57,55 @@ def _give_all_back() -> None:
 
 
 os.register_at_fork(after_in_child=_give_all_back)
+
+
+class ShutdownExpired(Interruption):
+    """Raised if a stop took too long or was requested twice."""
+
+
+def took_too_long(expired: ShutdownExpired) -> Temporary:
+    """Return the error with which a run ends then."""
+    return Temporary(
+        f"the stop took too long ({expired}): the open transaction was given up, and its records will be handled again"
+    )
+
+
+class Stoppable(Protocol):
+    """Something that StopSignals stops between two batches."""
+
+    def stop(self) -> None:
+        """Request the stop."""
+
+
+class StopSignals:
+    """Handles SIGTERM and SIGINT: the first one requests a stop; a second one, or the deadline, gives up.
+
+    `timeout_s` is eos.shutdown.timeout.ms. The first signal takes over the process's timer and SIGALRM, and the exit
+    gives them back."""
+
+    def __init__(self, stoppable: Stoppable, timeout_s: float) -> None:
+        self._stoppable, self._timeout_s = stoppable, timeout_s
+        self._handlers = Handlers(self._on_signal)
+        # The previous owner's timer. None: no signal arrived, though the code may have requested a stop.
+        self._timer: tuple[float, float] | None = None
+
+    def __enter__(self) -> StopSignals:
+        self._handlers.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            signal.setitimer(signal.ITIMER_REAL, *self._timer)
+        self._handlers.__exit__()
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        if self._timer is not None:
+            raise ShutdownExpired("requested a second time")
+        self._stoppable.stop()
+        log.info("stopping", signal=signal.Signals(number).name)
+        self._handlers.take(signal.SIGALRM, self._on_deadline)
+        # setitimer(0) would disarm the timer instead of firing it.
+        self._timer = signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))
+
+    def _on_deadline(self, *_: Any) -> None:
+        raise ShutdownExpired(f"eos.shutdown.timeout.ms={round(self._timeout_s * 1000)} is over")

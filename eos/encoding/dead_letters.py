@@ -1,6 +1,6 @@
 """Dead letters: unchanged copies of records that could not be handled, with headers that name position and error.
 
-Owns the format only; it must never send a dead letter. eos/worker/handling.py and eos/session/transaction.py send it in
+Owns the format only; it must never send a dead letter. eos/engine/handling.py and eos/session/transaction.py send it in
 the transaction that commits the record's offset.
 
 Key and value are the record's own bytes; the partition follows from the key. The timestamp is the time of producing:
@@ -71,8 +71,8 @@ def parts_of(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
 # The names in dead letters stay the same when a class moves to another module.
 _AS_WRITTEN = {
     "eos.encoding.serde.DecodeError": "eos.serde.DecodeError",
-    "eos.worker.handling.RecordRefused": "eos.handling.RecordRefused",
-    "eos.worker.handling.DeadLetterRefused": "eos.handling.DeadLetterRefused",
+    "eos.engine.handling.RecordRefused": "eos.handling.RecordRefused",
+    "eos.engine.handling.DeadLetterRefused": "eos.handling.DeadLetterRefused",
 }
 
 

@@ -21,9 +21,9 @@ from eos.app import concurrent
 from eos.app.lineage import Ledger, each_with_lineage
 from eos.app.routes import Route, feed_each
 from eos.encoding.lineage import HEADER, decode
+from eos.engine.handling import Collector, Halt, Handler
 from eos.errors import ConfigurationError, IllegalState, Interruption, PoisonRecord, Temporary
 from eos.records import Fed
-from eos.worker.handling import Halt, Handler, Kept
 from eos.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("loop_ends")
@@ -40,7 +40,7 @@ def records(*values: bytes) -> list[Record]:
 
 
 def feed(made: Route, given: list[Record]) -> tuple[list[bytes | None], Fed]:
-    kept = Kept()
+    kept = Collector()
     fed = made.feed(given, kept)
     return [send[1] for send in kept.sends], fed
 
@@ -137,7 +137,7 @@ def test_lineage_knows_which_output_is_of_which_record() -> None:
         await asyncio.sleep(0.01 / len(value))
         return [value] * len(value)
 
-    ledger, kept = Ledger(), Kept()
+    ledger, kept = Ledger(), Collector()
     ledger.begin(("in", 0), 0, None)
     assert feed_each(each_with_lineage(route(f).each, ledger))(records(b"a", b"bb"), kept) == Fed(3, 2, None)
     last = [headers[-1] for *_, headers in kept.sends if headers]
@@ -149,7 +149,7 @@ def test_lineage_knows_which_output_is_of_which_record() -> None:
 
 
 def test_at_most_so_many_are_run_at_once() -> None:
-    from eos.worker.handling import Handler
+    from eos.engine.handling import Handler
     from tests.unit.test_policies import Txn
 
     app = App("app")
@@ -283,7 +283,7 @@ def test_a_worker_is_refused_before_it_reaches_for_its_cluster() -> None:
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_loop_that_runs_where_the_start_could_not_see_it_is_no_failure_of_a_record(batch: bool) -> None:
-    kept = Kept()
+    kept = Collector()
 
     async def around() -> Halt | None:
         return Handler(an_app(batch)).handle(kept, records(b"a", b"b"))

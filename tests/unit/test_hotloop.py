@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 import eos
 from eos import App, hotloop
+from eos.engine.handling import Collector
 from eos.errors import ConfigurationError
 from eos.hotloop import python
 from eos.records import KEEP, Out, Record
-from eos.worker.handling import Kept
 
 try:
     from eos.hotloop import _native as native
@@ -443,7 +443,7 @@ def test_what_is_usual_leads_to_what_the_rules_in_full_say(loop: Any, record: Re
         wanted: Any = list(route.outputs(record))
     except (ConfigurationError, TypeError, ValueError) as error:
         wanted = isinstance(error, ConfigurationError)
-    kept = Kept()
+    kept = Collector()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hotloop, "feed_values", loop.feed_values)
         fed = kept.feed(route.feed, [record])

@@ -12,8 +12,8 @@ import eos.testing
 from eos import App, Out, Record, Settings
 from eos.app.lineage import Ledger
 from eos.encoding.lineage import HEADER
+from eos.engine.handling import Collector, Handler
 from eos.kafka.client.settings import OPTIONS
-from eos.worker.handling import Handler, Kept
 
 TRACE = [("traceparent", b"00-1"), ("tracestate", b"v=1")]
 HEADERS = [("other", b"x"), *TRACE, ("more", None)]
@@ -94,7 +94,7 @@ def test_a_dead_letter_has_all_headers_once() -> None:
 
 
 def test_with_lineage_both_are_there() -> None:
-    app, ledger, kept = app_of(raw), Ledger(), Kept()
+    app, ledger, kept = app_of(raw), Ledger(), Collector()
     ledger.begin(("in", 0), 0, None)
     assert Handler(app, ledger, passing=["traceparent"]).handle(kept, records(HEADERS)) is None
     assert [name for name, _ in kept.sends[0][5] or []] == ["traceparent", HEADER]
@@ -113,7 +113,7 @@ def test_by_default_a_trace_is_passed_and_nothing_else() -> None:
 
 
 def test_without_names_nothing_is_passed() -> None:
-    kept = Kept()
+    kept = Collector()
     assert Handler(app_of(raw), passing=()).handle(kept, records(HEADERS)) is None
     assert kept.sends[0][5] is None
 

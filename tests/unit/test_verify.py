@@ -24,13 +24,13 @@ from eos.app.lineage import Ledger, check_route, each_with_lineage
 from eos.app.routes import feed_each
 from eos.cli.verify import NothingToExamine, _print_result
 from eos.encoding.lineage import HEADER, Source, Tally, decode, encode, tally_of
+from eos.engine.handling import Collector
 from eos.errors import ConfigurationError
 from eos.records import Fed, Out, Record
 from eos.testing import verify as verifying
 from eos.testing.checker import Ends
 from eos.testing.history import Log
 from eos.testing.verify import Committed, Verification, judge, marks_of, verify
-from eos.worker.handling import Kept
 
 # ---- formats ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ def test_a_partition_that_begins_again_forgets_what_was_open() -> None:
 
 
 def feed(function: Callable[[Record], Any], records: list[Record]) -> tuple[list[Any], Fed, Ledger]:
-    app, ledger, kept = App("app"), Ledger(), Kept()
+    app, ledger, kept = App("app"), Ledger(), Collector()
     app.process("a", to="out")(function)
     ledger.begin(A, 0, None)
     fed = feed_each(each_with_lineage(app.routes["a"].each, ledger))(records, kept)
