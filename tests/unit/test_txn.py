@@ -33,7 +33,7 @@ def hanging(producer_id: int) -> OpenTransaction:
 
 
 def test_json_rows_keep_their_fields() -> None:
-    told = txn._open(hanging(7))
+    told = txn._open_json(hanging(7))
     assert told["last_timestamp_ms"] == 1_372_939_200_000
     assert " ".join(told) == (
         "verdict topic partition producer_id epoch start_offset last_timestamp_ms coordinator_epoch held_back "

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from eos.shim.addresses import fetch, layouts
 from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import WHOLE_FETCH_BYTES, AddressJob, LeakScan
-from eos.shim.addresses.layouts import KNOWN, Found, rewrite
+from eos.shim.addresses.layouts import KNOWN, FoundAddresses, rewrite
 from eos.shim.errors import Leak, Malformed
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.wire import api
@@ -32,7 +32,7 @@ CASES = [
 ]
 
 
-def found_in(key: int, version: int, frame: bytes) -> Found:
+def found_in(key: int, version: int, frame: bytes) -> FoundAddresses:
     return fetch.find(frame) if key == api.FETCH else layouts.find(key, version, frame)
 
 
