@@ -805,6 +805,6 @@ def test_a_compiled_loop_of_another_source_is_told_and_not_used(tmp_path: Path, 
     assert done.stdout == f"{tmp_path}/eos/hotloop/__init__.py {form}\n"
     told = done.stderr.splitlines()
     assert len(told) == (0 if used else 1)
-    assert used or told[0].endswith("is not used: build it again with `pip install -e .`")
+    assert used or told[0].endswith("is not used: rebuild it with `pip install -e .`")
     (tmp_path / "eos" / "hotloop" / "_native.c").unlink()  # as in a wheel without it
     assert "True eos.hotloop._native" in imported().stdout
