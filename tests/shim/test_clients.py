@@ -15,8 +15,8 @@ from confluent_kafka import Consumer, Producer
 
 from eos.broker import LocalKafka
 from tests.shim import java
-from tests.shim.outside import only_through
 from tests.shim.shims import RunningShim, eventually, launch, read, read_group, running
+from tests.shim.tcp_connections import only_through
 from tests.support.raw import Background
 from tests.support.reading import create_topic, wait_known
 

@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 
 from eos.broker import LocalKafka
-from tests.shim.protecting import producer_of, send, texts
+from tests.shim.protected_clients import producer_of, send, texts
 from tests.shim.shims import RunningShim, eventually, refused, start
 from tests.support.reading import create_topic, transaction_of
 

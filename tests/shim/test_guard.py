@@ -15,7 +15,7 @@ from kafka.structs import OffsetAndMetadata
 
 from eos.broker import LocalKafka
 from tests.shim import java
-from tests.shim.protecting import texts
+from tests.shim.protected_clients import texts
 from tests.shim.shims import RunningShim, eventually, refused, running
 from tests.support.reading import create_topic
 

@@ -19,7 +19,7 @@ from kafka.structs import OffsetAndMetadata
 
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
-from tests.shim.protecting import CLIENTS, Confluent, faulty, producer_of, python_producer, send, texts
+from tests.shim.protected_clients import CLIENTS, Confluent, faulty, producer_of, python_producer, send, texts
 from tests.shim.shims import eventually, running
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background

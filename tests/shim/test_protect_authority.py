@@ -18,7 +18,7 @@ from kafka.record.memory_records import MemoryRecordsBuilder
 
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
-from tests.shim.protecting import send, texts
+from tests.shim.protected_clients import send, texts
 from tests.shim.shims import RunningShim, running
 from tests.support.proxy import error_codes
 from tests.support.reading import create_topic, transaction_of

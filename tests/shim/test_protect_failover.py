@@ -9,7 +9,7 @@ from kafka.protocol.producer import AddPartitionsToTxnRequest, EndTxnRequest, In
 
 from eos.broker import LocalKafka
 from tests.shim.chaos import Ledger
-from tests.shim.protecting import CLIENTS, faulty, producer_of, send, texts
+from tests.shim.protected_clients import CLIENTS, faulty, producer_of, send, texts
 from tests.shim.shims import eventually, running
 from tests.support.proxy import ApiKey, Fault
 from tests.support.raw import Background

@@ -16,7 +16,7 @@ from kafka.errors import KafkaError
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from tests.shim.chaos import Ledger
-from tests.shim.protecting import CLIENTS, Confluent, producer_of, send, texts
+from tests.shim.protected_clients import CLIENTS, Confluent, producer_of, send, texts
 from tests.shim.shims import RunningShim, end_all, eventually, refused, running, start
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background

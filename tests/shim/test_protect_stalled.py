@@ -18,7 +18,7 @@ from kafka.record.memory_records import MemoryRecordsBuilder
 from eos.broker import LocalKafka
 from eos.shim.wire import api
 from eos.testing.shim import ShimThread
-from tests.shim.protecting import texts
+from tests.shim.protected_clients import texts
 from tests.shim.shims import eventually
 from tests.support.reading import create_topic
 from tests.support.wire import Wire, answer

@@ -16,8 +16,8 @@ from kafka.protocol.producer import ProduceRequest
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.shim.wire.cursor import string
-from tests.shim.outside import only_through
 from tests.shim.shims import RunningShim, eventually, read_group, running
+from tests.shim.tcp_connections import only_through
 from tests.support.reading import create_topic
 from tests.support.wire import Wire, answer
 

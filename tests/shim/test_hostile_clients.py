@@ -19,9 +19,9 @@ from kafka.protocol.metadata import ApiVersionsRequest
 from eos.broker import LocalKafka
 from eos.shim.wire import api
 from eos.shim.wire.cursor import uvarint
-from tests.shim import strangers
+from tests.shim import hostile_clients
+from tests.shim.hostile_clients import MIB, Honest, connect, frame, head, send_until_closed, send_until_full
 from tests.shim.shims import RunningShim, eventually, running
-from tests.shim.strangers import MIB, Honest, connect, frame, head, send_until_closed, send_until_full
 from tests.support.reading import create_topic
 from tests.support.wire import Wire
 
@@ -37,7 +37,7 @@ def shim(kafka: LocalKafka) -> Iterator[RunningShim]:
 
 @pytest.fixture
 def honest(shim: RunningShim, kafka: LocalKafka, names: Callable[[str], str]) -> Iterator[Honest]:
-    """Is there before the strangers and while they are; what it saw is judged at the end of the test."""
+    """Run an honest client before and during the test, and check its response times at the end."""
     topic = names("honest")
     create_topic(kafka.bootstrap_servers, topic)
     with Honest(shim, kafka.bootstrap_servers, topic) as honest:
@@ -190,14 +190,14 @@ def test_all_versions_of_kafka_are_offered(shim: RunningShim, kafka: LocalKafka)
 def test_random_frames(
     kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path, seconds: float, per_key: int
 ) -> None:
-    """The ten minutes are `python -m tests.shim.strangers` too."""
+    """The ten minutes are `python -m tests.shim.hostile_clients` too."""
     topic = names("honest")
     create_topic(kafka.bootstrap_servers, topic)
     seed = int(time.time())
     print(f"seed {seed}")
-    with strangers.guarded_shim(kafka.bootstrap_servers, tmp_path) as shim:
+    with hostile_clients.guarded_shim(kafka.bootstrap_servers, tmp_path) as shim:
         with Honest(shim, kafka.bootstrap_servers, topic) as honest:
-            assert strangers.random_frames(shim, seconds, per_key, seed) > 20
+            assert hostile_clients.random_frames(shim, seconds, per_key, seed) > 20
         honest.check()
         assert len(shim.events) < 100 + 60 * (seconds / 60 + 1)
         assert shim.named("connection closed")
