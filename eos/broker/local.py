@@ -196,13 +196,13 @@ class LocalKafka:
             try:
                 nodes = [self._node(i) for i in range(self._count)]
                 seen = [fetch_metadata(f"{HOST}:{node.ports.client}") for node in nodes if node.is_reachable]
-                behind = [f"{topic}-{partition}" for one in seen for topic, partition in one.not_in_sync()]
-                if seen and not behind:
+                late = [f"{topic}-{partition}" for one in seen for topic, partition in one.not_in_sync()]
+                if seen and not late:
                     return len(seen[0].partitions)
             except OSError as error:
-                behind = [str(error)]
+                late = [str(error)]
             if time.monotonic() > deadline:
-                raise Unavailable(f"after {timeout_s:.0f} s not in sync: {', '.join(behind[:5])}")
+                raise Unavailable(f"after {timeout_s:.0f} s not in sync: {', '.join(late[:5])}")
             time.sleep(0.1)
 
     def _node(self, i: int) -> Node:

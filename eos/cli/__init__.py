@@ -81,8 +81,8 @@ def _commands_to_load(first: str) -> Iterable[str]:
     return (first,) if first in COMMANDS else COMMANDS
 
 
-def _print_versions(asked: bool) -> None:
-    if not asked:
+def _print_versions(requested: bool) -> None:
+    if not requested:
         return
     from importlib import metadata  # imported here: a worker must not pay for it at its start
 

@@ -33,7 +33,7 @@ from eos.worker.new_topics import topic_names
 from eos.worker.replay import DROPPING, Replay, ReplayResult, Settling
 
 _TIMEOUT_S = 5.0
-_MESSAGE = 80
+_MESSAGE_LENGTH = 80
 
 app = typer.Typer(
     no_args_is_help=True, help="List dead letters with their errors; repair, replay or drop them exactly once."
@@ -295,7 +295,13 @@ def _group_by_exception(topic: str, found: Iterable[DeadLetter]) -> list[LetterG
         # A replay that failed replaces the earlier dead letter. Without a replay a record may have two dead letters.
         copies[origin] += not (letter.replays and copies[origin])
         at = letter.record.partition, letter.record.offset
-        newest[*origin, copies[origin]] = letter.source, letter.exception, letter.message[:_MESSAGE], letter.replays, at
+        newest[*origin, copies[origin]] = (
+            letter.source,
+            letter.exception,
+            letter.message[:_MESSAGE_LENGTH],
+            letter.replays,
+            at,
+        )
     groups: dict[tuple[str, str], LetterGroup] = {}
     for (app_id, *_), (source, exception, message, replays, _) in sorted(newest.items(), key=lambda one: one[1][-1]):
         group = groups.setdefault((app_id, exception), LetterGroup(topic, app_id, exception, 0, source, source, 0, ""))

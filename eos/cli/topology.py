@@ -30,7 +30,7 @@ def _sources(app: App, route: Route) -> list[str]:
     return [topic for topic, of in app.routes.items() if of is route] + patterns
 
 
-def _letters(app: App, route: Route) -> list[str]:
+def _dead_letter_topics(app: App, route: Route) -> list[str]:
     if route.on_error.verdict != "dlq":
         return []
     return [dead_letter_topic(source) for source in _sources(app, route) if not is_pattern(source)]
@@ -49,7 +49,7 @@ def _text(app: App) -> list[str]:
         lines.append(f"  {route.name}")
         lines.append(f"    reads   {', '.join(_sources(app, route))}")
         lines.append(f"    writes  {', '.join(route.destinations) or '-'}")
-        if letters := _letters(app, route):
+        if letters := _dead_letter_topics(app, route):
             lines.append(f"    failed  {', '.join(letters)}")
         if route.stores:
             lines.append(f"    state   {', '.join(_stores(route))}, by key, in {changelog_of(app.id, route)}")
@@ -74,7 +74,9 @@ def _flowchart(app: App) -> list[str]:
         function = node("function", route.name)
         lines += [f"  {node('topic', topic)} --> {function}" for topic in _sources(app, route)]
         lines += [f"  {function} --> {node('topic', topic)}" for topic in route.destinations]
-        lines += [f"  {function} -. failed records .-> {node('topic', topic)}" for topic in _letters(app, route)]
+        lines += [
+            f"  {function} -. failed records .-> {node('topic', topic)}" for topic in _dead_letter_topics(app, route)
+        ]
         if route.stores:
             lines.append(f"  {function} <--> {node('state', changelog_of(app.id, route))}")
     return lines

@@ -64,7 +64,7 @@ def list_(
     if wanted:
         rows = [row for row in rows if row.state in wanted]
     if json:
-        print_json([_listed(row) for row in rows])
+        print_json([_listed_json(row) for row in rows])
         return
     table = Table("transactional.id", "state", "producer id", "epoch", "coordinator", "open for", "partitions")
     for row in rows:
@@ -72,7 +72,7 @@ def list_(
         parts = str(len(row.partitions))
         ids = (str(row.producer_id), str(row.epoch), str(row.coordinator))
         table.add_row(row.transactional_id, row.state, *ids, age, parts)
-    _print_table(table, _nothing(wanted, prefix), len(rows))
+    _print_table(table, _no_rows_sentence(wanted, prefix), len(rows))
 
 
 @app.command()
@@ -89,7 +89,7 @@ def describe(
         raise Unavailable(f"{transactional_id}: no coordinator knows this transactional.id (never used, or expired)")
     row = rows[0]
     if json:
-        print_json(_listed(row))
+        print_json(_listed_json(row))
         return
     table = Table("", row.transactional_id)
     table.add_row("state", row.state)
@@ -119,7 +119,7 @@ def find_hanging(
     hanging = only_hanging(found)
     shown = found if open_too else hanging
     if json:
-        print_json([_open(t) for t in shown])
+        print_json([_open_json(t) for t in shown])
     else:
         _print_table(open_transactions_table(shown), "no hanging transactions", len(shown))
         for command in dict.fromkeys(abort_command(t) for t in hanging):
@@ -149,10 +149,10 @@ def abort(
             confirm(f"end the open transaction of {transactional_id} and fence its owner", yes)
             before, after = abort_open_transaction(admin, loaded, transactional_id)
             if json:
-                print_json([_ended({"transactional_id": transactional_id}, before, after)])
+                print_json([_ended_json({"transactional_id": transactional_id}, before, after)])
                 return
             was = f"was {before.state} (producer id {before.producer_id}, epoch {before.epoch})"
-            print(f"{transactional_id}: {was}, is {after.state if after else 'gone'}; its former owner is fenced")
+            print(f"{transactional_id}: {was}, is {after.state if after else 'removed'}; its former owner is fenced")
             return
         assert topic is not None
         assert partition is not None
@@ -174,7 +174,9 @@ def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, j
             ids = (found.producer.producer_id, found.producer.epoch)
             where = {"topic": topic, "partition": partition}
             done.append(
-                _ended(where, TransactionalIdState(found.verdict.value, *ids), TransactionalIdState("aborted", *ids))
+                _ended_json(
+                    where, TransactionalIdState(found.verdict.value, *ids), TransactionalIdState("aborted", *ids)
+                )
             )
             if not json:
                 print(f"{format_position(*found.partition)}: aborted the transaction of {who}")
@@ -201,19 +203,21 @@ def abort_command(hanging: OpenTransaction) -> str:
     return f"eos txn abort --topic {topic} --partition {partition}"
 
 
-def _listed(row: ListedTransaction) -> dict[str, Any]:
+def _listed_json(row: ListedTransaction) -> dict[str, Any]:
     return dataclasses.asdict(row) | {"partitions": [list(p) for p in sorted(row.partitions)]}
 
 
-def _ended(what: dict[str, Any], before: TransactionalIdState, after: TransactionalIdState | None) -> dict[str, Any]:
-    return what | {"before": _known(before), "after": _known(after)}
+def _ended_json(
+    what: dict[str, Any], before: TransactionalIdState, after: TransactionalIdState | None
+) -> dict[str, Any]:
+    return what | {"before": _described_json(before), "after": _described_json(after)}
 
 
-def _known(seen: TransactionalIdState | None) -> dict[str, Any] | None:
+def _described_json(seen: TransactionalIdState | None) -> dict[str, Any] | None:
     return None if seen is None else {"state": seen.state, "producer_id": seen.producer_id, "epoch": seen.epoch}
 
 
-def _open(t: OpenTransaction) -> dict[str, Any]:
+def _open_json(t: OpenTransaction) -> dict[str, Any]:
     topic, partition = t.partition
     numbers = {k: v for k, v in dataclasses.asdict(t.producer).items() if k != "partition"}
     return {
@@ -251,7 +255,7 @@ def _parse_states(names: Sequence[str]) -> set[str]:
     return {spelling[name.lower()] for name in names}
 
 
-def _nothing(states: Collection[str], prefix: str) -> str:
+def _no_rows_sentence(states: Collection[str], prefix: str) -> str:
     beginning = f" with prefix {prefix}" if prefix else ""
     state = f" in state {' or '.join(sorted(states))}" if states else ""
     return f"no transactional.id{beginning}{state}"

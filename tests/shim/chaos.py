@@ -34,7 +34,7 @@ from kafka.errors import KafkaError
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.shim.wire import api
-from tests.shim.protecting import CLIENTS, Client, Confluent, producer_of
+from tests.shim.protected_clients import CLIENTS, Client, Confluent, producer_of
 from tests.shim.shims import RunningShim, start
 from tests.support.proxy import proxied_port, read_frame
 from tests.support.reading import create_topic, settled_values, stable_offset

@@ -15,8 +15,8 @@ from confluent_kafka import Consumer, Producer
 
 from eos.broker import LocalKafka
 from tests.shim import java
-from tests.shim.outside import only_through
 from tests.shim.shims import RunningShim, eventually, launch, read, read_group, running
+from tests.shim.tcp_connections import only_through
 from tests.support.raw import Background
 from tests.support.reading import create_topic, wait_known
 
@@ -85,7 +85,7 @@ def test_confluent_kafka_commits_aborts_and_reads_in_a_group(
 
 
 @pytest.mark.parametrize("codec", ["none", "gzip", "lz4", "zstd"])
-def test_records_of_every_codec_and_large_ones_arrive_unchanged(shim: RunningShim, names: Names, codec: str) -> None:
+def test_records_of_every_codec_arrive_unchanged(shim: RunningShim, names: Names, codec: str) -> None:
     topic = make_topic(shim, names("t"), 1)
     producer = Producer(
         {"bootstrap.servers": shim.bootstrap_servers, "compression.codec": codec, "message.max.bytes": 1_000_000}
@@ -97,9 +97,7 @@ def test_records_of_every_codec_and_large_ones_arrive_unchanged(shim: RunningShi
     assert read_group(shim.bootstrap_servers, names("g"), topic, count=len(values)) == values
 
 
-def test_a_producer_without_acknowledgements_is_no_trouble_for_what_follows_on_its_connection(
-    shim: RunningShim, names: Names
-) -> None:
+def test_acks_0_producer_keeps_its_connection_usable(shim: RunningShim, names: Names) -> None:
     topic = make_topic(shim, names("t"), 1)
     producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "acks": 0})
     for i in range(200):
@@ -111,9 +109,7 @@ def test_a_producer_without_acknowledgements_is_no_trouble_for_what_follows_on_i
     assert read_group(shim.bootstrap_servers, names("g"), topic, count=200) == [str(i) for i in range(200)]
 
 
-def test_kafka_python_administers_produces_transactions_and_consumes(
-    broker: LocalKafka, shim: RunningShim, names: Names
-) -> None:
+def test_kafka_python_administers_produces_and_consumes(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
     from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 
     topic, servers = names("t"), shim.bootstrap_servers
@@ -180,7 +176,7 @@ def test_aiokafka_produces_transactions_and_consumes(broker: LocalKafka, shim: R
     assert asyncio.run(work()) == [str(i) for i in range(20)]
 
 
-def test_the_java_console_tools_produce_and_consume(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
+def test_java_console_tools_produce_and_consume(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
     topic, servers = make_topic(shim, names("t"), 1), shim.bootstrap_servers
     with only_through(shim, broker):
         lines = [f"line {i}" for i in range(30)]
@@ -193,7 +189,7 @@ def test_the_java_console_tools_produce_and_consume(broker: LocalKafka, shim: Ru
         assert read.splitlines() == lines
 
 
-def test_a_java_transactional_client_copies_exactly_once(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
+def test_java_transactional_client_copies_exactly_once(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
     source, target = make_topic(shim, names("in"), 1), make_topic(shim, names("out"), 1)
     producer = Producer({"bootstrap.servers": shim.bootstrap_servers})
     for i in range(200):
@@ -210,7 +206,7 @@ def test_a_java_transactional_client_copies_exactly_once(broker: LocalKafka, shi
     assert read_group(shim.bootstrap_servers, names("v"), target, count=200) == [str(i) for i in range(200)]
 
 
-def test_a_java_share_group_consumes(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
+def test_java_share_group_consumes(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
     if broker.version.startswith("3"):
         pytest.skip("share groups (KIP-932) came with 4.0")
     topic, servers = make_topic(shim, names("t"), 1), shim.bootstrap_servers
@@ -262,7 +258,7 @@ def test_kcat_lists_produces_and_consumes(broker: LocalKafka, shim: RunningShim,
     assert {each["name"] for each in listed["brokers"]} == set(shim.addresses)
 
 
-def test_our_own_worker_runs_an_app(broker: LocalKafka, shim: RunningShim, names: Names, tmp_path: Path) -> None:
+def test_eos_worker_runs_an_app(broker: LocalKafka, shim: RunningShim, names: Names, tmp_path: Path) -> None:
     # The example with names of this try: another try would meet the topics, the group and the transactions of this one.
     app, code = tmp_path / "flights.py", Path("examples/flights.py").read_text()
     for name in ("flights", "flight-delays", "late-flights"):

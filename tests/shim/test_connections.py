@@ -51,7 +51,7 @@ def closed(shim: RunningShim, reason: str) -> None:
     ],
     ids=["http", "tls", "zeros", "no-api"],
 )
-def test_garbage_before_the_first_request_is_closed_with_one_line(
+def test_garbage_first_bytes_close_the_connection_with_one_line(
     broker: FakeBroker, garbage: bytes, reason: str
 ) -> None:
     with running(broker.address) as shim:
@@ -63,7 +63,7 @@ def test_garbage_before_the_first_request_is_closed_with_one_line(
             assert wire.ask(MetadataRequest(version=4, topics=[])).brokers
 
 
-def test_an_upstream_address_in_an_answer_of_an_unknown_version_ends_the_connection_with_one_line() -> None:
+def test_leaked_address_in_unknown_version_closes_the_connection() -> None:
     def answer(request: bytes) -> bytes:
         return b"\0\0\0\x01" + b"\0\x09127.0.0.1" + upstream.port.to_bytes(4, "big") + b"more"
 
@@ -74,7 +74,7 @@ def test_an_upstream_address_in_an_answer_of_an_unknown_version_ends_the_connect
         closed(shim, f"the upstream address {upstream.address} is in a response to Metadata v99")
 
 
-def test_an_answer_that_cannot_be_followed_is_not_passed_on() -> None:
+def test_unreadable_response_is_not_forwarded() -> None:
     with FakeBroker(lambda request: b"\x7f" * 40) as broker, running(broker.address) as shim:
         with Wire(shim.bootstrap_servers) as wire:
             wire.socket.sendall(frame(3, 1, 5))
@@ -82,7 +82,7 @@ def test_an_answer_that_cannot_be_followed_is_not_passed_on() -> None:
         closed(shim, "does not fit into its frame")
 
 
-def test_an_answer_out_of_order_is_not_passed_on() -> None:
+def test_response_out_of_order_is_not_forwarded() -> None:
     def take(connection: socket.socket) -> None:
         connection.recv(1000)
         connection.sendall(b"\0\0\0\x08" + (77).to_bytes(4, "big") + b"body")
@@ -94,7 +94,7 @@ def test_an_answer_out_of_order_is_not_passed_on() -> None:
         closed(shim, "request 77 out of order")
 
 
-def test_unknown_apis_and_versions_pass_unchanged_in_both_directions() -> None:
+def test_unknown_apis_and_versions_are_forwarded_unchanged() -> None:
     seen: list[bytes] = []
 
     def answer(request: bytes) -> bytes:
@@ -113,7 +113,7 @@ def test_unknown_apis_and_versions_pass_unchanged_in_both_directions() -> None:
         assert len(seen) == 5
 
 
-def test_old_style_sasl_without_headers_is_refused_with_one_line(broker: FakeBroker) -> None:
+def test_sasl_handshake_v0_is_refused_with_one_line(broker: FakeBroker) -> None:
     with running(broker.address) as shim:
         with Wire(shim.bootstrap_servers) as wire:
             wire.socket.sendall(frame(17, 0, 1, b"\0\x05PLAIN"))
@@ -125,7 +125,7 @@ def memory(shim: RunningShim) -> int:
     return int(psutil.Process(shim.process.pid).memory_info().rss)
 
 
-def test_a_huge_frame_streams_through_without_being_kept() -> None:
+def test_huge_frame_is_streamed_without_being_kept() -> None:
     received = threading.Event()
     total = 90 * MIB
 
@@ -157,7 +157,7 @@ def test_a_huge_frame_streams_through_without_being_kept() -> None:
 
 
 @pytest.mark.parametrize("slow", ["broker", "client"])
-def test_a_side_that_does_not_read_stops_the_other_from_filling_memory(slow: str) -> None:
+def test_slow_reader_pauses_the_other_side(slow: str) -> None:
     go, ended = threading.Event(), threading.Event()
 
     def take(connection: socket.socket) -> None:
@@ -208,7 +208,7 @@ def test_a_side_that_does_not_read_stops_the_other_from_filling_memory(slow: str
         eventually(ended.is_set)
 
 
-def test_a_client_that_closes_its_half_still_gets_its_answer() -> None:
+def test_half_closed_client_gets_its_response() -> None:
     saw_end = threading.Event()
 
     def take(connection: socket.socket) -> None:
@@ -228,7 +228,7 @@ def test_a_client_that_closes_its_half_still_gets_its_answer() -> None:
         eventually(lambda: not shim.connections())
 
 
-def test_a_broker_that_closes_ends_the_clients_connection_after_its_last_answer() -> None:
+def test_broker_close_ends_client_after_last_response() -> None:
     def take(connection: socket.socket) -> None:
         data = connection.recv(1000)
         connection.sendall((4 + 3 * MIB).to_bytes(4, "big") + data[8:12] + bytes(3 * MIB))
@@ -240,7 +240,7 @@ def test_a_broker_that_closes_ends_the_clients_connection_after_its_last_answer(
         assert wire.ended()
 
 
-def test_many_connections_leave_nothing_behind(broker: FakeBroker) -> None:
+def test_many_connections_leave_no_resources(broker: FakeBroker) -> None:
     with running(broker.address) as shim:
 
         def burst(count: int) -> None:
@@ -262,7 +262,7 @@ def test_many_connections_leave_nothing_behind(broker: FakeBroker) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_shim_delivers_the_answers_under_way_and_exits_with_0(number: signal.Signals) -> None:
+def test_stopped_shim_delivers_pending_responses(number: signal.Signals) -> None:
     asked, go = threading.Event(), threading.Event()
 
     def answer(request: bytes) -> bytes:
@@ -284,7 +284,7 @@ def test_a_stopped_shim_delivers_the_answers_under_way_and_exits_with_0(number: 
         assert shim.process.wait(10) == 0
 
 
-def test_a_stopped_shim_takes_the_rest_of_a_request_that_has_begun_to_pass() -> None:
+def test_stopped_shim_completes_a_request_in_progress() -> None:
     """A Produce of a busy producer is always under way; without its rest the stop would last until its time is up."""
     began = threading.Event()
     sent = frame(36, 1, 9, bytes(MIB))
@@ -309,7 +309,7 @@ def test_a_stopped_shim_takes_the_rest_of_a_request_that_has_begun_to_pass() -> 
         assert not shim.named("drain timed out"), "it waited until its time was up"
 
 
-def test_wrong_arguments_end_with_one_sentence_and_the_codes_of_the_command_line(broker: FakeBroker) -> None:
+def test_wrong_arguments_end_with_sentence_and_exit_code(broker: FakeBroker) -> None:
     free, taken = free_ports(2)
     there = broker.address
     with socket.create_server(("127.0.0.1", taken)):
@@ -347,7 +347,7 @@ def test_wrong_arguments_end_with_one_sentence_and_the_codes_of_the_command_line
             refused(code, sentence, *arguments)
 
 
-def test_an_upstream_that_is_no_kafka_is_said_so() -> None:
+def test_upstream_that_is_not_kafka_is_named() -> None:
     class Web(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             self.request.recv(100)
@@ -362,7 +362,7 @@ def test_an_upstream_that_is_no_kafka_is_said_so() -> None:
             server.shutdown()
 
 
-def test_clients_are_told_what_advertise_says(broker: FakeBroker) -> None:
+def test_clients_get_the_advertised_address(broker: FakeBroker) -> None:
     (port,) = free_ports(1)
     options = ("--listen", f"127.0.0.1:{port}", "--advertise", "shim.example:7000")
     with running(broker.address, *options) as shim, Wire(f"127.0.0.1:{port}") as wire:
@@ -371,7 +371,7 @@ def test_clients_are_told_what_advertise_says(broker: FakeBroker) -> None:
         assert shim.addresses == ["shim.example:7000"]
 
 
-def test_900_unfinished_heads_take_no_more_memory_than_connections_may_hold() -> None:
+def test_unfinished_heads_stay_within_the_memory_limit() -> None:
     """Of 119 KB each, 107 MB in all, where 33 MiB are allowed; a connection itself takes 20 KB."""
     begun = struct.pack(">ihhih", 600_000, 0, 9, 1, -1) + b"\1\x63" + uvarint(120_000) + bytes(119_000)
     options = ("--max-frame-bytes", str(MIB))

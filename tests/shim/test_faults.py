@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 
 from eos.broker import LocalKafka
-from tests.shim.protecting import producer_of, send, texts
+from tests.shim.protected_clients import producer_of, send, texts
 from tests.shim.shims import RunningShim, eventually, refused, start
 from tests.support.reading import create_topic, transaction_of
 
@@ -40,9 +40,7 @@ def plain_producer(shim: RunningShim) -> Producer:
     return Producer({"bootstrap.servers": shim.bootstrap_servers, "linger.ms": 0, "log_level": 0})
 
 
-def test_a_late_commit_arrives_when_the_next_transaction_has_a_record_and_commits_half_of_it(
-    kafka: LocalKafka, names: Names, tmp_path: Path
-) -> None:
+def test_late_commit_commits_half_of_next_transaction(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
     plan = """
     [[rule]]
@@ -71,7 +69,7 @@ def test_a_late_commit_arrives_when_the_next_transaction_has_a_record_and_commit
     ("phase", "applied"), [("before_apply", False), ("after_apply", True)], ids=["before the broker", "after it"]
 )
 @pytest.mark.parametrize("action", ["blackhole", "reset"])
-def test_the_broker_has_ended_the_transaction_only_if_the_fault_came_after_it(
+def test_fault_phase_decides_if_broker_ended_transaction(
     kafka: LocalKafka, names: Names, tmp_path: Path, action: str, phase: str, applied: bool
 ) -> None:
     """The client gets no answer either way; `times` takes its retries too, so that only the first counts."""
@@ -89,9 +87,7 @@ def test_the_broker_has_ended_the_transaction_only_if_the_fault_came_after_it(
         assert eventually(lambda: shim.named("fault injected"))[0]["rule"].startswith(f"{action} {phase} at EndTxn")
 
 
-def test_a_held_request_keeps_what_is_behind_it_and_goes_on_after_its_time(
-    kafka: LocalKafka, names: Names, tmp_path: Path
-) -> None:
+def test_held_request_delays_later_ones_for_its_time(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     plan = '[[rule]]\napi = "Produce"\naction = "delay"\nseconds = 1.5\nnth = 2\n'
     plan += '[[rule]]\napi = "AddPartitionsToTxn"\naction = "delay"\nphase = "after_apply"\nseconds = 1.0\n'
@@ -112,9 +108,7 @@ def test_a_held_request_keeps_what_is_behind_it_and_goes_on_after_its_time(
     assert texts(kafka.bootstrap_servers, topic) == [str(number) for number in range(20)]
 
 
-def test_an_error_before_is_the_shims_and_after_is_in_place_of_the_brokers(
-    kafka: LocalKafka, names: Names, tmp_path: Path
-) -> None:
+def test_error_fault_replaces_request_or_response(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     plan = """
     [[rule]]
@@ -141,7 +135,7 @@ def test_an_error_before_is_the_shims_and_after_is_in_place_of_the_brokers(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_fault_beside_another_strikes_the_other_partition_whichever_was_first(
+def test_fault_beside_another_hits_the_other_partition(
     kafka: LocalKafka, names: Names, tmp_path: Path, first: int
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
@@ -165,9 +159,7 @@ def test_a_fault_beside_another_strikes_the_other_partition_whichever_was_first(
         producer.close()
 
 
-def test_an_answer_that_waits_for_another_rule_is_given_when_that_one_has_struck(
-    kafka: LocalKafka, names: Names, tmp_path: Path
-) -> None:
+def test_response_waits_until_another_rule_fired(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
     plan = """
     [[rule]]
@@ -205,9 +197,7 @@ def test_an_answer_that_waits_for_another_rule_is_given_when_that_one_has_struck
 
 
 @pytest.mark.parametrize("phase", ["before_apply", "after_apply", "late"])
-def test_a_duplicate_produce_is_one_record_because_the_broker_knows_its_sequence(
-    kafka: LocalKafka, names: Names, tmp_path: Path, phase: str
-) -> None:
+def test_duplicate_produce_is_appended_once(kafka: LocalKafka, names: Names, tmp_path: Path, phase: str) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     plan = f'[[rule]]\napi = "Produce"\naction = "duplicate"\nphase = "{phase}"\n'
     plan += 'until = { api = "EndTxn", when = "arrives" }\n' if phase == "late" else ""
@@ -222,7 +212,7 @@ def test_a_duplicate_produce_is_one_record_because_the_broker_knows_its_sequence
     assert texts(kafka.bootstrap_servers, topic) == ["x"]
 
 
-def test_a_throttled_answer_reaches_the_client_as_such(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+def test_throttled_response_reaches_the_client(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     plan = '[[rule]]\napi = "Produce"\naction = "throttle"\nphase = "after_apply"\nthrottle_ms = 700\n'
     with faulty(kafka, tmp_path, plan) as shim:
@@ -246,7 +236,7 @@ def test_a_throttled_answer_reaches_the_client_as_such(kafka: LocalKafka, names:
     ],
     ids=["it never fired", "its event never came"],
 )
-def test_a_plan_that_did_not_come_true_fails_the_run_and_says_why(
+def test_rule_that_did_not_fire_fails_the_run(
     kafka: LocalKafka, names: Names, tmp_path: Path, rest: str, sentence: str
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
@@ -280,7 +270,7 @@ def test_a_plan_that_did_not_come_true_fails_the_run_and_says_why(
         ("rule = [", "cannot be read"),
     ],
 )
-def test_a_wrong_plan_is_one_sentence_and_exit_code_78(tmp_path: Path, plan: str, sentence: str) -> None:
+def test_invalid_plan_is_one_sentence_and_exit_code_78(tmp_path: Path, plan: str, sentence: str) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(plan)
     said = refused(78, sentence, "--upstream", "127.0.0.1:1", "--faults", str(path))

@@ -15,7 +15,7 @@ from kafka.structs import OffsetAndMetadata
 
 from eos.broker import LocalKafka
 from tests.shim import java
-from tests.shim.protecting import texts
+from tests.shim.protected_clients import texts
 from tests.shim.shims import RunningShim, eventually, refused, running
 from tests.support.reading import create_topic
 
@@ -76,7 +76,7 @@ def commit_one(servers: str, name: str, topic: str, value: str) -> None:
     producer.close()
 
 
-def test_confluent_kafka_writes_a_guarded_topic_in_transactions_only(guarded: Guarded) -> None:
+def test_confluent_kafka_writes_guarded_topic_transactionally(guarded: Guarded) -> None:
     errors: list[Any] = []
     plain = Producer({"bootstrap.servers": guarded.servers, "log_level": 0})
     for topic in (guarded.topic, guarded.free):
@@ -91,7 +91,7 @@ def test_confluent_kafka_writes_a_guarded_topic_in_transactions_only(guarded: Gu
     assert guarded.topic in refusal["reason"]
 
 
-def test_kafka_python_is_refused_records_offsets_and_uncommitted_reads(guarded: Guarded) -> None:
+def test_kafka_python_is_refused_by_the_policy(guarded: Guarded) -> None:
     producer = KafkaProducer(bootstrap_servers=guarded.servers, retries=2)
     with pytest.raises(TopicAuthorizationFailedError):
         producer.send(guarded.topic, b"plain", partition=0).get(30)
@@ -131,7 +131,7 @@ def test_kafka_python_is_refused_records_offsets_and_uncommitted_reads(guarded: 
     }
 
 
-def test_confluent_kafka_reads_a_guarded_topic_committed_only_and_commits_offsets_in_transactions_only(
+def test_confluent_kafka_reads_guarded_topic_committed_only(
     guarded: Guarded,
 ) -> None:
     commit_one(guarded.servers, guarded.name, guarded.topic, "transactional")
@@ -158,7 +158,7 @@ def test_confluent_kafka_reads_a_guarded_topic_committed_only_and_commits_offset
     producer.close()
 
 
-def test_a_too_long_transaction_timeout_and_another_ones_transactional_id_are_refused_at_the_init(
+def test_long_timeout_and_foreign_id_are_refused_at_init(
     guarded: Guarded,
 ) -> None:
     for name, timeout_ms, code in (
@@ -176,7 +176,7 @@ def test_a_too_long_transaction_timeout_and_another_ones_transactional_id_are_re
     ]
 
 
-def test_javas_console_clients_are_refused_too(guarded: Guarded) -> None:
+def test_java_console_clients_are_refused(guarded: Guarded) -> None:
     """The newest Java clients name topics by id in Produce and Fetch; the guard knows the names from Metadata."""
     commit_one(guarded.servers, guarded.name, guarded.topic, "transactional")
     produce = ["--bootstrap-server", guarded.servers, "--topic", guarded.topic]
@@ -205,7 +205,7 @@ def test_javas_console_clients_are_refused_too(guarded: Guarded) -> None:
         ("[[principal]]\nname = 'a'\ntransactional_id_prefixes = [1]", "expected list"),
     ],
 )
-def test_a_wrong_policy_is_one_sentence_and_exit_code_78(tmp_path: Path, policy: str, sentence: str) -> None:
+def test_invalid_policy_is_one_sentence_and_exit_code_78(tmp_path: Path, policy: str, sentence: str) -> None:
     path = tmp_path / "policy.toml"
     path.write_text(policy)
     refused(78, sentence, "--upstream", "127.0.0.1:1", "--policy", str(path))

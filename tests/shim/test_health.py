@@ -58,7 +58,7 @@ def transactions(servers: str, name: str, topic: str) -> None:
 
 
 @pytest.mark.parametrize("protection", ["--no-protect", "--protect"])
-def test_the_counts_are_of_what_passed(kafka: LocalKafka, names: Names, tmp_path: Path, protection: str) -> None:
+def test_metrics_count_forwarded_traffic(kafka: LocalKafka, names: Names, tmp_path: Path, protection: str) -> None:
     topic, plan = create_topic(kafka.bootstrap_servers, names("out")), tmp_path / "plan.toml"
     plan.write_text('[[rule]]\napi = "AddPartitionsToTxn"\naction = "error"\nerror = "NOT_COORDINATOR"\n')
     policy = tmp_path / "policy.toml"
@@ -88,7 +88,7 @@ def test_the_counts_are_of_what_passed(kafka: LocalKafka, names: Names, tmp_path
         eventually(lambda: metrics(shim)["eos_shim_connections",] == 0)
 
 
-def test_a_shim_that_hangs_is_not_alive_and_one_without_brokers_is_not_ready(names: Names) -> None:
+def test_hanging_shim_is_not_live_and_without_brokers_not_ready(names: Names) -> None:
     with LocalKafka() as kafka, running(kafka.bootstrap_servers, *_OPTIONS) as shim:
         assert ask(shim, "/readyz")[0] == 200
         kafka.kill(0)
@@ -108,7 +108,7 @@ def test_a_shim_that_hangs_is_not_alive_and_one_without_brokers_is_not_ready(nam
         eventually(lambda: ask(shim, "/livez")[0] == 200)
 
 
-def test_protection_begins_when_the_brokers_allow_it_and_where_it_is_required_transactions_wait_for_it(
+def test_required_protection_waits_until_brokers_support_it(
     names: Names,
 ) -> None:
     """The same addresses with Kafka 3.9.2 first, then nobody, then 4.4.0."""

@@ -19,7 +19,7 @@ from kafka.structs import OffsetAndMetadata
 
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
-from tests.shim.protecting import CLIENTS, Confluent, faulty, producer_of, python_producer, send, texts
+from tests.shim.protected_clients import CLIENTS, Confluent, faulty, producer_of, python_producer, send, texts
 from tests.shim.shims import eventually, running
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background
@@ -29,9 +29,7 @@ Names = Callable[[str], str]
 
 
 @pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
-def test_a_transaction_has_an_epoch_of_its_own_whether_it_commits_or_aborts(
-    kafka: LocalKafka, names: Names, codec: str
-) -> None:
+def test_each_transaction_has_its_own_epoch(kafka: LocalKafka, names: Names, codec: str) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out"), partitions=3), names("id")
     with running(kafka.bootstrap_servers) as shim:
         assert shim.named("protection started"), "by default"
@@ -54,7 +52,7 @@ def test_a_transaction_has_an_epoch_of_its_own_whether_it_commits_or_aborts(
     assert sorted(texts(kafka.bootstrap_servers, topic)) == sorted(wanted)
 
 
-def test_consume_transform_produce_goes_through_with_every_record_once(kafka: LocalKafka, names: Names) -> None:
+def test_consume_transform_produce_copies_every_record_once(kafka: LocalKafka, names: Names) -> None:
     servers = kafka.bootstrap_servers
     source, target, group, name = names("in"), names("out"), names("g"), names("id")
     create_topic(servers, source, 2)
@@ -109,7 +107,7 @@ BOTH_CLIENTS = pytest.mark.parametrize("client_name", CLIENTS)
 @SIDES
 @OPTIONS
 @pytest.mark.parametrize("late_outcome", ["commit", "abort"])
-def test_h1_a_late_end_does_not_end_the_next_transaction(
+def test_h1_late_end_does_not_end_the_next_transaction(
     kafka: LocalKafka, names: Names, client_name: str, side: str, option: str, late_outcome: str
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
@@ -145,7 +143,7 @@ def test_h1_a_late_end_does_not_end_the_next_transaction(
 @pytest.mark.parametrize(
     "rest", ["offsets and a commit", "the same partition and a commit", "the same partition and an abort", "a crash"]
 )
-def test_h1_whatever_the_next_transaction_goes_on_with_it_is_whole(
+def test_h1_next_transaction_is_complete_after_a_late_end(
     kafka: LocalKafka, names: Names, client_name: str, side: str, option: str, rest: str
 ) -> None:
     servers, group = kafka.bootstrap_servers, names("g")
@@ -187,7 +185,7 @@ def test_h1_whatever_the_next_transaction_goes_on_with_it_is_whole(
 
 @BOTH_CLIENTS
 @pytest.mark.parametrize("outcome", ["commit", "abort"])
-def test_an_end_whose_answer_is_lost_three_times_ends_its_transaction_once_and_not_the_next(
+def test_end_with_lost_responses_ends_its_transaction_once(
     kafka: LocalKafka, names: Names, client_name: str, outcome: str
 ) -> None:
     topic, commits = create_topic(kafka.bootstrap_servers, names("out")), outcome == "commit"
@@ -218,7 +216,7 @@ def test_an_end_whose_answer_is_lost_three_times_ends_its_transaction_once_and_n
 @SIDES
 @OPTIONS
 @pytest.mark.parametrize("fault", [Fault.CUT_AFTER, Fault.LATE_COPY], ids=["acknowledgement lost", "record late"])
-def test_h2b_a_produce_that_was_given_up_costs_the_next_transaction_nothing(
+def test_h2b_abandoned_produce_does_not_harm_next_transaction(
     kafka: LocalKafka, names: Names, client_name: str, side: str, option: str, fault: Fault
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
@@ -270,7 +268,7 @@ def test_h2b_a_produce_that_was_given_up_costs_the_next_transaction_nothing(
 @BOTH_CLIENTS
 @SIDES
 @OPTIONS
-def test_late_offsets_do_not_move_the_group_in_the_next_transaction(
+def test_late_offsets_do_not_move_the_group(
     kafka: LocalKafka, names: Names, client_name: str, side: str, option: str
 ) -> None:
     servers, group = kafka.bootstrap_servers, names("g")
@@ -333,25 +331,19 @@ def abort_under_way(kafka: LocalKafka, names: Names, option: str, cut: bool) -> 
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.long) for number in range(1, 25))])
-def test_an_abort_does_not_wait_for_a_record_that_the_shim_gave_back(
-    kafka: LocalKafka, names: Names, number: int
-) -> None:
+def test_abort_does_not_wait_for_a_requeued_record(kafka: LocalKafka, names: Names, number: int) -> None:
     abort_under_way(kafka, names, "--protect", cut=False)
 
 
 @OPTIONS
-def test_librdkafka_times_out_in_an_abort_that_meets_a_cut_whoever_is_asked_and_the_same_call_again_ends_it(
-    kafka: LocalKafka, names: Names, option: str
-) -> None:
+def test_librdkafka_abort_during_a_cut_succeeds_when_repeated(kafka: LocalKafka, names: Names, option: str) -> None:
     abort_under_way(kafka, names, option, cut=True)
 
 
 # Other clients.
 
 
-def test_kafka_python_has_an_epoch_per_transaction_with_several_partitions_per_request(
-    kafka: LocalKafka, names: Names
-) -> None:
+def test_kafka_python_has_an_epoch_per_transaction(kafka: LocalKafka, names: Names) -> None:
     servers, name, group = kafka.bootstrap_servers, names("id"), names("g")
     source = create_topic(servers, names("in"))
     topics = [create_topic(servers, names(f"out{i}"), 3) for i in range(2)]
@@ -416,7 +408,7 @@ def test_aiokafka_has_an_epoch_per_transaction(kafka: LocalKafka, names: Names) 
 
 @pytest.mark.long
 @pytest.mark.timeout(3_600)
-def test_a_client_goes_on_behind_the_last_epoch_of_its_producer_id(kafka: LocalKafka, names: Names) -> None:
+def test_client_continues_after_the_last_epoch(kafka: LocalKafka, names: Names) -> None:
     """EndTxn gives a new producer id then; the client keeps its own."""
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     with running(kafka.bootstrap_servers, "--protect") as shim:
@@ -431,9 +423,7 @@ def test_a_client_goes_on_behind_the_last_epoch_of_its_producer_id(kafka: LocalK
     assert texts(kafka.bootstrap_servers, topic) == [str(number) for number in range(count)]
 
 
-def test_a_commit_behind_the_transaction_s_timeout_is_answered_as_without_the_shim(
-    kafka: LocalKafka, names: Names
-) -> None:
+def test_commit_after_transaction_timeout_is_answered_as_by_broker(kafka: LocalKafka, names: Names) -> None:
     """Brokers tell it to part 2 in another way, which is fatal to older clients as INVALID_TXN_STATE."""
     topic, told = create_topic(kafka.bootstrap_servers, names("out")), []
     with running(kafka.bootstrap_servers, "--protect") as shim:
@@ -452,7 +442,7 @@ def test_a_commit_behind_the_transaction_s_timeout_is_answered_as_without_the_sh
     assert told == ["_FENCED", "_FENCED"]
 
 
-def test_a_broker_that_cannot_is_passed_through_with_one_loud_line(kafka392: LocalKafka, names: Names) -> None:
+def test_broker_without_support_is_forwarded_with_one_warning(kafka392: LocalKafka, names: Names) -> None:
     topic, name = create_topic(kafka392.bootstrap_servers, names("out")), names("id")
     with running(kafka392.bootstrap_servers, "--protect") as shim:
         (line,) = shim.named("protection unavailable")
@@ -468,7 +458,7 @@ def test_a_broker_that_cannot_is_passed_through_with_one_loud_line(kafka392: Loc
     assert texts(kafka392.bootstrap_servers, topic) == ["0", "1", "2"]
 
 
-def test_a_successor_fences_a_zombie_and_a_restarted_shim_fences_its_clients(kafka: LocalKafka, names: Names) -> None:
+def test_successor_and_restarted_shim_fence_clients(kafka: LocalKafka, names: Names) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     (port,) = free_ports(1)
     listen = ("--listen", f"127.0.0.1:{port}", "--protect")

@@ -18,7 +18,7 @@ from kafka.record.memory_records import MemoryRecordsBuilder
 
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
-from tests.shim.protecting import send, texts
+from tests.shim.protected_clients import send, texts
 from tests.shim.shims import RunningShim, running
 from tests.support.proxy import error_codes
 from tests.support.reading import create_topic, transaction_of
@@ -121,9 +121,7 @@ def attack(shim: RunningShim, name: str, identity: Identity, topic: str) -> None
     assert examined == 4 * len(requests(name, identity, topic))
 
 
-def test_what_strangers_send_changes_nothing_of_an_owners_transactions(
-    secure: SecureKafka, shim: RunningShim, names: Names
-) -> None:
+def test_unauthorised_clients_do_not_change_transactions(secure: SecureKafka, shim: RunningShim, names: Names) -> None:
     plain = secure.servers["PLAINTEXT"]
     topic, name = create_topic(plain, names("out")), names("id")
     settings = LOGIN | {"bootstrap.servers": shim.bootstrap_servers, "transactional.id": name, "linger.ms": 0}

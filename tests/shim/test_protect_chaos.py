@@ -9,7 +9,7 @@ import pytest
 from tests.shim.chaos import Run
 
 
-def test_random_faults_on_both_sides_lose_double_and_tear_nothing() -> None:
+def test_random_faults_lose_and_duplicate_nothing() -> None:
     run = Run(transactions=150, faults=30, seed=7, option="--protect", clients=4, kills=False)
     run.execute()
     print(run.report())
@@ -21,7 +21,7 @@ def test_random_faults_on_both_sides_lose_double_and_tear_nothing() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_without_protection_the_same_chaos_loses_and_doubles_records() -> None:
+def test_chaos_without_protection_loses_and_duplicates_records() -> None:
     """Else the runs that find nothing would say nothing."""
     run = Run(
         transactions=1_500, faults=500, seed=20261121, option="--no-protect", clients=8, kills=True, at_most_s=400

@@ -9,7 +9,7 @@ from kafka.protocol.producer import AddPartitionsToTxnRequest, EndTxnRequest, In
 
 from eos.broker import LocalKafka
 from tests.shim.chaos import Ledger
-from tests.shim.protecting import CLIENTS, faulty, producer_of, send, texts
+from tests.shim.protected_clients import CLIENTS, faulty, producer_of, send, texts
 from tests.shim.shims import eventually, running
 from tests.support.proxy import ApiKey, Fault
 from tests.support.raw import Background
@@ -23,7 +23,7 @@ Names = Callable[[str], str]
 @pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("role", ["coordinator", "leader"])
 @pytest.mark.parametrize("client_name", ["confluent-kafka", pytest.param("kafka-python", marks=pytest.mark.long)])
-def test_the_death_of_a_coordinator_or_a_leader_costs_no_record(
+def test_death_of_coordinator_or_leader_loses_no_record(
     cluster: LocalKafka, names: Names, client_name: str, role: str, deaths: int
 ) -> None:
     with running(cluster.bootstrap_servers, brokers=3) as shim:
@@ -51,7 +51,7 @@ def test_the_death_of_a_coordinator_or_a_leader_costs_no_record(
     assert ledger.aborted
 
 
-def test_a_client_whose_record_timed_out_goes_on_with_its_next_epoch(kafka: LocalKafka, names: Names) -> None:
+def test_client_with_timed_out_record_gets_next_epoch(kafka: LocalKafka, names: Names) -> None:
     """librdkafka aborts and asks for another epoch (KIP-360), because sequences have a gap now."""
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     with faulty(kafka, "client", "--protect", names("id")) as way:
@@ -79,7 +79,7 @@ def test_a_client_whose_record_timed_out_goes_on_with_its_next_epoch(kafka: Loca
     assert texts(kafka.bootstrap_servers, topic) == [f"{word} {i}" for i in range(2) for word in ("first", "second")]
 
 
-def test_a_bump_inside_a_transaction_aborts_it_as_the_broker_does(kafka: LocalKafka, names: Names) -> None:
+def test_bump_in_a_transaction_aborts_it(kafka: LocalKafka, names: Names) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
 
     def init(wire: Wire, identity: tuple[int, int]) -> tuple[int, int]:

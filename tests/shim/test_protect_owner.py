@@ -44,7 +44,7 @@ def send(transactions: Transactions, topic: str, *values: str) -> None:
             txn.send(topic, value, partition=0)
 
 
-def test_the_coordinators_epoch_is_shown_as_the_clients_own(
+def test_described_epoch_is_the_clients_own(
     kafka: LocalKafka, settings: dict[str, Any], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A replacement, as on a slow machine, takes an epoch of its own.
@@ -60,9 +60,7 @@ def test_the_coordinators_epoch_is_shown_as_the_clients_own(
         assert (seen.producer_id, seen.epoch) == (mine.producer_id, mine.epoch)
 
 
-def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
-    kafka: LocalKafka, settings: dict[str, Any], topic: str
-) -> None:
+def test_transaction_after_its_timeout_can_be_retried(kafka: LocalKafka, settings: dict[str, Any], topic: str) -> None:
     def timed_out() -> bool:
         return transaction_of(kafka.bootstrap_servers, settings["transactional.id"]).state == "CompleteAbort"
 
@@ -76,7 +74,7 @@ def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"1", b"2", b"again"]
 
 
-def test_one_that_aborted_goes_on_until_a_newer_instance_has_its_id(
+def test_aborted_instance_continues_until_a_newer_one_starts(
     kafka: LocalKafka, settings: dict[str, Any], topic: str
 ) -> None:
     with Transactions(settings) as old:
@@ -97,9 +95,7 @@ def test_one_that_aborted_goes_on_until_a_newer_instance_has_its_id(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"1", b"2", b"3", b"3", b"new", b"newer"]
 
 
-def test_a_restart_of_the_shim_without_a_journal_is_no_newer_instance(
-    kafka: LocalKafka, names: Names, topic: str
-) -> None:
+def test_shim_restart_without_journal_is_not_a_newer_instance(kafka: LocalKafka, names: Names, topic: str) -> None:
     """It cannot tell the epochs of clients from before, and must not give one that looks newer than theirs."""
     listen = ("--protect", "--listen", f"127.0.0.1:{free_ports(1)[0]}")
     first = start(kafka.bootstrap_servers, *listen)

@@ -16,7 +16,7 @@ from kafka.errors import KafkaError
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from tests.shim.chaos import Ledger
-from tests.shim.protecting import CLIENTS, Confluent, producer_of, send, texts
+from tests.shim.protected_clients import CLIENTS, Confluent, producer_of, send, texts
 from tests.shim.shims import RunningShim, end_all, eventually, refused, running, start
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background
@@ -48,7 +48,7 @@ def kill(shim: RunningShim) -> None:
 
 @BOTH_CLIENTS
 @pytest.mark.parametrize("committed", [True, False], ids=["after a commit", "after an abort"])
-def test_a_client_outlives_a_killed_shim_between_its_transactions_with_a_journal(
+def test_client_survives_killed_shim_with_a_journal(
     kafka: LocalKafka, names: Names, options: tuple[str, ...], client_name: str, committed: bool
 ) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out"), 2), names("id")
@@ -76,7 +76,7 @@ def test_a_client_outlives_a_killed_shim_between_its_transactions_with_a_journal
 
 
 @BOTH_CLIENTS
-def test_without_a_journal_and_inside_a_transaction_a_killed_shim_fences_its_clients(
+def test_killed_shim_fences_clients_in_a_transaction(
     kafka: LocalKafka, names: Names, options: tuple[str, ...], client_name: str
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
@@ -108,7 +108,7 @@ def test_without_a_journal_and_inside_a_transaction_a_killed_shim_fences_its_cli
     assert sorted(texts(kafka.bootstrap_servers, topic)) == ["kept", "next 0", "next 1"]
 
 
-def test_a_late_end_of_before_the_restart_is_refused_after_it(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+def test_late_end_from_before_a_restart_is_refused(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     told, own = free_ports(2)
     options = ("--listen", f"127.0.0.1:{own}", "--advertise", f"127.0.0.1:{told}", "--journal", str(tmp_path / "j"))
@@ -144,7 +144,7 @@ STEPS = [
 @pytest.mark.parametrize("when", [Fault.HOLD_REQUEST, Fault.HOLD_RESPONSE], ids=["before", "after"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 @pytest.mark.parametrize("client_name", ["confluent-kafka", pytest.param("kafka-python", marks=pytest.mark.long)])
-def test_a_shim_killed_at_a_step_costs_nothing_with_its_journal(
+def test_shim_killed_at_a_step_loses_nothing_with_journal(
     kafka: LocalKafka, names: Names, options: tuple[str, ...], client_name: str, step: ApiKey, when: Fault
 ) -> None:
     with HoldingProxy.before(kafka) as proxy:
@@ -163,9 +163,7 @@ def test_a_shim_killed_at_a_step_costs_nothing_with_its_journal(
     assert ledger.next >= 4
 
 
-def test_a_client_of_one_shim_is_fenced_by_a_successor_behind_another_and_never_served_by_both(
-    kafka: LocalKafka, names: Names
-) -> None:
+def test_client_is_fenced_by_successor_at_another_shim(kafka: LocalKafka, names: Names) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     (port,) = free_ports(1)
     fixed = ("--listen", f"127.0.0.1:{port}")
@@ -200,9 +198,7 @@ def test_a_client_of_one_shim_is_fenced_by_a_successor_behind_another_and_never_
     assert texts(kafka.bootstrap_servers, topic) == ["0", "2", "3"]
 
 
-def test_a_journal_that_is_in_use_or_not_one_or_without_protection_is_refused_in_one_sentence(
-    kafka: LocalKafka, tmp_path: Path
-) -> None:
+def test_invalid_journal_is_refused_with_one_sentence(kafka: LocalKafka, tmp_path: Path) -> None:
     servers, journal = kafka.bootstrap_servers, tmp_path / "journal"
     arguments = ("--listen", "127.0.0.1:0", "--upstream", servers, "--journal")
     with running(servers, "--journal", str(journal)):
@@ -213,9 +209,7 @@ def test_a_journal_that_is_in_use_or_not_one_or_without_protection_is_refused_in
     refused(64, "eos: ", *arguments, str(journal), "--no-protect")
 
 
-def test_a_journal_that_cannot_be_written_any_more_is_given_up_loudly_and_traffic_goes_on(
-    kafka: LocalKafka, names: Names, tmp_path: Path
-) -> None:
+def test_journal_write_failure_does_not_stop_traffic(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic, journal = create_topic(kafka.bootstrap_servers, names("out")), tmp_path / "journal"
     with running(kafka.bootstrap_servers, "--journal", str(journal)) as shim:
         client = Confluent(shim.bootstrap_servers, names("id"))

@@ -18,7 +18,7 @@ from kafka.record.memory_records import MemoryRecordsBuilder
 from eos.broker import LocalKafka
 from eos.shim.wire import api
 from eos.testing.shim import ShimThread
-from tests.shim.protecting import texts
+from tests.shim.protected_clients import texts
 from tests.shim.shims import eventually
 from tests.support.reading import create_topic
 from tests.support.wire import Wire, answer
@@ -131,9 +131,7 @@ def client_of(kafka: LocalKafka, names: Names, option: str = "--protect") -> Ite
 
 
 @OPTIONS
-def test_the_rest_of_an_aborted_transactions_produce_does_not_come_into_the_next_one(
-    kafka: LocalKafka, names: Names, option: str
-) -> None:
+def test_stalled_produce_does_not_enter_next_transaction(kafka: LocalKafka, names: Names, option: str) -> None:
     """Without protection it takes the place of the next record (H2b): nobody is told of an error."""
     with client_of(kafka, names, option) as (client, topic):
         stalled = client.stalls(client.connection(), 0)
@@ -155,9 +153,7 @@ def test_the_rest_of_an_aborted_transactions_produce_does_not_come_into_the_next
 
 
 @pytest.mark.parametrize("way", ["commit", "init"])
-def test_the_rest_of_a_produce_whose_transaction_is_over_is_refused_by_the_broker(
-    kafka: LocalKafka, names: Names, way: str
-) -> None:
+def test_stalled_produce_of_ended_transaction_is_refused(kafka: LocalKafka, names: Names, way: str) -> None:
     with client_of(kafka, names) as (client, topic):
         wire = client.connection()
         assert client.sends(wire, 0, "first") == 0
@@ -174,9 +170,7 @@ def test_the_rest_of_a_produce_whose_transaction_is_over_is_refused_by_the_broke
     assert texts(kafka.bootstrap_servers, topic) == (["first", "next"] if way == "commit" else ["next"])
 
 
-def test_a_produce_whose_connection_breaks_in_its_midst_is_appended_once_when_it_comes_again(
-    kafka: LocalKafka, names: Names
-) -> None:
+def test_interrupted_produce_is_appended_once_after_a_retry(kafka: LocalKafka, names: Names) -> None:
     with client_of(kafka, names) as (client, topic):
         breaking = client.connection()
         assert client.sends(breaking, 0, "first") == 0
@@ -193,9 +187,7 @@ def test_a_produce_whose_connection_breaks_in_its_midst_is_appended_once_when_it
     assert texts(kafka.bootstrap_servers, topic) == ["first", LONG, "second", "third"]
 
 
-def test_a_produce_that_was_overtaken_by_itself_on_a_trusted_connection_is_appended_once(
-    kafka: LocalKafka, names: Names
-) -> None:
+def test_produce_overtaken_on_trusted_connection_is_appended_once(kafka: LocalKafka, names: Names) -> None:
     """The challenge moves the trust while the first copy is half there; its rest is a duplicate to the broker."""
     with client_of(kafka, names) as (client, topic):
         trusted, other = client.connection(), client.connection()
@@ -209,9 +201,7 @@ def test_a_produce_that_was_overtaken_by_itself_on_a_trusted_connection_is_appen
     assert texts(kafka.bootstrap_servers, topic) == ["first", LONG, "second"]
 
 
-def test_a_produce_that_was_overtaken_by_itself_before_the_broker_accepted_either_is_appended_once(
-    kafka: LocalKafka, names: Names
-) -> None:
+def test_produce_overtaken_before_acceptance_is_appended_once(kafka: LocalKafka, names: Names) -> None:
     """No connection is trusted before the broker took its Produce, and then the one whose answer came last."""
     with client_of(kafka, names) as (client, topic):
         stalled = client.stalls(client.connection(), 0)

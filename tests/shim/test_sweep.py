@@ -42,12 +42,12 @@ def own_kafka() -> Iterator[LocalKafka]:
     ],
     ids=str,
 )
-def test_our_worker_is_right(own_kafka: LocalKafka, tmp_path: Path, case: Case) -> None:
+def test_sweep_finds_no_error_of_the_worker(own_kafka: LocalKafka, tmp_path: Path, case: Case) -> None:
     Sweeper(APP, own_kafka.bootstrap_servers, RECORDS, directory=tmp_path).run(case).raise_if_wrong()
 
 
 @pytest.mark.parametrize(("case", "rule"), [(H1, "no_duplicates"), (H2B, "no_losses")], ids=["H1", "H2b"])
-def test_the_sweep_finds_what_a_worker_that_keeps_its_producer_loses_or_doubles(
+def test_sweep_finds_errors_of_a_worker_that_keeps_its_producer(
     own_kafka: LocalKafka, tmp_path: Path, case: Case, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This process loads the App too: what that patches is put back.
@@ -74,9 +74,7 @@ def both(record: Record) -> list[Out]:
 """
 
 
-def test_an_app_that_reads_by_a_pattern_is_swept_on_the_topics_that_have_records(
-    own_kafka: LocalKafka, tmp_path: Path
-) -> None:
+def test_sweep_of_pattern_app_uses_topics_with_records(own_kafka: LocalKafka, tmp_path: Path) -> None:
     app, records = tmp_path / "pattern_app.py", [b"record %d" % number for number in range(30)]
     app.write_text(PATTERN)
     given = {f"sweep-many-{number}": records for number in range(2)}
@@ -103,9 +101,7 @@ def test_something_else():
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["one process", "xdist"])
-def test_the_summary_of_pytest_has_the_table_of_all_cases(
-    own_kafka: LocalKafka, tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_pytest_summary_has_the_sweep_table(own_kafka: LocalKafka, tmp_path: Path, options: tuple[str, ...]) -> None:
     code, said = run_pytest(tmp_path, USERS_OWN, f"--eos-kafka={own_kafka.bootstrap_servers}", *options)
     assert code == 0, said
     assert "3 passed" in said
@@ -116,14 +112,14 @@ def test_the_summary_of_pytest_has_the_table_of_all_cases(
     assert sorted(" ".join(row[3:-4]) for row in rows) == ["duplicate", "reset after"], said
 
 
-def test_the_summary_of_pytest_has_no_table_where_nothing_was_swept(tmp_path: Path) -> None:
+def test_pytest_summary_without_sweep_has_no_table(tmp_path: Path) -> None:
     code, said = run_pytest(tmp_path, USERS_OWN, "-k", "something_else")
     assert code == 0, said
     assert "1 passed" in said
     assert "every fault" not in said
 
 
-def test_every_case_is_each_step_with_each_fault_that_it_can_have() -> None:
+def test_sweep_cases_are_steps_with_their_faults() -> None:
     cases = every_case()
     simple = [a for a in ACTIONS if a not in ("errors", H1.action, H2B.action)]
     # A late FindCoordinator changes nothing; H1 and H2b are of one step each.
@@ -136,7 +132,7 @@ def test_every_case_is_each_step_with_each_fault_that_it_can_have() -> None:
             every_case(*wrong)
 
 
-def test_the_table_has_a_row_for_each_fault_and_a_column_for_each_way_and_protocol(tmp_path: Path) -> None:
+def test_sweep_table_has_rows_of_faults_and_columns_of_protocols(tmp_path: Path) -> None:
     ways = ("unprotected", "protected, client side")
     cases = every_case(["EndTxn"], ["blackhole", "errors"], ["classic", "consumer"])
     wrong = Case("EndTxn", "blackhole", protocol="consumer")
@@ -157,6 +153,6 @@ def test_the_table_has_a_row_for_each_fault_and_a_column_for_each_way_and_protoc
         next(outcome for outcome in outcomes if outcome.wrong).raise_if_wrong()
 
 
-def test_a_sweep_asks_each_kafka_for_what_it_has() -> None:
+def test_sweep_uses_the_protocols_of_each_kafka() -> None:
     assert (ways_on("4.4.0"), protocols_on("4.4.0")) == (["unprotected", "client"], ["classic", "consumer"])
     assert (ways_on("3.9.2"), protocols_on("3.9.2")) == (["unprotected"], ["classic"])

@@ -16,8 +16,8 @@ from kafka.protocol.producer import ProduceRequest
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.shim.wire.cursor import string
-from tests.shim.outside import only_through
 from tests.shim.shims import RunningShim, eventually, read_group, running
+from tests.shim.tcp_connections import only_through
 from tests.support.reading import create_topic
 from tests.support.wire import Wire, answer
 
@@ -45,9 +45,7 @@ def needles(cluster: LocalKafka) -> list[bytes]:
     return found
 
 
-def test_every_broker_has_a_port_of_its_own_and_no_client_connects_past_it(
-    cluster: LocalKafka, shim: RunningShim, names: Names
-) -> None:
+def test_each_broker_has_a_port_that_clients_use(cluster: LocalKafka, shim: RunningShim, names: Names) -> None:
     assert len(set(shim.addresses)) == 3
     topic = make_topic(shim, names("t"))
     with only_through(shim, cluster) as watch:
@@ -78,7 +76,7 @@ CLUSTER = [
 @pytest.mark.parametrize(
     "request_", [*METADATA, *COORDINATOR, *CLUSTER], ids=lambda r: f"{type(r).__name__}-v{r.API_VERSION}"
 )
-def test_an_answer_of_a_real_broker_tells_only_the_shims_addresses(
+def test_responses_of_real_brokers_have_shim_addresses_only(
     cluster: LocalKafka, shim: RunningShim, request_: Any
 ) -> None:
     known = {(host, int(port)) for host, port in (address.rsplit(":", 1) for address in shim.addresses)}
@@ -137,7 +135,7 @@ def told_the_new_leader(
 
 
 @pytest.mark.parametrize("version", [10, 11, 12])
-def test_the_endpoints_of_a_new_leader_in_a_produce_answer_are_the_shims(
+def test_new_leader_in_produce_response_is_the_shim(
     cluster: LocalKafka, shim: RunningShim, names: Names, version: int
 ) -> None:
     topic = make_topic(shim, names("t"), 1)
@@ -156,7 +154,7 @@ def test_the_endpoints_of_a_new_leader_in_a_produce_answer_are_the_shims(
 
 
 @pytest.mark.parametrize("version", [16, 17, 18])
-def test_the_endpoints_of_a_new_leader_in_a_fetch_answer_are_the_shims(
+def test_new_leader_in_fetch_response_is_the_shim(
     cluster: LocalKafka, shim: RunningShim, names: Names, version: int
 ) -> None:
     topic = make_topic(shim, names("t"), 1, copies=1)  # a follower would serve the fetch
@@ -188,9 +186,7 @@ def two_transactions(producer: Producer, topic: str, word: str) -> None:
         producer.commit_transaction(60)
 
 
-def test_a_killed_broker_is_gone_and_back_behind_the_same_port(
-    cluster: LocalKafka, shim: RunningShim, names: Names
-) -> None:
+def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: RunningShim, names: Names) -> None:
     def all_three(client: AdminClient | Producer) -> dict[int, str]:
         """Node id -> address, once the broker that is asked knows of all of them."""
 
@@ -243,7 +239,7 @@ def test_a_killed_broker_is_gone_and_back_behind_the_same_port(
     cluster.wait_in_sync()
 
 
-def test_a_shim_that_finds_no_broker_ends_with_69_and_one_that_finds_one_of_two_works(cluster: LocalKafka) -> None:
+def test_shim_needs_at_least_one_broker_at_start(cluster: LocalKafka) -> None:
     (nobody,) = free_ports(1)
     there = cluster.bootstrap_servers.split(",")[2]
     with running(f"127.0.0.1:{nobody},{there}", brokers=4) as shim:

@@ -69,13 +69,13 @@ def transactions_work(
     producer.close()
 
 
-def test_a_login_passes_through(secure: SecureKafka, names: Names) -> None:
+def test_login_is_forwarded(secure: SecureKafka, names: Names) -> None:
     with running(secure.servers["SASL"]) as shim:
         assert shim.named("brokers require login")
         transactions_work(secure, shim.bootstrap_servers, names, PLAIN | {"security.protocol": "sasl_plaintext"})
 
 
-def test_who_never_logs_in_keeps_no_place_from_those_who_do(secure: SecureKafka, names: Names) -> None:
+def test_clients_without_login_do_not_block_others(secure: SecureKafka, names: Names) -> None:
     """All places are taken by strangers whom the broker answered: they make room, and go when their time is over."""
     options = ("--max-connections", "24", "--max-connections-per-address", "24", "--login-timeout", "8")
     with running(secure.servers["SASL"], *options) as shim, ExitStack() as stack:
@@ -88,7 +88,7 @@ def test_who_never_logs_in_keeps_no_place_from_those_who_do(secure: SecureKafka,
         assert reasons == {"the client did not complete its login"}
 
 
-def test_a_wrong_password_is_refused_by_the_broker_through_the_shim(secure: SecureKafka) -> None:
+def test_wrong_password_is_refused_by_the_broker(secure: SecureKafka) -> None:
     with running(secure.servers["SASL"]) as shim:
         errors: list[str] = []
         wrong = PLAIN | {"sasl.password": "wrong", "security.protocol": "sasl_plaintext", "log_level": 0}
@@ -98,7 +98,7 @@ def test_a_wrong_password_is_refused_by_the_broker_through_the_shim(secure: Secu
         eventually(lambda: producer.poll(0.1) or "_AUTHENTICATION" in errors)
 
 
-def test_scram_and_a_second_login_on_the_same_connection_pass_through(secure: SecureKafka, names: Names) -> None:
+def test_scram_and_reauthentication_are_forwarded(secure: SecureKafka, names: Names) -> None:
     login = {
         "security.protocol": "sasl_plaintext",
         "sasl.mechanism": "SCRAM-SHA-256",
@@ -127,9 +127,7 @@ def test_tls_on_either_side(secure: SecureKafka, pki: Path, names: Names, client
         assert not shim.closed_for_cause()
 
 
-def test_only_clients_with_a_certificate_come_through_to_the_shims_own_one(
-    secure: SecureKafka, pki: Path, names: Names
-) -> None:
+def test_only_clients_with_certificate_use_upstream_certificate(secure: SecureKafka, pki: Path, names: Names) -> None:
     mine = ("--upstream-cert", str(pki / "client.pem"), "--upstream-key", str(pki / "client.key"))
     options = ("--tls-cert", str(pki / "server.pem"), "--tls-key", str(pki / "server.key"))
     options += ("--client-ca", str(pki / "ca.pem"), "--upstream-ca", str(pki / "ca.pem"), *mine)
@@ -145,16 +143,16 @@ def test_only_clients_with_a_certificate_come_through_to_the_shims_own_one(
         assert all("TLS handshake failed: PEER_DID_NOT_RETURN_A_CERTIFICATE" in event["reason"] for event in told), told
 
 
-def test_an_upstream_whose_certificate_nobody_knows_ends_the_start_with_69(secure: SecureKafka) -> None:
+def test_unknown_upstream_certificate_ends_the_start_with_69(secure: SecureKafka) -> None:
     sentence = "TLS failed: unable to get local issuer certificate"
     refused(69, sentence, "--upstream", secure.servers["TLS"], "--listen", "127.0.0.1:0", "--upstream-tls")
 
 
-def test_an_upstream_that_wants_tls_and_does_not_get_it_ends_the_start_with_69(secure: SecureKafka) -> None:
+def test_missing_upstream_tls_ends_the_start_with_69(secure: SecureKafka) -> None:
     refused(69, "the broker requires TLS", "--upstream", secure.servers["TLS"], "--listen", "127.0.0.1:0")
 
 
-def test_a_policy_knows_who_logged_in_and_a_copy_takes_tls_to_the_broker(
+def test_policy_knows_the_login_and_fault_copies_use_tls(
     secure: SecureKafka, pki: Path, names: Names, tmp_path: Path
 ) -> None:
     policy = tmp_path / "policy.toml"

@@ -56,7 +56,7 @@ def offsets_of(shim: RunningShim, group: str) -> Consumer:
 
 
 @pytest.mark.parametrize("outcome", ["commit", "abort"])
-def test_every_step_of_a_transaction_is_shown_with_its_content(shim: RunningShim, names: Names, outcome: str) -> None:
+def test_trace_shows_every_step_with_its_content(shim: RunningShim, names: Names, outcome: str) -> None:
     target, group, name = names("out"), names("g"), names("id")
     make_topics(shim, target)
     consumer = offsets_of(shim, group)
@@ -94,7 +94,7 @@ def test_every_step_of_a_transaction_is_shown_with_its_content(shim: RunningShim
     consumer.close()
 
 
-def test_the_markers_are_shown_when_somebody_reads_them(shim: RunningShim, names: Names) -> None:
+def test_trace_shows_markers_when_they_are_read(shim: RunningShim, names: Names) -> None:
     target, name = names("out"), names("id")
     make_topics(shim, target)
     producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "transactional.id": name})
@@ -116,7 +116,7 @@ def test_the_markers_are_shown_when_somebody_reads_them(shim: RunningShim, names
     consumer.close()
 
 
-def test_a_fenced_producer_is_shown_with_its_error(shim: RunningShim, names: Names) -> None:
+def test_trace_shows_a_fenced_producer_with_its_error(shim: RunningShim, names: Names) -> None:
     target, name = names("out"), names("id")
     make_topics(shim, target)
     settings = {"bootstrap.servers": shim.bootstrap_servers, "transactional.id": name, "log_level": 0}
@@ -133,7 +133,7 @@ def test_a_fenced_producer_is_shown_with_its_error(shim: RunningShim, names: Nam
     assert refused["transaction"] == 1
 
 
-def test_a_java_client_of_kip_890_shows_its_shorter_flow_and_its_bumped_epochs(shim: RunningShim, names: Names) -> None:
+def test_trace_shows_kip_890_flow_of_a_java_client(shim: RunningShim, names: Names) -> None:
     source, target, name = names("in"), names("out"), names("id")
     make_topics(shim, source, target)
     producer = Producer({"bootstrap.servers": shim.bootstrap_servers})
@@ -156,7 +156,7 @@ def test_a_java_client_of_kip_890_shows_its_shorter_flow_and_its_bumped_epochs(s
     assert {p.rpartition("-")[0] for s in steps if s["name"] == "Produce" for p in s["partitions"]} == {target}
 
 
-def test_the_page_is_kept_up_to_date_while_the_shim_runs(shim: RunningShim, page: Path, names: Names) -> None:
+def test_trace_page_is_updated_while_the_shim_runs(shim: RunningShim, page: Path, names: Names) -> None:
     name = names("id")
     before = time.time()
     producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "transactional.id": name})
@@ -167,9 +167,7 @@ def test_the_page_is_kept_up_to_date_while_the_shim_runs(shim: RunningShim, page
 
 
 @needs_chromium
-def test_the_page_is_seen_in_a_browser_without_anything_from_outside(
-    kafka: LocalKafka, names: Names, tmp_path: Path
-) -> None:
+def test_trace_page_needs_no_external_resources(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     page, name, target = tmp_path / "trace.html", names("id"), names("out")
     with running(kafka.bootstrap_servers, "--trace-html", str(page)) as shim:
         make_topics(shim, target)
@@ -197,9 +195,7 @@ def test_the_page_is_seen_in_a_browser_without_anything_from_outside(
         assert not browser.complaints
 
 
-def test_the_text_trace_is_readable_and_the_last_page_is_written_at_the_end(
-    kafka: LocalKafka, names: Names, tmp_path: Path
-) -> None:
+def test_text_trace_and_last_page_are_complete(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     page, name, target = tmp_path / "trace.html", names("id"), names("out")
     with running(kafka.bootstrap_servers, "--trace", "--trace-html", str(page)) as shim:
         make_topics(shim, target)

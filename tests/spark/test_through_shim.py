@@ -10,8 +10,8 @@ import pytest
 
 from eos.broker import LocalKafka
 from spark_connector import read_committed
-from tests.shim.outside import only_through
 from tests.shim.shims import running
+from tests.shim.tcp_connections import only_through
 from tests.support.spark_query import Query
 
 RECORDS = 3000

@@ -119,37 +119,37 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/shim/test_clients.py": {
         "": ("3.9.2*",),
         "records_of_every_codec": ("*-gzip", "*-lz4"),
-        "the_java_console_tools": (),
-        "our_own_worker": (),  # tests/shim/test_sweep.py
+        "java_console_tools": (),
+        "eos_worker": (),  # tests/shim/test_sweep.py
     },
     "tests/shim/test_faults.py": {
-        "the_broker_has_ended_the_transaction_only": ("blackhole-*",),
+        "fault_phase_decides": ("blackhole-*",),
     },
     "tests/shim/test_protect.py": {
-        "a_transaction_has_an_epoch": ("none", "gzip", "snappy", "lz4"),
+        "each_transaction_has_its_own_epoch": ("none", "gzip", "snappy", "lz4"),
         # Both clients, both sides and one without protection stay; not their product.
-        "h1_a_late_end": ("abort-*", "*--no-protect-*-kafka-python"),
-        "h1_whatever_the_next": (
+        "h1_late_end": ("abort-*", "*--no-protect-*-kafka-python"),
+        "h1_next_transaction": (
             *("* commit-*-broker-*", "* abort-*-client-*", "* crash-*-broker-*"),
             "*--no-protect-*-kafka-python",
         ),
-        "h2b_a_produce_that_was": (
+        "h2b_abandoned_produce": (
             *("acknowledgement lost-*-broker-*", "record late-*-client-*"),
             # After an abort this client takes other sequences: it loses nothing.
             *("acknowledgement lost-*-kafka-python", "record late---no-protect-*-kafka-python"),
         ),
         "late_offsets_do_not": ("--no-protect-*-kafka-python",),
-        "an_end_whose_answer": ("commit-kafka-python", "abort-confluent-kafka"),
-        "librdkafka_times_out": ("--no-protect",),
+        "end_with_lost_responses": ("commit-kafka-python", "abort-confluent-kafka"),
+        "librdkafka_abort_during_a_cut": ("--no-protect",),
     },
-    "tests/shim/test_protect_failover.py": {"the_death_of_a_coordinator": ("*-leader-*",)},
+    "tests/shim/test_protect_failover.py": {"death_of_coordinator": ("*-leader-*",)},
     "tests/shim/test_protect_restarts.py": {
-        "a_client_outlives": ("after an abort-confluent-kafka", "after a commit-kafka-python"),
-        "a_shim_killed_at_a_step": ("*-before",),
+        "client_survives": ("after an abort-confluent-kafka", "after a commit-kafka-python"),
+        "shim_killed_at_a_step": ("*-before",),
     },
     "tests/shim/test_sweep.py": {
-        "our_worker_is_right": ("FindCoordinator*", "TxnOffsetCommit*", "EndTxn: reset*"),
-        "the_summary_of_pytest": ("one process",),
+        "sweep_finds_no_error": ("FindCoordinator*", "TxnOffsetCommit*", "EndTxn: reset*"),
+        "pytest_summary": ("one process",),
     },
     "tests/shim/test_tls_and_sasl.py": {"tls_on_either_side": ("PLAINTEXT-plain", "TLS-tls", "BOTH-plain")},
     "tests/spark/test_brokers.py": {

@@ -41,7 +41,7 @@ LONGEST = (
     "tests/state/test_state.py::test_state_goes_on",
     "tests/broker/test_history.py",
     "tests/shim/test_protect_chaos.py",
-    "tests/shim/test_strangers.py",
+    "tests/shim/test_hostile_clients.py",
     "tests/shim/test_trace.py",
     "tests/shim/test_protect_owner.py",
     "tests/containers/test_clusters.py",

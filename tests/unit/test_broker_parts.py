@@ -41,7 +41,7 @@ def listening() -> Iterator[int]:
 # the JVM
 
 
-def test_a_brokers_jvm_has_the_options_of_the_variable_that_kafkas_own_scripts_read(
+def test_jvm_options_come_from_kafkas_own_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:+UseSerialGC '-Dname=two words'")
@@ -50,9 +50,7 @@ def test_a_brokers_jvm_has_the_options_of_the_variable_that_kafkas_own_scripts_r
     assert node.jvm_options() == ["-Xms256m", "-XX:+UseSerialGC"]
 
 
-def test_an_archive_of_classes_is_only_for_the_java_and_the_jars_that_it_was_made_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_class_archive_is_used_only_for_its_java_and_jars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     java, other = tmp_path / "17" / "bin" / "java", tmp_path / "21" / "bin" / "java"
 
@@ -69,7 +67,7 @@ def test_an_archive_of_classes_is_only_for_the_java_and_the_jars_that_it_was_mad
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_an_archive_that_is_not_whole_is_not_kept(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_class_archive_is_deleted(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A JVM that is given one crashes, and every start of a broker with it."""
     java = tmp_path / "java"
     java.write_text(f"#!/bin/sh\nexit {0 if whole else 134}\n")
@@ -90,7 +88,7 @@ def test_an_archive_that_is_not_whole_is_not_kept(whole: bool, tmp_path: Path, m
     assert not path.with_suffix(".part").exists()
 
 
-def test_a_copy_of_a_formatted_storage_has_ids_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_storage_has_its_own_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     storage = node.storage_copy_path(tmp_path / "java", [])
     storage.mkdir(parents=True)
@@ -110,7 +108,7 @@ def test_a_copy_of_a_formatted_storage_has_ids_of_its_own(tmp_path: Path, monkey
     assert len({"once", first["directory.id"], second["directory.id"]}) == 3
 
 
-def test_why_a_node_ended_is_its_first_error_and_not_that_the_machine_was_slow(tmp_path: Path) -> None:
+def test_failure_reason_is_the_first_error(tmp_path: Path) -> None:
     slow = "ERROR [quorum-controller-0-event-handler] EventPerformanceMonitor: Exceptionally slow controller event"
     ended = Node(0, tmp_path, "4.4.0", tmp_path / "java", [])
     ended.log_path.write_text(
@@ -123,9 +121,7 @@ def test_why_a_node_ended_is_its_first_error_and_not_that_the_machine_was_slow(t
 
 
 @pytest.mark.parametrize("before", [None, "-Xms1g"])
-def test_making_an_archive_leaves_the_options_of_other_brokers_alone(
-    before: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_archive_creation_restores_jvm_options(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(node.JVM_OPTIONS, raising=False)
     if before:
         monkeypatch.setenv(node.JVM_OPTIONS, before)
@@ -138,7 +134,7 @@ def test_making_an_archive_leaves_the_options_of_other_brokers_alone(
 # server.properties
 
 
-def test_one_node_is_its_own_quorum_and_keeps_one_copy_of_everything() -> None:
+def test_single_node_has_one_voter_and_one_replica() -> None:
     properties = server_properties(0, ONE, LOG_DIR, "4.3.1", {})
     assert properties["process.roles"] == "broker,controller"
     assert properties["controller.quorum.voters"] == "0@127.0.0.1:19092"
@@ -149,7 +145,7 @@ def test_one_node_is_its_own_quorum_and_keeps_one_copy_of_everything() -> None:
     assert properties["transaction.state.log.min.isr"] == "1"
 
 
-def test_three_nodes_name_the_same_voters_and_want_two_of_three_copies_in_sync() -> None:
+def test_three_nodes_have_three_voters_and_two_in_sync() -> None:
     rendered = [server_properties(i, THREE, LOG_DIR, "4.3.1", {}) for i in range(3)]
     assert {p["controller.quorum.voters"] for p in rendered} == {
         "0@127.0.0.1:19092,1@127.0.0.1:19093,2@127.0.0.1:19094"
@@ -160,12 +156,12 @@ def test_three_nodes_name_the_same_voters_and_want_two_of_three_copies_in_sync()
 
 
 @pytest.mark.parametrize("ports", [ONE, THREE])
-def test_the_heartbeat_is_at_most_half_of_the_session(ports: list[NodePorts]) -> None:
+def test_heartbeat_is_at_most_half_of_the_session(ports: list[NodePorts]) -> None:
     properties = server_properties(0, ports, LOG_DIR, "4.3.1", {})
     assert 2 * int(properties["broker.heartbeat.interval.ms"]) <= int(properties["broker.session.timeout.ms"]) <= 6000
 
 
-def test_the_proxied_listener_advertises_the_proxy_and_the_direct_one_itself() -> None:
+def test_proxied_listener_advertises_the_proxy() -> None:
     ports = [NodePorts(9092, 19092, proxied=29092, advertised_proxied=39092)]
     properties = server_properties(0, ports, LOG_DIR, "4.3.1", {})
     assert "PROXIED://127.0.0.1:29092" in properties["listeners"].split(",")
@@ -173,16 +169,16 @@ def test_the_proxied_listener_advertises_the_proxy_and_the_direct_one_itself() -
     assert "PROXIED:PLAINTEXT" in properties["listener.security.protocol.map"].split(",")
 
 
-def test_a_given_property_wins_over_ours() -> None:
+def test_given_property_overrides_the_default() -> None:
     properties = server_properties(0, ONE, LOG_DIR, "4.3.1", {"offsets.topic.num.partitions": 3, "x": "y"})
     assert (properties["offsets.topic.num.partitions"], properties["x"]) == ("3", "y")
 
 
-def test_a_properties_file_survives_backslashes_line_breaks_and_other_alphabets() -> None:
+def test_properties_file_escapes_special_characters() -> None:
     assert render({"log.dirs": "/ü\\a\n𝄞"}) == "log.dirs=/\\u00fc\\\\a\\u000a\\ud834\\udd1e\n"
 
 
-def test_each_major_version_gets_the_logging_it_was_written_for() -> None:
+def test_each_major_version_has_its_logging_configuration() -> None:
     for version, name, option in [
         ("3.9.2", "log4j.properties", "-Dlog4j.configuration=file:///data/log4j.properties"),
         ("4.3.1", "log4j2.properties", "-Dlog4j2.configurationFile=file:///data/log4j2.properties"),
@@ -193,7 +189,7 @@ def test_each_major_version_gets_the_logging_it_was_written_for() -> None:
 
 
 @pytest.mark.parametrize("version", ["3.9.2", "4.3.1"])
-def test_a_killed_nodes_refused_connections_do_not_fill_the_log_of_any_version(version: str) -> None:
+def test_refused_connections_are_not_logged(version: str) -> None:
     files, _ = logging_options(version, LOG_DIR)
     (text,) = files.values()
     name = re.escape("org.apache.kafka.clients.NetworkClient")
@@ -205,7 +201,7 @@ def test_a_killed_nodes_refused_connections_do_not_fill_the_log_of_any_version(v
 # Jars
 
 
-def test_every_version_names_its_clients_and_one_logging_binding() -> None:
+def test_coordinates_have_clients_and_one_logging_binding() -> None:
     for version in jars.KNOWN_VERSIONS:
         found = coordinates(version)
         assert f"org.apache.kafka:kafka-clients:{version}" in found
@@ -215,7 +211,7 @@ def test_every_version_names_its_clients_and_one_logging_binding() -> None:
 
 
 @pytest.mark.parametrize("version", ["", "4", "4.3", "4.3.x", "latest", "2.8.1"])
-def test_what_is_no_supported_version_is_a_configuration_error(version: str) -> None:
+def test_unsupported_version_is_a_configuration_error(version: str) -> None:
     with pytest.raises(ConfigurationError, match=r"not a Kafka version|not supported here"):
         coordinates(version)
 
@@ -228,15 +224,13 @@ def no_jars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_without_jgo_the_sentence_says_what_to_install(no_jars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_jgo_error_says_what_to_install(no_jars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jgo.maven", None)
     with pytest.raises(Unavailable, match=r"needs jgo: pip install 'eos-kafka\[embedded\]'"):
         kafka_jars("4.3.1")
 
 
-def test_without_a_network_the_sentence_says_so_and_nothing_is_recorded(
-    no_jars: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_network_is_reported_and_not_recorded(no_jars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_ports(1)[0]}")
     for name in ("no_proxy", "NO_PROXY"):
@@ -246,9 +240,7 @@ def test_without_a_network_the_sentence_says_so_and_nothing_is_recorded(
     assert not list(jars.cache_directory().glob("*.json"))
 
 
-def test_refused_certificate_of_the_repository_is_no_missing_network(
-    no_jars: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejected_certificate_is_not_a_missing_network(no_jars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise requests.exceptions.SSLError("CERTIFICATE_VERIFY_FAILED")
 
@@ -259,7 +251,7 @@ def test_refused_certificate_of_the_repository_is_no_missing_network(
         kafka_jars("4.3.1")
 
 
-def test_a_record_counts_only_while_each_of_its_jars_is_there_in_full_length(tmp_path: Path) -> None:
+def test_record_is_valid_while_all_jars_are_complete(tmp_path: Path) -> None:
     jar, record = tmp_path / "a.jar", tmp_path / "4.3.1.json"
     jar.write_bytes(b"whole")
     jars._write_record(record, ["a"], [jar])
@@ -271,7 +263,7 @@ def test_a_record_counts_only_while_each_of_its_jars_is_there_in_full_length(tmp
     assert jars._read_record(record, ["a"]) is None
 
 
-def test_a_jar_that_was_cut_off_is_fetched_again(tmp_path: Path) -> None:
+def test_incomplete_jar_is_downloaded_again(tmp_path: Path) -> None:
     import zipfile
 
     class Artifact:
@@ -301,7 +293,7 @@ def fake_java(home: Path, version: str) -> Path:
     return program
 
 
-def test_java_home_comes_first_then_the_path_then_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_java_home_comes_before_path_and_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, on_path, packaged = (fake_java(tmp_path / name, "21.0.1") for name in ("home", "path", "package"))
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(on_path.parent))
@@ -313,7 +305,7 @@ def test_java_home_comes_first_then_the_path_then_the_package(tmp_path: Path, mo
     assert java.find_java() == packaged
 
 
-def test_a_java_that_is_too_old_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_java_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_java(tmp_path / "old", "11.0.2")
     packaged = fake_java(tmp_path / "new", "25.0.2")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
@@ -322,9 +314,7 @@ def test_a_java_that_is_too_old_is_passed_over(tmp_path: Path, monkeypatch: pyte
     assert java.find_java() == packaged
 
 
-def test_without_java_the_sentence_says_what_was_found_and_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_java_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_java(tmp_path, "1.8.0")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
@@ -337,19 +327,19 @@ def test_without_java_the_sentence_says_what_was_found_and_what_to_install(
 # Ports, processes and the data directory
 
 
-def test_a_taken_port_is_named_in_the_sentence(listening: int) -> None:
+def test_used_port_is_named(listening: int) -> None:
     assert not is_free(listening)
     with pytest.raises(Unavailable, match=f"port {listening} on 127.0.0.1 is in use"):
         require_free([listening])
 
 
-def test_chosen_ports_are_distinct_and_below_the_range_of_outgoing_connections() -> None:
+def test_free_ports_are_distinct_and_in_range() -> None:
     ports = [port for node in choose_ports(3, None) for port in node.all()]
     assert len(set(ports)) == len(ports) == 6
     assert max(ports) < 32768
 
 
-def test_client_ports_follow_the_one_that_was_asked_for() -> None:
+def test_client_ports_follow_the_given_one() -> None:
     assert [node.client for node in choose_ports(3, 9092)] == [9092, 9093, 9094]
 
 
@@ -361,7 +351,7 @@ def test_only_one_or_three_nodes_are_accepted(nodes: int, tmp_path: Path) -> Non
         DetachedKafka(tmp_path).start(nodes=nodes)
 
 
-def test_a_cluster_id_is_made_once_and_is_no_option_of_a_command_line(tmp_path: Path) -> None:
+def test_cluster_id_is_created_once_without_leading_dash(tmp_path: Path) -> None:
     ids = {persistent_cluster_id(tmp_path / str(i)) for i in range(200)}
     assert len(ids) == 200
     assert not [each for each in ids if each.startswith("-") or len(each) != 22]
@@ -374,7 +364,7 @@ def data_of(directory: Path, version: str, nodes: int, pid: int | None = None) -
     return DetachedKafka(directory)
 
 
-def test_data_of_another_version_or_number_of_nodes_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_data_of_other_version_or_node_count_is_refused(tmp_path: Path) -> None:
     kafka = data_of(tmp_path, "4.3.1", nodes=3)
     with pytest.raises(ConfigurationError, match="belongs to 3 nodes, not 1"):
         kafka.start(nodes=1)
@@ -383,7 +373,7 @@ def test_data_of_another_version_or_number_of_nodes_is_refused_before_anything_s
     assert not (tmp_path / "node-0").exists()
 
 
-def test_settings_of_the_brokers_are_kept_with_the_data_and_not_changed_under_a_running_one(tmp_path: Path) -> None:
+def test_broker_settings_are_stored_with_the_data(tmp_path: Path) -> None:
     kafka = DetachedKafka(tmp_path)
     new = kafka._next_state(None, False, None, None, None, {"a": "1", "b": "2"})
     assert new.config == {"a": "1", "b": "2"}
@@ -397,7 +387,7 @@ def test_settings_of_the_brokers_are_kept_with_the_data_and_not_changed_under_a_
     assert data_of(tmp_path, "4.3.1", nodes=1).state() is not None, "the file of a version before has none"
 
 
-def test_a_pid_that_now_belongs_to_another_program_is_neither_up_nor_signalled(tmp_path: Path) -> None:
+def test_reused_pid_is_neither_up_nor_signalled(tmp_path: Path) -> None:
     # The program even names our file, as an editor would.
     program = "import sys; sys.stdin.read()"
     other = subprocess.Popen(
@@ -413,7 +403,7 @@ def test_a_pid_that_now_belongs_to_another_program_is_neither_up_nor_signalled(t
         other.communicate()
 
 
-def test_the_command_line_of_a_process_is_read_and_that_of_none_is_empty() -> None:
+def test_command_line_of_a_missing_process_is_empty() -> None:
     assert "python" in command_line(os.getpid()) or "pytest" in command_line(os.getpid())
     assert command_line(2**22 + 1) == ""
 
@@ -421,14 +411,14 @@ def test_the_command_line_of_a_process_is_read_and_that_of_none_is_empty() -> No
 # What local JVMs cannot do
 
 
-def test_local_jvms_say_that_they_cannot_be_cut_off_and_none_counts_as_cut() -> None:
+def test_local_jvms_cannot_be_partitioned() -> None:
     cluster = JvmCluster(1)
     with pytest.raises(NotSupported, match=r"^local JVMs .* a network cut needs the container backend$"):
         cluster.partition(0)
     assert cluster.reachable() == [0]
 
 
-def test_a_killed_node_that_has_its_port_still_is_waited_for() -> None:
+def test_start_waits_for_port_of_a_killed_node() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
         threading.Timer(0.2, held.close).start()

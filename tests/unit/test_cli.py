@@ -66,7 +66,7 @@ def refused(code: int, here: Path, *arguments: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("pure_python", ["0", "1"])
-def test_the_versions_that_a_report_needs_are_told(here: Path, pure_python: str) -> None:
+def test_version_option_prints_all_versions(here: Path, pure_python: str) -> None:
     ended = started(here, "--version", EOS_PURE_PYTHON=pure_python)
     assert (ended.returncode, ended.stderr) == (0, "")
     for name in ("eos-kafka", "confluent-kafka", "kafka-python"):
@@ -75,7 +75,7 @@ def test_the_versions_that_a_report_needs_are_told(here: Path, pure_python: str)
     assert f"librdkafka {libversion()[0]}, hot loop {'compiled' if compiled else 'in Python'}" in ended.stdout
 
 
-def test_without_a_command_the_help_is_shown_and_the_exit_code_says_usage(here: Path) -> None:
+def test_missing_command_shows_help_and_ends_with_usage(here: Path) -> None:
     ended = program(here)
     assert ended.returncode == 64
     assert "Usage:" in ended.stdout + ended.stderr
@@ -107,7 +107,7 @@ FLOWCHART = """flowchart LR
 """
 
 
-def test_the_topology_of_an_app_is_told_without_a_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_topology_needs_no_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "shop.py").write_text(
         "import eos\nfrom eos import MapState, State\napp = eos.App('shop')\n"
         "@app.process('sales', to='by-town', on_error=eos.dlq)\ndef by_town(value: str) -> str: ...\n"
@@ -129,7 +129,7 @@ def test_the_topology_of_an_app_is_told_without_a_cluster(here: Path, capsys: py
     ],
     ids=["unknown command", "missing argument", "unknown option", "option without its value"],
 )
-def test_what_is_no_command_line_is_named(here: Path, arguments: tuple[str, ...], named: str) -> None:
+def test_invalid_command_line_is_named(here: Path, arguments: tuple[str, ...], named: str) -> None:
     assert named in refused(64, here, *arguments)
 
 
@@ -156,22 +156,20 @@ NOT_SET = "cannot be set for `eos run`: it is the App's id (and its instance)\n"
     ],
     ids=lambda given: " ".join(given) if isinstance(given, tuple) else None,
 )
-def test_what_is_wrong_with_a_command_is_said_in_one_sentence(
-    here: Path, arguments: tuple[str, ...], sentence: str
-) -> None:
+def test_wrong_option_is_reported_in_one_sentence(here: Path, arguments: tuple[str, ...], sentence: str) -> None:
     said = refused(64, here, *arguments)
     assert said.startswith(f"eos: {sentence}")
     assert said.count("\n") == 1
 
 
-def test_a_port_that_cannot_be_listened_on_is_a_configuration_error_before_anything_starts(here: Path) -> None:
+def test_unusable_http_port_is_a_configuration_error(here: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         sentence = refused(78, here, "run", "good:app", "--workers", "2", "--instance", "i", "--http-port", address)
     assert sentence == f"eos: --http-port {address}: Address already in use\n"
 
 
-def test_a_supervisor_ends_with_what_its_first_worker_says_and_each_line_says_whose_it_is(here: Path) -> None:
+def test_supervisor_ends_with_code_of_its_first_worker(here: Path) -> None:
     ended = program(here, "run", "good:nope", "--workers", "2", "--instance", "w")
     assert ended.returncode == 64
     assert re.search(r"^w-[01] \| eos: nope in good is missing; say good:app$", ended.stderr, re.MULTILINE), (
@@ -180,7 +178,7 @@ def test_a_supervisor_ends_with_what_its_first_worker_says_and_each_line_says_wh
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
-def test_a_stop_while_the_app_is_loaded_is_a_stop_on_request(here: Path, number: str) -> None:
+def test_stop_while_app_is_loading_exits_with_0(here: Path, number: str) -> None:
     (here / "slow.py").write_text(f"import os, signal, time\nos.kill(os.getpid(), signal.{number})\ntime.sleep(50)\n")
     assert f"worker stopped before start signal={number}\n" in refused(0, here, "run", "slow:app", "--instance", "i")
 
@@ -193,9 +191,7 @@ def test_a_stop_while_the_app_is_loaded_is_a_stop_on_request(here: Path, number:
     ],
     ids=["one", "supervised"],
 )
-def test_in_a_container_without_an_instance_there_is_one_warning(
-    here: Path, code: int, arguments: tuple[str, ...]
-) -> None:
+def test_container_without_instance_logs_one_warning(here: Path, code: int, arguments: tuple[str, ...]) -> None:
     said = refused(code, here, "run", *arguments, KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert said.count("host names of containers are random") == 1
     said = refused(code, here, "run", *arguments, "--instance", "i", KUBERNETES_SERVICE_HOST="10.0.0.1")
@@ -216,24 +212,24 @@ def test_in_a_container_without_an_instance_there_is_one_warning(
         ("message.timeout.ms=60000", "after the broker ended its transaction"),
     ],
 )
-def test_a_setting_that_is_wrong_is_a_configuration_error_with_its_reason(here: Path, flag: str, reason: str) -> None:
+def test_wrong_setting_is_a_configuration_error(here: Path, flag: str, reason: str) -> None:
     sentence = refused(78, here, "run", "good:app", "-X", flag)
     assert reason in sentence
     assert sentence.count("\n") == 1
 
 
-def test_a_value_that_only_librdkafka_can_judge_is_a_configuration_error_too(here: Path) -> None:
+def test_value_rejected_by_librdkafka_is_a_configuration_error(here: Path) -> None:
     stderr = refused(78, here, "run", "good:app", "--instance", "i", "-X", "fetch.min.bytes=many")
     assert "eos: the consumer's settings were refused: " in stderr
     assert "fetch.min.bytes" in stderr
 
 
-def test_a_wrong_setting_in_eos_toml_is_a_configuration_error(here: Path) -> None:
+def test_wrong_setting_in_eos_toml_is_a_configuration_error(here: Path) -> None:
     (here / "eos.toml").write_text("linger.ms 20")
     assert refused(78, here, "run", "good:app").startswith("eos: eos.toml cannot be read: ")
 
 
-def test_a_wrong_setting_in_the_environment_is_a_configuration_error(here: Path) -> None:
+def test_wrong_setting_in_environment_is_a_configuration_error(here: Path) -> None:
     sentence = refused(78, here, "run", "good:app", EOS_STATE_ENGINE="paper")
     assert sentence == "eos: eos.state.engine=paper must be one of lmdb, rocksdb\n"
 
@@ -268,9 +264,7 @@ OTHERS = {
         (78, "empty", "the App 'empty' has no function"),
     ],
 )
-def test_a_target_that_is_no_app_that_runs_is_answered_with_what_it_is(
-    here: Path, code: int, target: str, sentence: str
-) -> None:
+def test_target_that_is_not_an_app_is_explained(here: Path, code: int, target: str, sentence: str) -> None:
     (here / "package").mkdir()  # without nosuch
     for name, text in OTHERS.items():
         (here / name).write_text(text)
@@ -280,7 +274,7 @@ def test_a_target_that_is_no_app_that_runs_is_answered_with_what_it_is(
 
 
 @pytest.mark.parametrize("target", [":app", ".good:app", ""])
-def test_a_target_without_a_module_is_answered_with_an_example(here: Path, target: str) -> None:
+def test_target_without_module_gets_an_example(here: Path, target: str) -> None:
     assert "names no module: expected e.g. flights:app" in refused(64, here, "run", target)
 
 
@@ -294,7 +288,7 @@ def users_failure(here: Path, *arguments: str) -> str:
     return ended.stderr
 
 
-def test_a_module_that_raises_while_it_is_imported_shows_the_users_own_frames(here: Path) -> None:
+def test_import_error_shows_frames_of_user_code_only(here: Path) -> None:
     (here / "helper.py").write_text('def fail():\n    raise ValueError("boom")\n')
     (here / "bad.py").write_text("import helper\nhelper.fail()\n")
     assert users_failure(here, "run", "bad:app") == (
@@ -306,14 +300,14 @@ def test_a_module_that_raises_while_it_is_imported_shows_the_users_own_frames(he
     )
 
 
-def test_a_module_with_a_syntax_error_shows_where_it_is(here: Path) -> None:
+def test_syntax_error_shows_its_line(here: Path) -> None:
     (here / "syntax.py").write_text("\ndef f(:\n")
     stderr = users_failure(here, "run", "syntax.py:app")
     assert f'File "{here}/syntax.py", line 2' in stderr
     assert "eos: syntax could not be imported: SyntaxError: " in stderr
 
 
-def test_a_name_that_cannot_be_imported_from_another_module_is_the_users_too(here: Path) -> None:
+def test_failed_from_import_is_an_error_of_user_code(here: Path) -> None:
     (here / "importing.py").write_text("from good import nope\n")
     assert "eos: importing could not be imported: ImportError: " in users_failure(here, "run", "importing")
 
@@ -322,9 +316,7 @@ def test_a_name_that_cannot_be_imported_from_another_module_is_the_users_too(her
 
 
 @pytest.mark.parametrize("workers", [(), ("--workers", "2")], ids=["one", "supervised"])
-def test_with_json_every_line_is_json_the_last_words_and_those_of_supervised_workers_too(
-    here: Path, workers: tuple[str, ...]
-) -> None:
+def test_json_log_format_applies_to_every_line(here: Path, workers: tuple[str, ...]) -> None:
     (here / "bad.py").write_text('raise ValueError("boom")\n')
     ended = program(here, "run", "bad:app", "--instance", "w", "--log-format", "json", *workers)
     assert ended.returncode == 64, ended.stderr
@@ -342,7 +334,7 @@ def test_with_json_every_line_is_json_the_last_words_and_those_of_supervised_wor
         "logging.disable(logging.CRITICAL)",
     ],
 )
-def test_last_words_are_written_though_the_app_configures_logging(here: Path, configures: str) -> None:
+def test_failure_is_logged_though_app_configures_logging(here: Path, configures: str) -> None:
     (here / "own.py").write_text(f"import logging, logging.config\n{configures}\n{APP}")
     arguments = "--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000", "--log-format", "json"
     ended = program(here, "run", "own:app", "--instance", "w", *arguments)
@@ -360,7 +352,7 @@ def test_module_named_like_a_library_names_both_files(here: Path, target: str, t
     assert said.endswith("): rename it\n")
 
 
-def test_loggers_that_an_app_disabled_are_enabled_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_disabled_by_an_app_are_enabled_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (here / "disables.py").write_text(f"import logging\nlogging.getLogger('eos').disabled = True\n{APP}")
@@ -368,21 +360,21 @@ def test_loggers_that_an_app_disabled_are_enabled_again(here: Path, monkeypatch:
     assert not log.logger.disabled
 
 
-def test_supervised_workers_take_no_file_of_the_project_for_the_standard_library(here: Path) -> None:
+def test_supervised_workers_ignore_files_named_like_stdlib(here: Path) -> None:
     for name in ("queue", "types", "logging", "kafka"):
         (here / f"{name}.py").write_text("raise RuntimeError('not the one that was meant')\n")
     arguments = "--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000"
     assert "cannot be reached" in refused(69, here, "run", "good:app", "--workers", "2", "--instance", "w", *arguments)
 
 
-def test_output_is_escaped_where_the_terminal_cannot_show_it(here: Path) -> None:
+def test_output_is_escaped_for_the_terminal_encoding(here: Path) -> None:
     (here / "good.py").write_text(APP.replace("def copy", "def größe"))
     ended = started(here, "topology", "good:app", PYTHONIOENCODING="ascii")
     assert (ended.returncode, "gr\\xf6\\xdfe" in ended.stdout) == (0, True), ended.stderr
 
 
 @pytest.mark.parametrize(("closed", "code"), [(">&-", 0), (">&- 2>&-", 0), ("nope >&- 2>&-", 64)])
-def test_closed_output_is_no_error(here: Path, closed: str, code: int) -> None:
+def test_closed_output_is_not_an_error(here: Path, closed: str, code: int) -> None:
     command = ["sh", "-c", f'exec "$0" -m eos topology good:app {closed}', sys.executable]
     ended = subprocess.run(command, cwd=here, env=environment({"PYTHONPATH": str(ROOT)}), timeout=60, check=False)
     assert ended.returncode == code
@@ -391,7 +383,7 @@ def test_closed_output_is_no_error(here: Path, closed: str, code: int) -> None:
 # ---- the cluster: 69 ---------------------------------------------------------------------------------------
 
 
-def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path) -> None:
+def test_valid_app_fails_only_at_an_unreachable_cluster(here: Path) -> None:
     arguments = ("--bootstrap-servers", "127.0.0.1:1", "--instance", "i", "-X", "eos.startup.timeout.ms=1000")
     stderr = refused(69, here, "run", "good:app", *arguments)
     assert stderr.startswith("eos: 127.0.0.1:1 cannot be reached: ")
@@ -399,7 +391,7 @@ def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path) 
     assert stderr.endswith("; `eos broker start` starts one here\n")
 
 
-def test_a_cluster_that_is_to_be_verified_and_is_unreachable_is_named_at_once(here: Path) -> None:
+def test_verify_names_an_unreachable_cluster_at_once(here: Path) -> None:
     examined = ("--input", "a", "--output", "b", "--group", "g")
     soon = ("--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000")
     for named in (examined, ("good:app",)):
@@ -432,7 +424,7 @@ def loaded_by(here: Path, *arguments: str) -> set[str]:
 WORKER = ("run", "good", "--bootstrap-servers", "127.0.0.1:1", "--instance", "i", "-X", "eos.startup.timeout.ms=1000")
 
 
-def test_a_worker_imports_no_other_command_and_without_a_terminal_and_a_port_nothing_that_serves_them(
+def test_worker_imports_only_needed_modules(
     here: Path,
 ) -> None:
     """Its outputs wait for its imports each time it is started again."""
@@ -445,14 +437,14 @@ def test_a_worker_imports_no_other_command_and_without_a_terminal_and_a_port_not
     assert {"http.server", "eos.health.server", "eos.probes"} <= loaded_by(here, *WORKER, "--http-port", "0")
 
 
-def test_garbage_is_collected_again_when_a_users_module_is_imported_and_the_imports_are_out_of_its_way(
+def test_garbage_collection_is_on_when_app_is_imported(
     here: Path,
 ) -> None:
     (here / "good.py").write_text(f"import gc\nprint(gc.isenabled(), gc.get_freeze_count() > 10_000)\n{APP}")
     assert started(here, *WORKER).stdout == "True True\n"
 
 
-def test_the_versions_are_told_without_a_command(here: Path) -> None:
+def test_version_option_imports_no_command(here: Path) -> None:
     loaded = loaded_by(here, "--version")
     assert "eos.cli" in loaded
     assert [name for name in loaded if name.startswith(("eos.cli.", "kafka.", "rich."))] == []
@@ -463,7 +455,7 @@ def leaves(command: Any, *names: str) -> list[tuple[str, ...]]:
     return [leaf for name, one in below.items() for leaf in leaves(one, *names, name)] if below else [names]
 
 
-def test_a_flag_takes_no_value_in_any_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_no_value_for_flags(capsys: pytest.CaptureFixture[str]) -> None:
     commands = leaves(cli.build_program([]))
     assert len(commands) > 15
     for command in [(), *commands]:
@@ -473,7 +465,7 @@ def test_a_flag_takes_no_value_in_any_help(capsys: pytest.CaptureFixture[str]) -
         assert "bool" not in told.lower(), f"{command}: {told}"
 
 
-def test_a_shell_completes_commands_and_their_options(here: Path) -> None:
+def test_shell_completes_commands_and_options(here: Path) -> None:
     for words, completed in (("eos topo", ["topology"]), ("eos run --until", ["--until-end"])):
         asked = {"_EOS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         told = subprocess.run(
@@ -487,7 +479,7 @@ def test_a_shell_completes_commands_and_their_options(here: Path) -> None:
         assert told.stdout.split() == completed, told.stderr
 
 
-def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:
+def test_help_shows_every_command(here: Path) -> None:
     whole = program(here, "--help")
     assert (whole.returncode, whole.stderr) == (0, "")
     assert "Exactly-once" in whole.stdout
@@ -500,7 +492,7 @@ def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:
         assert shown in alone.stdout, shown
 
 
-def test_only_a_record_of_the_input_can_be_stepped_past() -> None:
+def test_remedy_skips_only_input_records() -> None:
     told = suggest_remedy(PoisonRecord("failed", "in", 0, 3), "it.py:app", "h:9092")
     assert told.startswith("`eos reset it.py:app --skip 'in[0]@3' --wait 30 --bootstrap-servers h:9092` skips it, ")
     sent_by_the_function = PoisonRecord("was refused", "out", -1, -1)

@@ -63,7 +63,7 @@ def examined(target: str | None, capsys: pytest.CaptureFixture[str]) -> tuple[in
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_check_that_fails_hides_no_hanging_transaction(
+def test_failed_check_does_not_hide_hanging_transactions(
     target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = Cluster(monkeypatch, out=GONE)
@@ -76,7 +76,7 @@ def test_a_check_that_fails_hides_no_hanging_transaction(
     assert cluster.asked == [["in"], [OFFSETS_LOG]], "one that does not exist would make the others unknown"
 
 
-def test_a_log_that_is_not_made_yet_is_not_asked_and_one_that_may_not_be_seen_is_not_known(
+def test_missing_offsets_log_is_skipped_and_hidden_one_unknown(
     target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fresh = Cluster(monkeypatch, **{OFFSETS_LOG: GONE, TRANSACTION_LOG: GONE})
@@ -87,7 +87,7 @@ def test_a_log_that_is_not_made_yet_is_not_asked_and_one_that_may_not_be_seen_is
     assert [row["level"] for row in rows if row["check"] == "transactions"] == ["failed", "not known"]
 
 
-def test_without_an_app_every_topic_is_asked(
+def test_doctor_without_app_searches_every_topic(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = Cluster(monkeypatch)
@@ -102,7 +102,7 @@ def test_without_an_app_every_topic_is_asked(
         (NotAuthorised("the login at b:9092 was refused: no", remedy="check it"), "authorised", 77),
     ],
 )
-def test_a_cluster_that_cannot_be_asked_is_a_finding_with_its_remedy(
+def test_unavailable_cluster_is_a_finding_with_remedy(
     error: EosError,
     check: str,
     code: int,

@@ -14,7 +14,7 @@ from eos.cli.init import FILES
 from eos.kafka.client.settings import load
 
 
-def test_what_is_made_passes_its_own_test_and_is_an_app(
+def test_init_folder_passes_its_own_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -38,7 +38,7 @@ def test_what_is_made_passes_its_own_test_and_is_an_app(
         assert command in cli.COMMANDS
 
 
-def test_nothing_is_written_over_and_a_name_must_be_one(
+def test_init_overwrites_nothing_and_checks_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,7 @@ def text(shown: RenderableType) -> str:
     return console.export_text()
 
 
-def test_a_rate_is_what_came_between_two_looks_and_a_restarted_worker_counts_anew() -> None:
+def test_rate_restarts_with_a_restarted_worker() -> None:
     rates = Rates()
     assert rates.of(status(at=102.0, records_in=1_000)) == 500, "since its start"
     assert rates.of(status(at=102.1, records_in=1_100)) == 500, "too soon to tell"
@@ -42,7 +42,7 @@ def test_a_rate_is_what_came_between_two_looks_and_a_restarted_worker_counts_ane
     assert rates.of(status(at=105.0, records_in=300)) == 300
 
 
-def test_the_line_has_rate_transactions_lag_and_aborts_and_says_why_a_worker_is_not_ready() -> None:
+def test_line_shows_counts_and_why_worker_is_not_ready() -> None:
     lags = [PartitionLag("in", 0, 1_200), PartitionLag("in", 1, 34)]
     seen = status(
         at=102.0, records_in=10_000, transactions=1_234, lags=lags, aborts={"rebalance": 2}, rebuilds={"t": 1}
@@ -58,7 +58,7 @@ def test_the_line_has_rate_transactions_lag_and_aborts_and_says_why_a_worker_is_
     assert " lag ? " in text(line([unknown], Rates()))
 
 
-def test_the_table_has_a_row_for_each_worker() -> None:
+def test_table_has_a_row_for_each_worker() -> None:
     workers = [
         status(at=102.0, records_in=400),
         status(instance="w-1", live=False, ready=False, reason="stuck", restarts=2),
@@ -71,7 +71,7 @@ def test_the_table_has_a_row_for_each_worker() -> None:
     ]
 
 
-def test_on_a_terminal_the_supervisor_shows_its_workers_live(tmp_path: Path) -> None:
+def test_supervisor_shows_workers_live_on_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(100)\n")
     ours, theirs = pty.openpty()
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("EOS_", "KAFKA_"))}

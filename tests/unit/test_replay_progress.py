@@ -29,7 +29,7 @@ def changes(folder: Path, *lines: object) -> dict[str, Any]:
     return read_changes("--file letters.jsonl", file)
 
 
-def test_a_letter_is_chosen_by_where_it_is_or_was_and_by_why() -> None:
+def test_selection_by_record_and_exception() -> None:
     first, second = letter(), letter(KeyError("x"), msgspec.structs.replace(RECORD, offset=18), 6)
     for choice, chosen in (
         (Selection(), [first, second]),
@@ -44,7 +44,7 @@ def test_a_letter_is_chosen_by_where_it_is_or_was_and_by_why() -> None:
     assert Selection(["orders[3]@19"]).missing == {"orders[3]@19"}
 
 
-def test_an_exported_letter_comes_back_as_it_was_or_as_it_was_mended(tmp_path: Path) -> None:
+def test_exported_letter_is_read_back_with_edits(tmp_path: Path) -> None:
     row = export_row(letter())
     assert row == {
         "letter": "orders.dlq[1]@5",
@@ -91,7 +91,7 @@ def test_an_exported_letter_comes_back_as_it_was_or_as_it_was_mended(tmp_path: P
         (["[" * 100_000], "line 1: "),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path: Path, lines: list[Any], sentence: str) -> None:
+def test_invalid_line_is_reported_with_its_number(tmp_path: Path, lines: list[Any], sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
         changes(tmp_path, *lines)
     assert str(refused.value).startswith(f"--file letters.jsonl, {sentence}")

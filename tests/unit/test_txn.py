@@ -32,8 +32,8 @@ def hanging(producer_id: int) -> OpenTransaction:
     return OpenTransaction(seen, None, None, Verdict.HANGING, "nobody knows it", 4)
 
 
-def test_the_rows_for_programs_have_the_members_that_they_had() -> None:
-    told = txn._open(hanging(7))
+def test_json_rows_keep_their_fields() -> None:
+    told = txn._open_json(hanging(7))
     assert told["last_timestamp_ms"] == 1_372_939_200_000
     assert " ".join(told) == (
         "verdict topic partition producer_id epoch start_offset last_timestamp_ms coordinator_epoch held_back "
@@ -47,7 +47,7 @@ def listed(state: str, since_s: float | None = 200.0) -> ListedTransaction:
 
 
 @pytest.mark.parametrize("state", sorted(STATES))
-def test_only_a_transaction_that_has_not_ended_is_open_for_some_time(
+def test_open_time_is_shown_only_for_open_transactions(
     state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     admin = Admin(transactions=lambda: [listed(state)], describe_all=lambda _: [listed(state)])
@@ -60,7 +60,7 @@ def test_only_a_transaction_that_has_not_ended_is_open_for_some_time(
     assert told.count(state) >= 2
 
 
-def test_states_are_those_of_kafka_in_any_case_and_another_is_refused_with_their_names(
+def test_state_option_ignores_case_and_lists_states(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [listed("Ongoing"), listed("CompleteCommit"), listed("Empty", None)]
@@ -75,7 +75,7 @@ def test_states_are_those_of_kafka_in_any_case_and_another_is_refused_with_their
     assert str(raised.value).startswith("--state Foo: must be one of CompleteAbort, CompleteCommit,")
 
 
-def test_the_end_of_a_transactional_id_is_told_with_before_and_after(
+def test_abort_of_an_id_prints_before_and_after(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = (TransactionalIdState("Ongoing", 7, 3), TransactionalIdState("CompleteAbort", 7, 4))
@@ -93,7 +93,7 @@ def test_the_end_of_a_transactional_id_is_told_with_before_and_after(
     assert json.loads(capsys.readouterr().out)[0]["after"] is None
 
 
-def test_the_end_of_hanging_transactions_is_told_of_each_also_when_the_next_could_not_be_ended(
+def test_abort_of_hanging_prints_each_even_after_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def end(_: object, found: OpenTransaction) -> None:
@@ -112,7 +112,7 @@ def test_the_end_of_hanging_transactions_is_told_of_each_also_when_the_next_coul
     assert capsys.readouterr().out == "t[3]: aborted the transaction of producer id 7, epoch 5\n"
 
 
-def test_where_nothing_hangs_nothing_is_printed(
+def test_abort_without_hanging_transaction_prints_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(txn, "find_open", lambda *_: [])

@@ -7,7 +7,7 @@ client then learns the new leader from Metadata, as before KIP-951. It must neve
 
 from __future__ import annotations
 
-from eos.shim.addresses.layouts import Found, tagged_endpoints
+from eos.shim.addresses.layouts import FoundAddresses, tagged_endpoints
 from eos.shim.errors import Malformed
 from eos.shim.wire import walk
 from eos.shim.wire.cursor import Cursor, check_tag_count
@@ -19,12 +19,12 @@ from eos.shim.wire.walk import Layout, Walk
 _UNKNOWN_TAG = 0x7F
 
 
-def find(frame: bytes) -> Found:
+def find(frame: bytes) -> FoundAddresses:
     """Return the addresses in a whole Fetch response of a version in `layouts.KNOWN`. Raises Malformed."""
     tags_at: list[int] = []
 
     def layout(at: Walk) -> Layout:
-        yield from _up_to_tags(at)
+        yield from _skip_to_tags(at)
         tags_at.append(at.position)
 
     Walk(layout).feed(frame)
@@ -61,7 +61,7 @@ class HideEndpoints:
         return bytes(changed)
 
     def _layout(self, at: Walk) -> Layout:
-        yield from _up_to_tags(at)
+        yield from _skip_to_tags(at)
         for _ in range(check_tag_count((yield from walk.uvarint()))):
             tag_at = at.position
             tag = yield from walk.uvarint()
@@ -74,7 +74,7 @@ class HideEndpoints:
             yield -size
 
 
-def _up_to_tags(at: Walk) -> Layout:
+def _skip_to_tags(at: Walk) -> Layout:
     yield -RESPONSE_HEAD.size
     yield from walk.tags(True)
     yield -10  # throttle_time_ms, error_code, session_id

@@ -36,7 +36,7 @@ class AddressJob(Job):
 
     def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
         if not self._layout_known(exchange):
-            return LeakScan(self._book.needles, _what(exchange))
+            return LeakScan(self._book.needles, _describe(exchange))
         if exchange.api_key == api.FETCH and size > WHOLE_FETCH_BYTES:
             return fetch.HideEndpoints(size)
         return None
@@ -49,7 +49,7 @@ class AddressJob(Job):
         found = layouts.find(key, version, frame)
         made = layouts.rewrite(frame, found, api.is_flexible(key, version), self._book.translate)
         if key != api.SHARE_FETCH:
-            check(made, self._book.needles, _what(exchange))
+            check(made, self._book.needles, _describe(exchange))
         return made
 
     def _layout_known(self, exchange: Exchange) -> bool:
@@ -57,7 +57,7 @@ class AddressJob(Job):
         return known is not None and exchange.version <= known[1]
 
 
-def _what(exchange: Exchange) -> str:
+def _describe(exchange: Exchange) -> str:
     return f"a response to {api.api_name(exchange.api_key)} v{exchange.version}"
 
 

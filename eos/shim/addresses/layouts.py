@@ -16,7 +16,7 @@ from eos.shim.wire.cursor import Cursor, check_tag_count, string, uvarint
 from eos.shim.wire.headers import response_body
 
 
-class Spot(NamedTuple):
+class AddressSpan(NamedTuple):
     """Locate one address: bytes [start, end) of the frame are its host (with length) and its port."""
 
     node_id: int
@@ -26,7 +26,7 @@ class Spot(NamedTuple):
     end: int
 
 
-class Tagged(NamedTuple):
+class TaggedField(NamedTuple):
     """Locate the tagged field that contains the addresses. Its size is a varint at [size_at, value_at)."""
 
     size_at: int
@@ -34,9 +34,9 @@ class Tagged(NamedTuple):
     end: int
 
 
-class Found(NamedTuple):
-    spots: list[Spot]
-    inside: Tagged | None = None
+class FoundAddresses(NamedTuple):
+    spots: list[AddressSpan]
+    inside: TaggedField | None = None
 
 
 # The first and last version whose layout is known here. Responses of earlier versions contain no address.
@@ -51,19 +51,19 @@ KNOWN = {
 }
 
 
-def find(api_key: int, version: int, frame: bytes) -> Found:
+def find(api_key: int, version: int, frame: bytes) -> FoundAddresses:
     """Return the addresses in a response of an API and version in `KNOWN` other than Fetch. Raises Malformed."""
     return _FINDERS[api_key](response_body(frame, api_key, version), version)
 
 
-def _address(cursor: Cursor, node_id: int) -> Spot:
+def _address(cursor: Cursor, node_id: int) -> AddressSpan:
     start = cursor.pos
     host = cursor.string() or ""
     port = cursor.int32()
-    return Spot(node_id, host, port, start, cursor.pos)
+    return AddressSpan(node_id, host, port, start, cursor.pos)
 
 
-def _metadata(cursor: Cursor, version: int) -> Found:
+def _metadata(cursor: Cursor, version: int) -> FoundAddresses:
     if version >= 3:
         cursor.skip(4)  # throttle_time_ms
     spots = []
@@ -72,17 +72,17 @@ def _metadata(cursor: Cursor, version: int) -> Found:
         if version >= 1:
             cursor.skip_string()  # rack
         cursor.skip_tags()
-    return Found(spots)
+    return FoundAddresses(spots)
 
 
-def _find_coordinator(cursor: Cursor, version: int) -> Found:
+def _find_coordinator(cursor: Cursor, version: int) -> FoundAddresses:
     if version >= 1:
         cursor.skip(4)
     if version <= 3:
         cursor.skip(2)  # error_code
         if version >= 1:
             cursor.skip_string()
-        return Found([_address(cursor, cursor.int32())])
+        return FoundAddresses([_address(cursor, cursor.int32())])
     spots = []
     for _ in range(cursor.count()):
         cursor.skip_string()  # key
@@ -90,10 +90,10 @@ def _find_coordinator(cursor: Cursor, version: int) -> Found:
         cursor.skip(2)
         cursor.skip_string()
         cursor.skip_tags()
-    return Found(spots)
+    return FoundAddresses(spots)
 
 
-def _describe_cluster(cursor: Cursor, version: int) -> Found:
+def _describe_cluster(cursor: Cursor, version: int) -> FoundAddresses:
     cursor.skip(6)  # throttle_time_ms, error_code
     cursor.skip_string()
     if version >= 1:
@@ -107,10 +107,10 @@ def _describe_cluster(cursor: Cursor, version: int) -> Found:
         if version >= 2:
             cursor.skip(1)  # is_fenced
         cursor.skip_tags()
-    return Found(spots)
+    return FoundAddresses(spots)
 
 
-def _produce(cursor: Cursor, version: int) -> Found:
+def _produce(cursor: Cursor, version: int) -> FoundAddresses:
     for _ in range(cursor.count()):
         if version >= 13:
             cursor.skip(16)
@@ -129,7 +129,7 @@ def _produce(cursor: Cursor, version: int) -> Found:
     return tagged_endpoints(cursor)
 
 
-def tagged_endpoints(cursor: Cursor) -> Found:
+def tagged_endpoints(cursor: Cursor) -> FoundAddresses:
     """Return the NodeEndpoints (tag 0) among the tagged fields at the end of a response."""
     for _ in range(check_tag_count(cursor.uvarint())):
         tag, size_at = cursor.uvarint(), cursor.pos
@@ -138,11 +138,11 @@ def tagged_endpoints(cursor: Cursor) -> Found:
         if tag == 0:
             inside = Cursor(cursor.data, value_at, flexible=True)
             inside.end = cursor.pos
-            return Found(_endpoints(inside), Tagged(size_at, value_at, cursor.pos))
-    return Found([])
+            return FoundAddresses(_endpoints(inside), TaggedField(size_at, value_at, cursor.pos))
+    return FoundAddresses([])
 
 
-def _endpoints(cursor: Cursor) -> list[Spot]:
+def _endpoints(cursor: Cursor) -> list[AddressSpan]:
     spots = []
     for _ in range(cursor.count()):
         spots.append(_address(cursor, cursor.int32()))
@@ -151,7 +151,7 @@ def _endpoints(cursor: Cursor) -> list[Spot]:
     return spots
 
 
-def _share_fetch(cursor: Cursor, version: int) -> Found:
+def _share_fetch(cursor: Cursor, version: int) -> FoundAddresses:
     cursor.skip(6)
     cursor.skip_string()
     if version >= 1:
@@ -166,7 +166,7 @@ def _share_fetch(cursor: Cursor, version: int) -> Found:
                 cursor.skip_tags()
             cursor.skip_tags()
         cursor.skip_tags()
-    return Found(_endpoints(cursor))
+    return FoundAddresses(_endpoints(cursor))
 
 
 def _share_partition(cursor: Cursor) -> None:
@@ -178,7 +178,7 @@ def _share_partition(cursor: Cursor) -> None:
     cursor.skip_tags()
 
 
-def _share_acknowledge(cursor: Cursor, version: int) -> Found:
+def _share_acknowledge(cursor: Cursor, version: int) -> FoundAddresses:
     cursor.skip(6)
     cursor.skip_string()
     if version >= 2:
@@ -192,10 +192,10 @@ def _share_acknowledge(cursor: Cursor, version: int) -> Found:
             cursor.skip_tags()
             cursor.skip_tags()
         cursor.skip_tags()
-    return Found(_endpoints(cursor))
+    return FoundAddresses(_endpoints(cursor))
 
 
-_FINDERS: dict[int, Callable[[Cursor, int], Found]] = {
+_FINDERS: dict[int, Callable[[Cursor, int], FoundAddresses]] = {
     api.PRODUCE: _produce,
     api.METADATA: _metadata,
     api.FIND_COORDINATOR: _find_coordinator,
@@ -209,7 +209,7 @@ _FINDERS: dict[int, Callable[[Cursor, int], Found]] = {
 Translate = Callable[[int, str, int], tuple[str, int]]
 
 
-def rewrite(frame: bytes, found: Found, flexible: bool, translate: Translate) -> bytes:
+def rewrite(frame: bytes, found: FoundAddresses, flexible: bool, translate: Translate) -> bytes:
     """Return the frame with every address translated, or the same object if it has none."""
     if not found.spots:
         return frame

@@ -13,7 +13,7 @@ from eos.shim.send_queue import HeldFrame
 
 def request(injection: Injection, frame: bytes) -> bytes:
     if injection.rule.phase is Phase.LATE:
-        injection.start(_late(injection))
+        injection.start(_send_late_copy(injection))
         return frame
     held = injection.hold(frame)
     injection.start(_copy_first(injection, held))
@@ -36,6 +36,6 @@ async def _copy_before_response(injection: Injection, held: HeldFrame) -> None:
     held.release()
 
 
-async def _late(injection: Injection) -> None:
+async def _send_late_copy(injection: Injection) -> None:
     await injection.opened.wait()
     await injection.deliver_copy("late duplicate")

@@ -294,13 +294,13 @@ def read_plan(path: Path) -> Plan:
     made = []
     for number, values in enumerate(rules, 1):
         try:
-            made.append(_rule(values))
+            made.append(_parse_rule(values))
         except (ConfigurationError, TypeError, ValueError) as error:
             raise ConfigurationError(f"rule {number} of {path}: {error}") from error
     return Plan(made, seed)
 
 
-def _rule(values: Mapping[str, Any]) -> Rule:
+def _parse_rule(values: Mapping[str, Any]) -> Rule:
     given = dict(values)
     _refuse_unknown(given, Rule)
     if "phase" in given:

@@ -96,9 +96,9 @@ class GuardJob(Job):
             self._mechanisms[exchange.connection] = messages.decode(SaslHandshakeRequest, frame, version).mechanism
             return frame
         if key == api.SASL_AUTHENTICATE:
-            asked = messages.decode(SaslAuthenticateRequest, frame, version)
+            request = messages.decode(SaslAuthenticateRequest, frame, version)
             mechanism = self._mechanisms.get(exchange.connection)
-            exchange.notes[self] = read_user_name(mechanism, bytes(asked.auth_bytes))
+            exchange.notes[self] = read_user_name(mechanism, bytes(request.auth_bytes))
             return frame
         if not messages.can_read(key, version):
             raise ProtocolError(f"{api.api_name(key)} v{version} is too new for the policy to check")
@@ -156,9 +156,9 @@ class GuardJob(Job):
             reason = f"group {request.group_id} commits offsets only in transactions"
             raise _Refused(GROUP_AUTHORIZATION_FAILED, GROUP_AUTHORIZATION_FAILED, reason)
         elif key == api.INIT_PRODUCER_ID and name and policy.max_timeout_ms is not None:
-            asked = request.transaction_timeout_ms
-            if asked > policy.max_timeout_ms:
-                reason = f"transaction.timeout.ms {asked} of {name} is above {policy.max_timeout_ms}"
+            requested_ms = request.transaction_timeout_ms
+            if requested_ms > policy.max_timeout_ms:
+                reason = f"transaction.timeout.ms {requested_ms} of {name} is above {policy.max_timeout_ms}"
                 raise _Refused(INVALID_TRANSACTION_TIMEOUT, INVALID_TRANSACTION_TIMEOUT, reason)
 
     def _check_topics(

@@ -53,12 +53,12 @@ def serve(
 def _on_loop(loop: asyncio.AbstractEventLoop, answer: Callable[[Request], Answer]) -> Callable[[Request], Answer]:
     """Return a function that runs `answer` on the event loop, and returns 503 if the loop does not run it in time."""
 
-    async def called(request: Request) -> Answer:
+    async def run(request: Request) -> Answer:
         return answer(request)
 
     def ask(request: Request) -> Answer:
         try:
-            return asyncio.run_coroutine_threadsafe(called(request), loop).result(LOOP_TIMEOUT_S)
+            return asyncio.run_coroutine_threadsafe(run(request), loop).result(LOOP_TIMEOUT_S)
         except (concurrent.futures.TimeoutError, RuntimeError):  # RuntimeError: the loop is closed
             return Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the event loop does not answer\n")
 

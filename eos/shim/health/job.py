@@ -58,7 +58,7 @@ class CountingJob(Job):
         except Exception as error:  # noqa: BLE001 - counting must not reject a response
             self._warn_once(exchange, error)
             return frame
-        if key == api.END_TXN and codes == [api.ABORTED_TAKE_THE_NEXT_IDENTITY]:
+        if key == api.END_TXN and codes == [api.ABORTED_UNKNOWN_PRODUCER_ID]:
             codes = []
         # Count an error once per response, however many partitions it names.
         for code in set(codes):

@@ -14,7 +14,7 @@ _Table = tuple[int, ...]
 _Operator = tuple[_Table, _Table, _Table, _Table]  # a table per byte of the checksum, lowest byte first
 
 
-def changed(crc: int, before: bytes, after: bytes, bytes_behind: int) -> int:
+def update(crc: int, before: bytes, after: bytes, bytes_behind: int) -> int:
     """Return the CRC-32C after `before` was replaced by `after`, with `bytes_behind` unchanged bytes after it."""
     assert len(before) == len(after)
     one_byte = _byte_table()
@@ -24,12 +24,12 @@ def changed(crc: int, before: bytes, after: bytes, bytes_behind: int) -> int:
     power = 0
     while bytes_behind >> power and difference:
         if bytes_behind >> power & 1:
-            difference = _applied(_zero_bytes(power), difference)
+            difference = _apply(_zero_bytes(power), difference)
         power += 1
     return crc ^ difference
 
 
-def _applied(operator: _Operator, crc: int) -> int:
+def _apply(operator: _Operator, crc: int) -> int:
     a, b, c, d = operator
     return a[crc & 0xFF] ^ b[crc >> 8 & 0xFF] ^ c[crc >> 16 & 0xFF] ^ d[crc >> 24]
 
@@ -54,12 +54,12 @@ def _zero_bytes(power: int) -> _Operator:
         bits = [(bit >> 8) ^ one_byte[bit & 0xFF] for bit in (1 << at for at in range(32))]
     else:
         half = _zero_bytes(power - 1)
-        bits = [_applied(half, _applied(half, 1 << at)) for at in range(32)]
-    a, b, c, d = (_spanned(bits[at : at + 8]) for at in range(0, 32, 8))
+        bits = [_apply(half, _apply(half, 1 << at)) for at in range(32)]
+    a, b, c, d = (_combine(bits[at : at + 8]) for at in range(0, 32, 8))
     return a, b, c, d
 
 
-def _spanned(bits: list[int]) -> _Table:
+def _combine(bits: list[int]) -> _Table:
     """Return the value for each of 256 bytes from the values for the eight bits, because the operation is linear."""
     values = [0]
     for bit in bits:

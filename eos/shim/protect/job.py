@@ -41,7 +41,7 @@ class _Init(NamedTuple):
     bumped: Identity | None
 
 
-class _Ending(NamedTuple):
+class _PendingEnd(NamedTuple):
     name: str
     end: End
     number: int | None
@@ -194,7 +194,7 @@ class ProtectJob(Job):
                 before = self.machine.state(note.name)
                 self.machine.note_init(note.name, identity, connection, connection in self._renewing, note.bumped)
                 self._write_journal(note.name, before)
-        elif isinstance(note, _Ending):
+        elif isinstance(note, _PendingEnd):
             throttle_ms, error, following = translate.read_end_txn_response(frame)
             if error == _NOT_AUTHORIZED:
                 self._accepted.get(exchange.connection.number, OrderedDict()).pop(note.name, None)
@@ -209,7 +209,7 @@ class ProtectJob(Job):
                 if note.act is not None:
                     self._act(note.name, note.number, note.act)
                 if self.machine.note_end(note.name, note.end, following):
-                    error = api.ABORTED_TAKE_THE_NEXT_IDENTITY
+                    error = api.ABORTED_UNKNOWN_PRODUCER_ID
                 self._write_journal(note.name, before)
             return translate.end_txn_response(exchange.correlation_id, exchange.version, throttle_ms, error)
         return frame
@@ -292,7 +292,7 @@ class ProtectJob(Job):
             )
             end = ends(authority)
             act_when_answered = None if accepted else partial(ends, Authority.ANSWERED)
-            exchange.notes[self] = _Ending(name, end, number, opened, act_when_answered)
+            exchange.notes[self] = _PendingEnd(name, end, number, opened, act_when_answered)
             return translate.end_txn_v5(frame, exchange.version, name, end.identity, end.committed)
         act: Callable[[Authority], Identity]
         if key == api.TXN_OFFSET_COMMIT:

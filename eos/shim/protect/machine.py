@@ -409,7 +409,7 @@ class Machine:
     def note_end(self, name: str, end: End, following: Identity) -> bool:
         """Note that the broker ended the transaction and issued the `following` identity. A repetition changes nothing.
 
-        Return whether the client must be told to request its next identity.
+        Return whether the client must request its next identity.
         """
         known = self._known.get(name)
         if known is None or known.end is None or (known.end.number, known.end.identity) != (end.number, end.identity):

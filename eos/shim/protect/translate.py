@@ -85,7 +85,7 @@ def end_txn_v5(
     head = struct.pack(">hhi", api.END_TXN, END_TXN_VERSION, correlation_id)
     whose = struct.pack(">h", -1) if client_id is None else string(client_id, False)
     body = string(name, True) + _IDENTITY.pack(*identity) + bytes([committed])
-    return _framed(head + whose + b"\0" + body + b"\0")
+    return _with_size(head + whose + b"\0" + body + b"\0")
 
 
 def read_end_txn_response(frame: bytes) -> tuple[int, int, Identity]:
@@ -98,7 +98,7 @@ def end_txn_response(correlation_id: int, version: int, throttle_ms: int, error:
     if error == _PRODUCER_FENCED and version < _FENCED_KNOWN_SINCE:
         error = _INVALID_PRODUCER_EPOCH
     tags = _tags(api.END_TXN, version)
-    return _framed(struct.pack(">i", correlation_id) + tags + struct.pack(">ih", throttle_ms, error) + tags)
+    return _with_size(struct.pack(">i", correlation_id) + tags + struct.pack(">ih", throttle_ms, error) + tags)
 
 
 def replace_described_identities(frame: bytes, identity_to_show: Callable[[str, Identity, str], Identity]) -> bytes:
@@ -285,7 +285,7 @@ def rewrite_produce(frame: Piece, request: Produce, identity: Identity, bases: M
         after = _IDENTITY.pack(*identity) + struct.pack(">i", sequence)
         old = int.from_bytes(frame[at + _CRC_AT : at + _CRC_AT + 4], "big")
         made[at + _IDENTITY_AT : at + _CHANGED_END] = after
-        new = crc.changed(old, before, after, batch.size - _CHANGED_END)
+        new = crc.update(old, before, after, batch.size - _CHANGED_END)
         made[at + _CRC_AT : at + _CRC_AT + 4] = new.to_bytes(4, "big")
     return made
 
@@ -326,5 +326,5 @@ def _tags(api_key: int, version: int) -> bytes:
     return b"\0" if api.is_flexible(api_key, version) else b""
 
 
-def _framed(payload: bytes) -> bytes:
+def _with_size(payload: bytes) -> bytes:
     return len(payload).to_bytes(4, "big") + payload

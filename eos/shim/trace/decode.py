@@ -41,7 +41,7 @@ def add_response(
     response = messages.decode(messages.RESPONSES[api_key], frame, version)
     for step in steps:
         if api_key == api.PRODUCE:
-            _produced(step, response, version, topic_name)
+            _complete_produce(step, response, version, topic_name)
         else:
             _RESPONSE[api_key](step, response, version)
         step.errors = list(dict.fromkeys(step.errors))
@@ -76,20 +76,20 @@ def _add_partitions(request: Any, version: int, time: float) -> Iterator[Step]:
     yield step
 
 
-def _identified(request: Any, name: str, time: float) -> Step:
+def _step_with_identity(request: Any, name: str, time: float) -> Step:
     step = Step(request.transactional_id, name, time)
     step.producer_id, step.epoch = request.producer_id, request.producer_epoch
     return step
 
 
 def _add_offsets(request: Any, version: int, time: float) -> Iterator[Step]:
-    step = _identified(request, "AddOffsetsToTxn", time)
+    step = _step_with_identity(request, "AddOffsetsToTxn", time)
     step.group = request.group_id or ""
     yield step
 
 
 def _txn_offset_commit(request: Any, version: int, time: float) -> Iterator[Step]:
-    step = _identified(request, "TxnOffsetCommit", time)
+    step = _step_with_identity(request, "TxnOffsetCommit", time)
     step.group = request.group_id or ""
     for topic in request.topics:
         for partition in topic.partitions:
@@ -98,7 +98,7 @@ def _txn_offset_commit(request: Any, version: int, time: float) -> Iterator[Step
 
 
 def _end_txn(request: Any, version: int, time: float) -> Iterator[Step]:
-    step = _identified(request, "EndTxn", time)
+    step = _step_with_identity(request, "EndTxn", time)
     step.outcome = "commit" if request.committed else "abort"
     yield step
 
@@ -118,7 +118,7 @@ def _note_error(step: Step, code: int) -> None:
         step.errors.append(error_name(code))
 
 
-def _coordinator_found(step: Step, response: Any, version: int) -> None:
+def _complete_find_coordinator(step: Step, response: Any, version: int) -> None:
     found = [c for c in response.coordinators if c.key == step.transactional_id] if version >= 4 else [response]
     for coordinator in found:
         _note_error(step, coordinator.error_code)
@@ -126,19 +126,19 @@ def _coordinator_found(step: Step, response: Any, version: int) -> None:
             step.coordinator = f"broker {coordinator.node_id}"
 
 
-def _initialised(step: Step, response: Any, version: int) -> None:
+def _complete_init(step: Step, response: Any, version: int) -> None:
     _note_error(step, response.error_code)
     if not response.error_code:
         step.new_producer_id, step.new_epoch = response.producer_id, response.producer_epoch
 
 
-def _partitions_added(step: Step, response: Any, version: int) -> None:
+def _complete_add_partitions(step: Step, response: Any, version: int) -> None:
     for topic in response.results_by_topic_v3_and_below:
         for partition in topic.results_by_partition:
             _note_error(step, partition.partition_error_code)
 
 
-def _produced(step: Step, response: Any, version: int, topic_name: Callable[[Topic], str]) -> None:
+def _complete_produce(step: Step, response: Any, version: int, topic_name: Callable[[Topic], str]) -> None:
     for topic in response.responses:
         name = topic_name(topic.topic_id.bytes if version >= 13 else topic.name)
         for partition in topic.partition_responses:
@@ -147,28 +147,28 @@ def _produced(step: Step, response: Any, version: int, topic_name: Callable[[Top
                 step.offsets[f"{name}-{partition.index}"] = partition.base_offset
 
 
-def _error_only(step: Step, response: Any, version: int) -> None:
+def _complete_with_error(step: Step, response: Any, version: int) -> None:
     _note_error(step, response.error_code)
 
 
-def _offsets_committed(step: Step, response: Any, version: int) -> None:
+def _complete_offset_commit(step: Step, response: Any, version: int) -> None:
     for topic in response.topics:
         for partition in topic.partitions:
             _note_error(step, partition.error_code)
 
 
-def _ended(step: Step, response: Any, version: int) -> None:
-    if response.error_code != api.ABORTED_TAKE_THE_NEXT_IDENTITY:
+def _complete_end(step: Step, response: Any, version: int) -> None:
+    if response.error_code != api.ABORTED_UNKNOWN_PRODUCER_ID:
         _note_error(step, response.error_code)
     if version >= 5 and response.producer_id >= 0:
         step.new_producer_id, step.new_epoch = response.producer_id, response.producer_epoch
 
 
 _RESPONSE: dict[int, Callable[[Step, Any, int], None]] = {
-    api.FIND_COORDINATOR: _coordinator_found,
-    api.INIT_PRODUCER_ID: _initialised,
-    api.ADD_PARTITIONS_TO_TXN: _partitions_added,
-    api.ADD_OFFSETS_TO_TXN: _error_only,
-    api.TXN_OFFSET_COMMIT: _offsets_committed,
-    api.END_TXN: _ended,
+    api.FIND_COORDINATOR: _complete_find_coordinator,
+    api.INIT_PRODUCER_ID: _complete_init,
+    api.ADD_PARTITIONS_TO_TXN: _complete_add_partitions,
+    api.ADD_OFFSETS_TO_TXN: _complete_with_error,
+    api.TXN_OFFSET_COMMIT: _complete_offset_commit,
+    api.END_TXN: _complete_end,
 }

@@ -46,7 +46,7 @@ class TraceJob(Job):
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         try:
-            steps = decode.request_steps(exchange.api_key, exchange.version, frame, self._when(exchange))
+            steps = decode.request_steps(exchange.api_key, exchange.version, frame, self._wall_time(exchange))
         except Exception as error:  # noqa: BLE001 - tracing must not reject a request
             self._warn_once(exchange, error)
         else:
@@ -75,7 +75,7 @@ class TraceJob(Job):
     def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
         if exchange.api_key != api.FETCH:
             return None
-        layout = fetch_response(exchange.version, lambda batch: self._fetched(exchange, batch))
+        layout = fetch_response(exchange.version, lambda batch: self._on_batch(exchange, batch))
         return _Observer(layout, lambda error: self._warn_once(exchange, error))
 
     def connection_closed(self, connection: Connection) -> None:
@@ -92,12 +92,12 @@ class TraceJob(Job):
     def begin_produce(self, exchange: Exchange, step: Step) -> None:
         self._begin(exchange, [step])
 
-    def _when(self, exchange: Exchange) -> float:
+    def _wall_time(self, exchange: Exchange) -> float:
         return exchange.started + self._clock_offset
 
     def _begin(self, exchange: Exchange, steps: list[Step]) -> None:
         for step in steps:
-            step.time = self._when(exchange)
+            step.time = self._wall_time(exchange)
             step.version, step.connection = exchange.version, exchange.connection.number
             step.client, step.broker = exchange.connection.client, _broker(exchange.connection)
         if steps:
@@ -108,7 +108,7 @@ class TraceJob(Job):
             step.ms = round((time.monotonic() - exchange.started) * 1000, 2)
             self._notify(self.history.add(step))
 
-    def _fetched(self, exchange: Exchange, batch: Batch) -> None:
+    def _on_batch(self, exchange: Exchange, batch: Batch) -> None:
         if batch.marker is None:
             return
         partition = f"{self.topic_name(batch.topic)}-{batch.partition}"

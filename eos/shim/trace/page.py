@@ -55,11 +55,11 @@ def _card(transaction: Transaction, unfolded: bool) -> str:
     records = sum(step.records or 0 for step in steps)
     took = max(step.time * 1000 + (step.ms or 0) for step in steps) - transaction.started_at * 1000
     identity = "" if transaction.producer_id is None else f"{transaction.producer_id} / {transaction.epoch}"
-    trouble = "".join(_trouble(steps))
+    badges = "".join(_error_badges(steps))
     return (
         f"<details{_UNFOLDED if unfolded else ''}><summary>"
         f'<span class="badge {_BADGES[transaction.state]}">{_state(transaction)}</span>'
-        f"<b>{escape(transaction.transactional_id)}</b><span>#{transaction.number}</span>{trouble}"
+        f"<b>{escape(transaction.transactional_id)}</b><span>#{transaction.number}</span>{badges}"
         f'<span class="facts">{clock} · producer id / epoch {identity or "?"} · {records:,} records · {took:,.1f} ms'
         f"</span></summary>{_diagram(transaction)}</details>"
     )
@@ -69,7 +69,7 @@ def _state(transaction: Transaction) -> str:
     return transaction.state if transaction.is_opened or transaction.state != "open" else "not opened"
 
 
-def _trouble(steps: Sequence[Step]) -> Iterator[str]:
+def _error_badges(steps: Sequence[Step]) -> Iterator[str]:
     retried = sum(step.is_retriable for step in steps)
     errors = sum(step.failed for step in steps) - retried
     if errors:
@@ -95,7 +95,7 @@ def _role(step: Step) -> str:
 def _diagram(transaction: Transaction) -> str:
     steps = transaction.steps
     lanes = _lanes(steps)
-    drawn, left_out = _folded(steps)
+    drawn, left_out = _fold(steps)
     rows = len(drawn) + (transaction.state in ("committed", "aborted"))
     width = _CLOCK + _MARGIN * 2 + _LANE * (len(lanes) - 1)
     height = _TOP + _ROW * rows + 24
@@ -110,7 +110,7 @@ def _diagram(transaction: Transaction) -> str:
     return f'<div class="scroll">{"".join(parts)}</div>'
 
 
-def _folded(steps: Sequence[Step]) -> tuple[list[Step | None], Sequence[Step]]:
+def _fold(steps: Sequence[Step]) -> tuple[list[Step | None], Sequence[Step]]:
     """Return the rows to draw, and the rest: the first and last rows, with None for a gap between them."""
     if len(steps) <= _ROWS_DRAWN:
         return list(steps), []

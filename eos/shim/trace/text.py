@@ -30,17 +30,17 @@ def detail(step: Step) -> str:
     if step.name == "InitProducerId":
         return "" if step.new_producer_id is None else f"-> producer {step.new_producer_id} epoch {step.new_epoch}"
     if step.name == "Produce":
-        return f"{_some(step.partitions)}, {_counted(step.records, 'record')}, {size(step.bytes or 0)}"
+        return f"{_join_names(step.partitions)}, {_plural(step.records, 'record')}, {size(step.bytes or 0)}"
     if step.name == "AddOffsetsToTxn":
         return f"group {step.group}"
     if step.name == "TxnOffsetCommit":
-        return f"group {step.group}: {_some([f'{name} at {offset}' for name, offset in step.offsets.items()])}"
+        return f"group {step.group}: {_join_names([f'{name} at {offset}' for name, offset in step.offsets.items()])}"
     if step.name == "EndTxn":
         bumped = "" if step.new_epoch is None else f" -> producer {step.new_producer_id} epoch {step.new_epoch}"
         return f"{step.outcome}{bumped}"
     if step.name == "Marker":
-        return f"{step.outcome} in {_some([f'{name} at {offset}' for name, offset in step.offsets.items()])}"
-    return _some(step.partitions)
+        return f"{step.outcome} in {_join_names([f'{name} at {offset}' for name, offset in step.offsets.items()])}"
+    return _join_names(step.partitions)
 
 
 def identity(step: Step) -> str:
@@ -59,10 +59,10 @@ def size(count: int) -> str:
     return f"{count / 1000:.1f} kB" if count < 1_000_000 else f"{count / 1_000_000:.1f} MB"
 
 
-def _counted(count: int | None, what: str) -> str:
+def _plural(count: int | None, what: str) -> str:
     return f"{count or 0:,} {what}{'' if count == 1 else 's'}"
 
 
-def _some(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     more = len(names) - _PARTITIONS_SHOWN
     return " ".join(names[:_PARTITIONS_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -29,7 +29,7 @@ SHARE_ACKNOWLEDGE = 79
 
 # UNKNOWN_PRODUCER_ID. No broker answers EndTxn with it. Protection does after an abort, for clients that then request
 # their next identity themselves. Readers of EndTxn responses must treat it as an end of the transaction, not an error.
-ABORTED_TAKE_THE_NEXT_IDENTITY = 59
+ABORTED_UNKNOWN_PRODUCER_ID = 59
 
 # The newest version of each API that clients are offered: those of Kafka 4.4.0, including an unstable one
 # (InitProducerId v6), and APIs 4 to 7, which 3.9 was the last to have. Newer versions may contain addresses and

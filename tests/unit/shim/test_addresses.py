@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from eos.shim.addresses import fetch, layouts
 from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import WHOLE_FETCH_BYTES, AddressJob, LeakScan
-from eos.shim.addresses.layouts import KNOWN, Found, rewrite
+from eos.shim.addresses.layouts import KNOWN, FoundAddresses, rewrite
 from eos.shim.errors import Leak, Malformed
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.wire import api
@@ -32,7 +32,7 @@ CASES = [
 ]
 
 
-def found_in(key: int, version: int, frame: bytes) -> Found:
+def found_in(key: int, version: int, frame: bytes) -> FoundAddresses:
     return fetch.find(frame) if key == api.FETCH else layouts.find(key, version, frame)
 
 
@@ -54,7 +54,7 @@ def translated(node: Any) -> Any:
 
 
 @pytest.mark.parametrize(("key", "version"), CASES)
-def test_every_address_is_replaced_and_nothing_else(key: int, version: int) -> None:
+def test_rewrite_replaces_addresses_only(key: int, version: int) -> None:
     seen = []
 
     @FEW
@@ -73,7 +73,7 @@ def test_every_address_is_replaced_and_nothing_else(key: int, version: int) -> N
 
 
 @pytest.mark.parametrize(("key", "version"), [case for case in CASES if api.is_flexible(*case.values[:2])])
-def test_tagged_fields_nobody_knows_are_kept(key: int, version: int) -> None:
+def test_rewrite_keeps_unknown_tagged_fields(key: int, version: int) -> None:
     seen = []
 
     @FEW
@@ -91,7 +91,7 @@ def test_tagged_fields_nobody_knows_are_kept(key: int, version: int) -> None:
 
 
 @pytest.mark.parametrize("key", [api.PRODUCE, api.FETCH])
-def test_tagged_fields_inside_and_behind_node_endpoints_are_kept(key: int) -> None:
+def test_rewrite_keeps_tags_inside_and_after_node_endpoints(key: int) -> None:
     version = KNOWN[key][1]
     message = RESPONSES[key](version=version)
     bare = framed(message)
@@ -107,7 +107,7 @@ def test_tagged_fields_inside_and_behind_node_endpoints_are_kept(key: int) -> No
 
 
 @pytest.mark.parametrize("version", [0, 3, 4, 6])
-def test_no_coordinator_is_not_an_address(version: int) -> None:
+def test_missing_coordinator_is_not_an_address(version: int) -> None:
     cls = RESPONSES[api.FIND_COORDINATOR]
     nobody = {"node_id": -1, "host": "", "port": -1, "error_code": 15}
     message = (
@@ -144,7 +144,7 @@ def _share_endpoints() -> bytes:
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
-def test_endpoints_of_share_groups_are_replaced(version: int) -> None:
+def test_share_group_endpoints_are_replaced(version: int) -> None:
     for key, frame in (
         (api.SHARE_FETCH, share_fetch(version, b"r" * 9)),
         (api.SHARE_ACKNOWLEDGE, share_acknowledge(version)),
@@ -158,7 +158,7 @@ def test_endpoints_of_share_groups_are_replaced(version: int) -> None:
 
 
 @pytest.mark.parametrize("version", [16, 17, 18])
-def test_a_fetch_response_that_streams_by_keeps_its_length_and_loses_only_its_endpoints(version: int) -> None:
+def test_streamed_fetch_keeps_its_length_and_hides_endpoints(version: int) -> None:
     cls = RESPONSES[api.FETCH]
     hidden = []
 
@@ -188,9 +188,7 @@ def test_a_fetch_response_that_streams_by_keeps_its_length_and_loses_only_its_en
 
 
 @pytest.mark.parametrize(("key", "version"), CASES)
-def test_a_frame_cut_short_or_filled_with_garbage_is_refused_or_followed_but_never_breaks_the_parser(
-    key: int, version: int
-) -> None:
+def test_damaged_response_is_malformed_or_rewritten(key: int, version: int) -> None:
     refused = []
 
     @FEW
@@ -210,7 +208,7 @@ def test_a_frame_cut_short_or_filled_with_garbage_is_refused_or_followed_but_nev
 
 
 @pytest.mark.parametrize("change", [b"", b"\0", b"more"], ids=["cut", "one-more", "more"])
-def test_a_streamed_fetch_response_that_does_not_end_where_its_layout_does_is_refused(change: bytes) -> None:
+def test_streamed_fetch_with_wrong_length_is_malformed(change: bytes) -> None:
     message = RESPONSES[api.FETCH](version=17, throttle_time_ms=0, error_code=0, session_id=0, responses=[])
     frame = framed(message, 1)
     assert fetch.HideEndpoints(len(frame)).feed(frame) == frame
@@ -233,7 +231,7 @@ def book(*upstream: tuple[str, int]) -> AddressBook:
     return AddressBook(upstream, opened)
 
 
-def test_a_broker_named_at_the_start_keeps_its_port_once_its_node_id_is_known() -> None:
+def test_bootstrap_broker_keeps_its_port_when_node_id_is_known() -> None:
     addresses = book(("kafka-a", 9092), ("kafka-b", 9092))
     assert addresses.translate(7, "kafka-b", 9092) == ("shim", 1002)
     assert addresses.translate(8, "kafka-c", 9092) == ("shim", 1003)
@@ -241,7 +239,7 @@ def test_a_broker_named_at_the_start_keeps_its_port_once_its_node_id_is_known() 
     assert [endpoint.node_id for endpoint in addresses.endpoints] == [None, 7, 8]
 
 
-def test_a_broker_that_comes_back_elsewhere_keeps_its_port_and_both_its_addresses_are_watched() -> None:
+def test_moved_broker_keeps_its_port_and_both_addresses_are_watched() -> None:
     addresses = book(("kafka-a", 9092))
     addresses.translate(1, "kafka-a", 9092)
     assert addresses.translate(1, "kafka-z", 9999) == ("shim", 1001)
@@ -249,14 +247,14 @@ def test_a_broker_that_comes_back_elsewhere_keeps_its_port_and_both_its_addresse
     assert set(addresses.needles.values()) == {"kafka-a:9092", "kafka-z:9999"}
 
 
-def test_a_broker_that_advertises_the_shim_itself_is_left_alone() -> None:
+def test_broker_that_advertises_the_shim_is_unchanged() -> None:
     addresses = book(("kafka-a", 9092))
     assert addresses.translate(1, "shim", 1001) == ("shim", 1001)
     assert len(addresses.endpoints) == 1
     assert set(addresses.needles.values()) == {"kafka-a:9092"}
 
 
-def test_a_response_of_a_version_nobody_knows_passes_unless_an_upstream_address_is_in_it() -> None:
+def test_unknown_version_is_forwarded_unless_it_has_an_address() -> None:
     job = AddressJob(book(("kafka-a", 9092)))
     for key, version in ((api.METADATA, 99), (api.DESCRIBE_CLUSTER, 50), (55, 2), (500, 0)):
         assert job.wants_response(key, version)
@@ -272,7 +270,7 @@ def test_a_response_of_a_version_nobody_knows_passes_unless_an_upstream_address_
                     leaking.feed(b"....\0\0\0\1" + string("kafka-a", flexible) + port + b"...")
 
 
-def test_an_address_across_two_pieces_is_found_before_its_last_byte_passes() -> None:
+def test_address_across_two_pieces_is_found_in_time() -> None:
     needles = book(("kafka-a", 9092)).needles
     leak = b"xxxx" + string("kafka-a", False) + b"\0\0\x23\x84"
     for cut in range(1, len(leak)):
@@ -282,7 +280,7 @@ def test_an_address_across_two_pieces_is_found_before_its_last_byte_passes() -> 
             scan.feed(leak[cut:])
 
 
-def test_an_address_a_layout_misses_is_still_caught() -> None:
+def test_address_missed_by_a_layout_is_found() -> None:
     # A Metadata response with an upstream address in a place that no version has: behind everything else.
     cls = RESPONSES[api.METADATA]
     message = cls(version=1, brokers=[], controller_id=1, topics=[])
@@ -291,7 +289,7 @@ def test_an_address_a_layout_misses_is_still_caught() -> None:
         AddressJob(book(("kafka-a", 9092))).response(exchange(api.METADATA, 1), frame)
 
 
-def test_records_that_look_like_an_address_pass() -> None:
+def test_records_that_look_like_an_address_are_forwarded() -> None:
     address = string("kafka-2", True) + b"\0\0\x23\x85"
     job = AddressJob(book(("kafka-2", 9093)))
     made = job.response(exchange(api.SHARE_FETCH, 2), share_fetch(2, address))

@@ -60,7 +60,9 @@ HALF = frame(0, 1, b"")[:13]
     ],
     ids=["nothing", "part", "part of a Produce", "ApiVersions", "a login's first step", "part of a request"],
 )
-def test_who_is_not_let_in_in_time_is_sent_away(first: bytes, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_connection_without_login_is_closed_in_time(
+    first: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work(shim: Shim, broker: FakeBroker) -> None:
         asking, silent = await connect(shim), await connect(shim)
         asking[1].write(frame(FORWARDED, 1))
@@ -75,7 +77,7 @@ def test_who_is_not_let_in_in_time_is_sent_away(first: bytes, reason: str, caplo
     assert reasons(caplog).count(f"{reason} (0.3 s)") == 1
 
 
-def test_who_waits_for_its_broker_is_not_idle(caplog: pytest.LogCaptureFixture) -> None:
+def test_connection_waiting_for_its_broker_is_not_idle(caplog: pytest.LogCaptureFixture) -> None:
     """A first JoinGroup may wait for minutes, and a broker that stands still lets nobody in."""
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
@@ -97,7 +99,7 @@ def test_who_waits_for_its_broker_is_not_idle(caplog: pytest.LogCaptureFixture) 
     assert reasons(caplog).count("the connection is idle (0.2 s)") == 1
 
 
-def test_no_upstream_connection_is_made_before_a_request_and_none_for_garbage() -> None:
+def test_upstream_connection_opens_with_first_valid_request() -> None:
     asked = list[bytes]()
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
@@ -127,7 +129,7 @@ def test_no_upstream_connection_is_made_before_a_request_and_none_for_garbage() 
     assert len(asked) == 1
 
 
-def test_when_all_places_are_taken_the_oldest_silent_one_goes_and_else_the_newcomer(
+def test_connection_limit_closes_oldest_silent_or_refuses_new_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def work(shim: Shim, broker: FakeBroker) -> None:
@@ -167,9 +169,7 @@ async def asks(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], api_ke
 
 
 @pytest.mark.parametrize("first", [api.SASL_HANDSHAKE, FORWARDED], ids=["not let in", "let in"])
-def test_no_address_takes_all_places_and_who_is_not_let_in_none_that_a_newcomer_needs(
-    first: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_address_limit_closes_connection_without_login_first(first: int, caplog: pytest.LogCaptureFixture) -> None:
     async def work(shim: Shim, broker: FakeBroker) -> None:
         honest = await connect_from(shim, "127.0.0.3")
         await asks(honest)
@@ -199,7 +199,7 @@ def test_no_address_takes_all_places_and_who_is_not_let_in_none_that_a_newcomer_
     assert reasons(caplog) == [reason]
 
 
-def test_all_places_taken_by_many_who_are_not_let_in_are_free_for_a_newcomer(caplog: pytest.LogCaptureFixture) -> None:
+def test_new_client_replaces_one_of_many_without_login(caplog: pytest.LogCaptureFixture) -> None:
     async def work(shim: Shim, broker: FakeBroker) -> None:
         strangers = [await connect_from(shim, f"127.0.1.{number}") for number in range(1, 51)]
         for stranger in strangers:
@@ -222,21 +222,17 @@ def test_all_places_taken_by_many_who_are_not_let_in_are_free_for_a_newcomer(cap
         ("fe80::1%eth0", "fe80::/64"),
     ],
 )
-def test_of_ipv6_a_network_counts_as_one_address(host: str, address: str) -> None:
+def test_ipv6_network_counts_as_one_address(host: str, address: str) -> None:
     assert counted_address(host) == address
 
 
 @pytest.mark.parametrize(("said", "most", "places"), [(None, 2_000, 1_500), (None, 1, 1), (7, 2_000, 7)])
-def test_an_address_has_three_quarters_of_the_places_unless_it_is_said(
-    said: int | None, most: int, places: int
-) -> None:
+def test_address_limit_is_three_quarters_by_default(said: int | None, most: int, places: int) -> None:
     settings = ShimSettings((("a", 1),), ("127.0.0.1", 0), most_connections=most, most_per_address=said)
     assert settings.limit_per_address == places
 
 
-def test_accepting_goes_on_after_an_error_of_the_system(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_accept_continues_after_system_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async def work(shim: Shim, broker: FakeBroker) -> None:
         loop = asyncio.get_running_loop()
         accept, failures = loop.sock_accept, [errno.EMFILE, errno.ECONNABORTED, errno.EMFILE]
@@ -258,7 +254,7 @@ def test_accepting_goes_on_after_an_error_of_the_system(
 
 
 @pytest.mark.parametrize("kind", [FORWARDED, ANSWERED])
-def test_thousands_of_requests_sent_at_once_are_answered_in_order(kind: int) -> None:
+def test_pipelined_requests_are_answered_in_order(kind: int) -> None:
     count = 5 * MOST_UNANSWERED
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
@@ -272,7 +268,7 @@ def test_thousands_of_requests_sent_at_once_are_answered_in_order(kind: int) -> 
 
 
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
-def test_what_a_client_sent_before_it_left_reaches_the_broker(secure: bool, tmp_path: Path) -> None:
+def test_requests_sent_before_disconnect_reach_the_broker(secure: bool, tmp_path: Path) -> None:
     count, seen = 3 * MOST_UNANSWERED, list[bytes]()
     pki = make_pki(tmp_path)
     trusting = ssl.create_default_context(cafile=str(pki / "ca.pem")) if secure else None
@@ -299,7 +295,7 @@ def test_what_a_client_sent_before_it_left_reaches_the_broker(secure: bool, tmp_
 
 
 @pytest.mark.parametrize("leaves", ["reset", "stays"])
-def test_an_honest_client_has_its_turn_beside_one_that_sends_thousands(leaves: str) -> None:
+def test_client_gets_a_turn_next_to_one_that_sends_thousands(leaves: str) -> None:
     """A turn of the loop is a share of frames, not all that was read; nor is the end of a connection."""
 
     count, turn, handled = 25_000, 0, Counter[int]()  # how many of its requests in each turn of the loop
@@ -344,7 +340,7 @@ class Large(Meddling):
         return b""
 
 
-def test_a_client_that_does_not_take_the_answers_given_here_is_not_read_on() -> None:
+def test_client_that_reads_no_own_responses_is_paused() -> None:
     async def work(shim: Shim, broker: FakeBroker) -> int:
         loop = asyncio.get_running_loop()
         with socket.socket() as client:
@@ -375,7 +371,7 @@ def test_a_client_that_does_not_take_the_answers_given_here_is_not_read_on() -> 
     assert run(work, jobs=(Large(),)) < 30 * MIB
 
 
-def test_requests_that_a_broker_does_not_answer_are_not_remembered_without_end() -> None:
+def test_unanswered_requests_of_a_connection_are_bounded() -> None:
     async def work(shim: Shim, broker: FakeBroker) -> int:
         _, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"b") * 20_000)
@@ -388,7 +384,7 @@ def test_requests_that_a_broker_does_not_answer_are_not_remembered_without_end()
     assert run(work, FakeBroker(lambda request: None)) < MOST_UNANSWERED + 100
 
 
-def test_answers_given_here_behind_one_that_the_broker_owes_are_bounded_too() -> None:
+def test_own_responses_after_a_pending_one_are_bounded() -> None:
     async def work(shim: Shim, broker: FakeBroker) -> int:
         _, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"b") + frame(ANSWERED, 1, b"b") * 5_000)
@@ -432,9 +428,7 @@ HOLDING = {
 
 
 @pytest.mark.parametrize("held", HOLDING)
-def test_whatever_connections_hold_is_bounded_in_all_and_who_does_for_longest_goes(
-    held: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_limit_closes_longest_holders_first(held: str, caplog: pytest.LogCaptureFixture) -> None:
     """But not one that waits for its answer, nor one with a large request."""
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
@@ -479,7 +473,7 @@ def test_whatever_connections_hold_is_bounded_in_all_and_who_does_for_longest_go
         ("shim.pem", None, True, False),
     ],
 )
-def test_a_certificate_for_the_brokers_needs_a_way_to_know_who_uses_it(
+def test_upstream_certificate_needs_client_ca_or_trust(
     certificate: str | None, client_ca: str | None, trusted: bool, refused: bool
 ) -> None:
     if not refused:

@@ -87,7 +87,7 @@ CASES = [(name, version) for name, (_, versions) in REQUESTS.items() for version
 
 
 @pytest.mark.parametrize(("name", "version"), CASES)
-def test_an_error_answer_names_what_the_request_named(name: str, version: int) -> None:
+def test_error_response_names_the_partitions_of_the_request(name: str, version: int) -> None:
     request = REQUESTS[name][0](version)
     frame = framed(request, CORRELATION, client_id="test")
     made = messages.error_response(frame, request.API_KEY, version, CORRELATION, CODE)
@@ -109,7 +109,7 @@ def test_an_error_answer_names_what_the_request_named(name: str, version: int) -
 
 
 @pytest.mark.parametrize(("name", "version"), CASES)
-def test_a_request_says_whose_it_is_and_which_partitions(name: str, version: int) -> None:
+def test_request_facts_have_owner_and_partitions(name: str, version: int) -> None:
     request = REQUESTS[name][0](version)
     found = read_facts(framed(request, CORRELATION, client_id="test"), request.API_KEY, version)
     assert found.transactional_id == (None if name in ("Fetch", "OffsetCommit") else "id")
@@ -119,13 +119,13 @@ def test_a_request_says_whose_it_is_and_which_partitions(name: str, version: int
     assert found.outcome == ("abort" if name == "EndTxn" else None)
 
 
-def test_one_code_per_partition_where_they_differ() -> None:
+def test_error_response_has_one_code_per_partition() -> None:
     frame = framed(produce(9), CORRELATION, client_id="test")
     made = messages.error_response(frame, 0, 9, CORRELATION, lambda topic, partition: 29 if partition else 6)
     assert messages.error_codes(made, 0, 9) == [6, 29]
 
 
-def test_what_cannot_be_answered_is_refused() -> None:
+def test_request_without_error_response_is_unanswerable() -> None:
     with pytest.raises(messages.Unanswerable):
         messages.error_response(framed(produce(9), CORRELATION, client_id="test"), 0, 99, CORRELATION, CODE)
     with pytest.raises(messages.Unanswerable):

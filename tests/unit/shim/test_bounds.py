@@ -51,7 +51,7 @@ def produce_head(version: int, behind: bytes, client_id: bytes = b"") -> bytes:
         (b"\0" + uvarint(80 << 20), "a head of more than"),
     ],
 )
-def test_a_produce_whose_head_does_not_end_is_refused_with_its_first_bytes(behind: bytes, reason: str) -> None:
+def test_produce_with_endless_head_is_malformed_early(behind: bytes, reason: str) -> None:
     whole = produce_head(9, behind)
     with pytest.raises(Malformed, match=reason):
         AcksReader(9).read(whole[: 30 + len(uvarint(80 << 20))], 0)
@@ -71,7 +71,7 @@ class Counted(bytes):
         return super().__getitem__(at)
 
 
-def test_a_head_that_comes_byte_by_byte_is_not_read_from_its_beginning_each_time() -> None:
+def test_acks_reader_continues_where_it_stopped() -> None:
     tags = uvarint(MOST_TAGS) + b"\x63\x02ab" * MOST_TAGS
     whole = produce_head(9, tags + uvarint(3_001) + b"t" * 3_000 + b"\xff\xff", b"c" * 3_000)
     reader, Counted.looks, found = AcksReader(9), 0, []
@@ -84,7 +84,7 @@ def test_a_head_that_comes_byte_by_byte_is_not_read_from_its_beginning_each_time
 
 
 @given(st.integers(0, MOST_TAGS), st.integers(0, 300), st.integers(0, 300))
-def test_the_longest_heads_that_clients_may_have_are_read(tags: int, client: int, name: int) -> None:
+def test_longest_valid_produce_heads_are_read(tags: int, client: int, name: int) -> None:
     section = uvarint(tags) + b"\x63\x01a" * tags
     whole = produce_head(9, section + uvarint(name + 1) + b"t" * name + b"\0\1", b"c" * client)
     assert AcksReader(9).read(whole, 0) == 1
@@ -94,7 +94,7 @@ def test_the_longest_heads_that_clients_may_have_are_read(tags: int, client: int
     assert len(whole) < LONGEST_HEAD_BYTES
 
 
-def test_a_produce_that_comes_byte_by_byte_is_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_produce_sent_byte_by_byte_is_read_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
     read = translate.read_produce
 
@@ -114,7 +114,7 @@ def test_a_produce_that_comes_byte_by_byte_is_looked_at_seldom(monkeypatch: pyte
         assert passed.splitter.between_frames
 
 
-def test_what_a_stream_of_produce_keeps_counts_until_it_is_decided() -> None:
+def test_produce_stream_counts_held_bytes_until_decided() -> None:
     frame = produce_request(9, "t", SHAPES["two partitions"])
     passed = Passed()
     passed.feed(frame[:-5])
@@ -129,7 +129,7 @@ def test_what_a_stream_of_produce_keeps_counts_until_it_is_decided() -> None:
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 4_000), max_size=10), st.booleans())
-def test_no_connection_has_more_than_its_share_of_a_turn(count: int, steps: list[int], whole: bool) -> None:
+def test_turn_of_a_connection_is_bounded(count: int, steps: list[int], whole: bool) -> None:
     opened = most = 0
 
     def open_frame(data: Piece, pos: int) -> Handling:
@@ -151,7 +151,7 @@ def test_no_connection_has_more_than_its_share_of_a_turn(count: int, steps: list
     assert most <= FRAMES_PER_TURN
 
 
-def test_large_frames_that_are_collected_have_a_turn_each() -> None:
+def test_each_large_whole_frame_takes_one_turn() -> None:
     splitter = FrameSplitter(12, 1 << 20, lambda data, pos: lambda frame: frame)
     frame = framed(bytes(HANDLED_BYTES_PER_TURN))
     assert b"".join(splitter.feed(frame * 3)) == frame
@@ -159,7 +159,7 @@ def test_large_frames_that_are_collected_have_a_turn_each() -> None:
     assert not splitter.between_frames
 
 
-def test_what_a_splitter_holds_counts_until_it_goes_on() -> None:
+def test_splitter_counts_held_bytes() -> None:
     """Of a frame that is collected, and of one whose head has not come whole."""
     frame = framed(b"x" * 100)
     collecting = FrameSplitter(12, 1 << 20, lambda data, pos: lambda frame: frame)
@@ -174,7 +174,7 @@ def test_what_a_splitter_holds_counts_until_it_goes_on() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.booleans()), max_size=80))
 @example([(number, 20, False) for number in range(5)] + [(0, 20, True), (5, 20, False)])
-def test_what_is_held_in_all_stays_below_its_limit_and_who_holds_more_than_a_share_for_longest_goes(
+def test_memory_budget_evicts_longest_above_share(
     steps: list[tuple[int, int, bool]],
 ) -> None:
     memory, held, evicted = MemoryBudget(100, 10), [0] * 10, list[int]()
@@ -203,7 +203,7 @@ def test_what_is_held_in_all_stays_below_its_limit_and_who_holds_more_than_a_sha
     assert memory.total == 0
 
 
-def test_nobody_is_sent_away_for_what_has_gone_out_meanwhile() -> None:
+def test_memory_budget_measures_again_before_eviction() -> None:
     """A socket that takes what waited for it says so to nobody."""
     memory, evicted, held = MemoryBudget(300, 2), list[int](), [200] * 2
     accounts = [memory.open(lambda n=n: held[n], lambda n=n: evicted.append(n)) for n in range(2)]  # type: ignore[misc]
@@ -213,7 +213,7 @@ def test_nobody_is_sent_away_for_what_has_gone_out_meanwhile() -> None:
     assert (memory.total, evicted) == (held[1], [])
 
 
-def test_who_holds_no_more_than_a_share_is_never_sent_away() -> None:
+def test_memory_budget_never_evicts_below_share() -> None:
     memory, evicted, held = MemoryBudget(1000, 10), list[int](), [100] * 9 + [0]
     accounts = [memory.open(lambda n=n: held[n], lambda n=n: evicted.append(n)) for n in range(10)]  # type: ignore[misc]
     for held[9] in (100, 101):
@@ -230,7 +230,7 @@ class Reads(Job):
         return True
 
 
-def test_only_a_produce_may_be_collected_up_to_the_largest_frame() -> None:
+def test_control_limit_applies_to_all_requests_but_produce() -> None:
     pipeline = Pipeline([Reads()], 1_000_000, 2_000)
     connection = Connection(1, "c", "b", 0)
     for key, size, passes in (
@@ -249,7 +249,7 @@ def test_only_a_produce_may_be_collected_up_to_the_largest_frame() -> None:
     assert callable(pipeline.response(Exchange(connection, api.METADATA, 9, 1), 900_000)), "answers are the broker's"
 
 
-def test_any_number_of_apis_and_versions_leaves_no_more_in_memory_than_kafka_has() -> None:
+def test_pipeline_caches_only_versions_that_kafka_has() -> None:
     pipeline = Pipeline([Reads()], 1_000_000)
     for key in range(1_000):
         for version in range(0, 101, 20):
@@ -268,7 +268,7 @@ def flexible(data: bytes) -> Cursor:
     return Cursor(data, 0, flexible=True)
 
 
-def test_a_cursor_goes_on_for_no_longer_than_real_messages_need() -> None:
+def test_cursor_limits_tags_strings_and_elements() -> None:
     flexible(uvarint(MOST_TAGS) + b"\5\0" * MOST_TAGS).skip_tags()
     with pytest.raises(Malformed, match="101 tagged fields"):
         flexible(uvarint(MOST_TAGS + 1) + b"\5\0" * (MOST_TAGS + 1)).skip_tags()
@@ -282,7 +282,7 @@ def test_a_cursor_goes_on_for_no_longer_than_real_messages_need() -> None:
         cursor.count()
 
 
-def test_a_walk_keeps_no_field_longer_than_a_string_and_follows_no_more_fields_than_it_is_told() -> None:
+def test_walk_limits_field_size_and_field_count() -> None:
     def name(at: Walk) -> Layout:
         yield from walk.text(True)
 
@@ -305,7 +305,7 @@ def test_a_walk_keeps_no_field_longer_than_a_string_and_follows_no_more_fields_t
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_measuring_follows_a_request_of_any_version_to_its_end(key: int) -> None:
+def test_request_check_reads_any_version_to_its_end(key: int) -> None:
     cls = CLASSES[key]
 
     @settings(max_examples=10)
@@ -334,7 +334,7 @@ def end_txn(tags: bytes) -> bytes:
     ],
     ids=["in the body", "in the header"],
 )
-def test_a_request_with_more_in_it_than_any_has_is_not_decoded(frame: bytes) -> None:
+def test_oversized_request_is_not_decoded(frame: bytes) -> None:
     with pytest.raises(Malformed, match="101 tagged fields"):
         messages.read_request(frame, api.END_TXN, 3)
     with pytest.raises(Malformed, match="101 tagged fields"):
@@ -344,14 +344,14 @@ def test_a_request_with_more_in_it_than_any_has_is_not_decoded(frame: bytes) -> 
     )
 
 
-def test_a_step_without_a_transactional_id_is_none() -> None:
+def test_null_transactional_id_is_malformed() -> None:
     """Brokers refuse it; the page of the trace would have no name to show."""
     payload = struct.pack(">hhih", api.END_TXN, 1, 1, -1) + b"\xff\xff" + struct.pack(">qhb", 1, 1, 1)
     with pytest.raises(Malformed, match="null"):
         decode.request_steps(api.END_TXN, 1, framed(payload), 0.0)
 
 
-def test_more_batches_in_a_partition_than_any_client_sends_are_not_followed() -> None:
+def test_too_many_batches_in_a_partition_are_malformed() -> None:
     header = struct.pack(">qiibIhiqqqhii", 0, 49, 0, 2, 0, 0x10, 0, 0, 0, 5, 0, 0, 0)
     with pytest.raises(Malformed, match="more than 1000 record batches"):
         translate._read_batches(header * 1_001, 0, len(header) * 1_001, ("t", 0))
@@ -362,7 +362,7 @@ def test_more_batches_in_a_partition_than_any_client_sends_are_not_followed() ->
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, 20)), max_size=300))
-def test_each_complaint_is_told_once_alone_or_with_others_in_few_lines(steps: list[tuple[int, float]]) -> None:
+def test_limited_warnings_report_each_warning_once(steps: list[tuple[int, float]]) -> None:
     now, told = 0.0, list[logging.LogRecord]()
     handler = logging.Handler()
     handler.emit = told.append  # type: ignore[method-assign]
@@ -384,7 +384,7 @@ def test_each_complaint_is_told_once_alone_or_with_others_in_few_lines(steps: li
         assert sum(each["client"] == host for each in alone) <= intervals * LINES_PER_HOST
 
 
-def test_a_line_shows_no_long_value_whole_and_no_line_end_of_a_clients(caplog: pytest.LogCaptureFixture) -> None:
+def test_event_values_are_cut_and_have_no_line_ends(caplog: pytest.LogCaptureFixture) -> None:
     events.warning("refused", name="t" * 40_000, forged="x\n2026 error all is lost", count=3)
     (record,) = caplog.records
     assert len(record.getMessage()) < 1_000

@@ -16,11 +16,11 @@ from tests.unit.shim.messages import framed
     [
         pytest.param(True, 0, {"commit": 1}, {}, id="a commit"),
         pytest.param(False, 0, {"abort": 1}, {}, id="an abort"),
-        pytest.param(False, api.ABORTED_TAKE_THE_NEXT_IDENTITY, {"abort": 1}, {}, id="an abort told by protection"),
+        pytest.param(False, api.ABORTED_UNKNOWN_PRODUCER_ID, {"abort": 1}, {}, id="an abort told by protection"),
         pytest.param(True, 51, {}, {("EndTxn", "CONCURRENT_TRANSACTIONS"): 1}, id="a refused commit"),
     ],
 )
-def test_an_end_is_counted_as_such_or_as_an_error(
+def test_end_txn_counts_as_end_or_as_error(
     committed: bool, error: int, ends: dict[str, int], errors: dict[tuple[str, str], int]
 ) -> None:
     job, exchange = CountingJob(), Exchange(Connection(1, "c", "b", 0), api.END_TXN, 1, 7)

@@ -29,7 +29,7 @@ def struck(plan: Plan, count: int) -> list[list[int]]:
     return found
 
 
-def test_the_nth_and_as_many_as_it_says() -> None:
+def test_rule_fires_at_nth_match_and_times_after() -> None:
     plan = Plan([Rule("EndTxn", "reset", nth=3), Rule("Produce", "reset", nth=2, times=3)])
     assert struck(plan, 9) == [[3], [2, 3, 4]]
     assert plan.complaints() == []
@@ -37,7 +37,7 @@ def test_the_nth_and_as_many_as_it_says() -> None:
     assert plan.fired_by_action() == {"reset": 4}
 
 
-def test_chances_are_the_seeds_and_of_each_rule_its_own() -> None:
+def test_rule_chance_depends_on_seed_and_rule_only() -> None:
     rules = [Rule("Produce", "reset", chance=0.3), Rule("Produce", "reset", chance=0.3)]
     first, again, other = (struck(Plan(rules, seed), 200) for seed in (7, 7, 8))
     assert first == again
@@ -61,13 +61,13 @@ def test_chances_are_the_seeds_and_of_each_rule_its_own() -> None:
         ({"outcome": "abort"}, False),
     ],
 )
-def test_every_condition_has_to_fit(conditions: dict[str, object], fits: bool) -> None:
+def test_rule_matches_if_all_conditions_match(conditions: dict[str, object], fits: bool) -> None:
     said = RequestFacts(0, "orders-1", partitions=frozenset({"out-0", "out-1"}))
     assert Rule("Produce", "reset", **conditions).matches(said, CONNECTION) is fits  # type: ignore[arg-type]
     assert not Rule("EndTxn", "reset", **conditions).matches(said, CONNECTION)  # type: ignore[arg-type]
 
 
-def test_a_rule_beside_another_counts_what_comes_after_it_for_other_partitions() -> None:
+def test_rule_beside_another_counts_other_partitions_later() -> None:
     lost, beside = Plan([Rule("Produce", "reset"), Rule("Produce", "reset", beside=1)]).progress
     one, other = (RequestFacts(0, partitions=frozenset({f"out-{number}"})) for number in range(2))
     assert not lost.is_on_other_partitions(other), "nothing was struck yet"
@@ -79,7 +79,7 @@ def test_a_rule_beside_another_counts_what_comes_after_it_for_other_partitions()
     assert (lost.number, beside.rule.beside) == (1, 1)
 
 
-def test_a_rule_of_the_other_side_cannot_be_waited_for() -> None:
+def test_rule_cannot_wait_for_rule_of_other_side() -> None:
     near = Rule("Produce", "reset", side="client")
     for far in (Rule("Produce", "reset", beside=1), Rule("Produce", "delay", until=Event(rule=1))):
         with pytest.raises(ConfigurationError):
@@ -87,7 +87,7 @@ def test_a_rule_of_the_other_side_cannot_be_waited_for() -> None:
         assert len(Plan([near, Rule(**{**vars(far), "side": "client"})]).rules) == 2
 
 
-def test_a_rule_that_did_not_come_true_is_named_with_what_was_seen() -> None:
+def test_plan_reports_rules_that_did_not_fire_as_planned() -> None:
     plan = Plan(
         [
             Rule("EndTxn", "reset", nth=2),
@@ -108,7 +108,7 @@ def test_a_rule_that_did_not_come_true_is_named_with_what_was_seen() -> None:
     assert "its event never came" in complaints[2]
 
 
-def test_a_plan_of_a_file_is_the_plan_of_python(tmp_path: Path) -> None:
+def test_plan_from_toml_equals_plan_from_python(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(
         """
@@ -148,12 +148,12 @@ def test_a_plan_of_a_file_is_the_plan_of_python(tmp_path: Path) -> None:
         {"error": 3},
     ],
 )
-def test_what_makes_no_sense_is_refused_at_once(values: dict[str, object]) -> None:
+def test_invalid_rule_is_refused(values: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
         Rule("Produce", "reset", **values)  # type: ignore[arg-type]
 
 
-def test_a_policy_denies_nothing_that_it_does_not_name() -> None:
+def test_policy_allows_everything_it_does_not_name() -> None:
     nothing = Policy()
     assert not nothing.transactional_only("t")
     assert not nothing.committed_only("t")
@@ -183,5 +183,5 @@ def test_a_policy_denies_nothing_that_it_does_not_name() -> None:
         ("SCRAM-SHA-512", b"", None),
     ],
 )
-def test_who_logs_in_is_read_from_plain_and_scram(mechanism: str, message: bytes, name: str | None) -> None:
+def test_user_name_is_read_from_plain_and_scram(mechanism: str, message: bytes, name: str | None) -> None:
     assert read_user_name(mechanism, message) == name

@@ -35,9 +35,7 @@ class Upper:
 
 
 @given(st.lists(st.tuples(payloads, st.sampled_from("pwsd")), max_size=8), st.lists(st.integers(1, 400), max_size=40))
-def test_frames_pass_whole_or_streamed_the_same_however_they_are_cut(
-    kinds: list[tuple[bytes, str]], steps: list[int]
-) -> None:
+def test_splitter_output_does_not_depend_on_chunks(kinds: list[tuple[bytes, str]], steps: list[int]) -> None:
     whole: list[bytes] = []
     opened = 0
 
@@ -76,7 +74,7 @@ def test_frames_pass_whole_or_streamed_the_same_however_they_are_cut(
     assert splitter.between_frames
 
 
-def test_a_chunk_of_passing_frames_comes_out_as_the_object_that_went_in() -> None:
+def test_chunk_of_unchanged_frames_is_returned_as_is() -> None:
     splitter = FrameSplitter(8, LIMIT, lambda data, pos: UNCHANGED)
     chunk = framed(b"a" * 100) * 3
     assert splitter.feed(chunk)[0] is chunk
@@ -88,7 +86,7 @@ def test_a_chunk_of_passing_frames_comes_out_as_the_object_that_went_in() -> Non
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(1, 20), max_size=20))
-def test_garbage_is_refused_or_awaited_but_never_breaks_the_reader(data: bytes, steps: list[int]) -> None:
+def test_garbage_never_breaks_the_acks_reader(data: bytes, steps: list[int]) -> None:
     splitter = FrameSplitter(12, LIMIT, lambda chunk, pos: UNCHANGED)
     try:
         out = b"".join(piece for chunk in cut(data, steps) for piece in splitter.feed(chunk))
@@ -98,13 +96,13 @@ def test_garbage_is_refused_or_awaited_but_never_breaks_the_reader(data: bytes, 
 
 
 @pytest.mark.parametrize("size", [-1, 0, 7, LIMIT + 1, 2**31 - 1])
-def test_a_size_that_no_frame_can_have_is_refused_before_anything_is_collected(size: int) -> None:
+def test_impossible_frame_size_is_malformed(size: int) -> None:
     splitter = FrameSplitter(12, LIMIT, lambda data, pos: UNCHANGED)
     with pytest.raises(Malformed, match=f"a frame of {size} bytes"):
         splitter.feed(size.to_bytes(4, "big", signed=True) + bytes(20))
 
 
-def test_a_frame_that_cannot_be_opened_yet_is_shown_again_with_more_of_it() -> None:
+def test_unopened_frame_is_offered_again_with_more_bytes() -> None:
     shown: list[int] = []
 
     def open_frame(data: bytes, pos: int) -> Handling | None:
@@ -121,7 +119,7 @@ def test_a_frame_that_cannot_be_opened_yet_is_shown_again_with_more_of_it() -> N
         FrameSplitter(12, LIMIT, lambda data, pos: None).feed(frame)
 
 
-def test_an_answer_of_ours_goes_between_two_frames() -> None:
+def test_inserted_frame_is_sent_between_two_frames() -> None:
     def open_frame(data: bytes, pos: int) -> Handling:
         if data[pos + 4 : pos + 5] == b"b":
             splitter.insert(b"OURS")
@@ -136,7 +134,7 @@ def test_an_answer_of_ours_goes_between_two_frames() -> None:
     "beginning",
     [b"GET / HTTP/1.1\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", bytes.fromhex("160301020001000201fc0303"), b"\0" * 12],
 )
-def test_another_protocols_first_bytes_are_no_kafka_client(beginning: bytes) -> None:
+def test_first_bytes_of_other_protocols_are_implausible(beginning: bytes) -> None:
     assert implausible_reason(RequestHead._make(REQUEST_HEAD.unpack_from(beginning)), 100 * 1024 * 1024) is not None
 
 
@@ -151,7 +149,7 @@ def produce(version: int, transactional_id: str | None, acks: int, client_id: st
 @given(
     st.integers(0, 13), st.none() | st.text(max_size=200), st.sampled_from([-1, 0, 1]), st.none() | st.text(max_size=9)
 )
-def test_acks_are_found_as_soon_as_they_are_there(
+def test_acks_are_found_in_the_first_bytes(
     version: int, transactional_id: str | None, acks: int, client_id: str | None
 ) -> None:
     frame = b"before" + produce(version, transactional_id, acks, client_id)
@@ -186,7 +184,7 @@ class Recording(Job):
         return self.stream
 
 
-def test_requests_run_through_jobs_towards_the_broker_and_responses_back() -> None:
+def test_jobs_see_requests_forward_and_responses_backward() -> None:
     log: list[str] = []
     pipeline = Pipeline([Recording("outer", log), Recording("inner", log)], LIMIT)
     exchange = Exchange(Connection(1, "c", "b", None), 3, 1, 1)
@@ -199,7 +197,7 @@ def test_requests_run_through_jobs_towards_the_broker_and_responses_back() -> No
     assert pipeline.request(Exchange(exchange.connection, 4, 1, 1), 10) is UNCHANGED
 
 
-def test_a_frame_is_collected_when_one_job_needs_it_whole_and_streamed_when_none_does() -> None:
+def test_frame_is_collected_if_one_job_needs_it_whole() -> None:
     log: list[str] = []
     upper = Upper()
     exchange = Exchange(Connection(1, "c", "b", None), 3, 1, 1)

@@ -38,7 +38,7 @@ def judged(frame: bytes) -> list[int] | None:
     return messages.error_codes(asked.answer, api.PRODUCE, 9)
 
 
-def test_records_of_a_transaction_pass_and_plain_ones_do_not_whatever_the_request_calls_itself() -> None:
+def test_guard_rejects_non_transactional_batches() -> None:
     assert judged(produce("t", {"guarded": [batch(TRANSACTIONAL)]})) is None
     assert judged(produce("t", {"guarded": [batch(TRANSACTIONAL | 4)]})) is None  # compressed
     assert judged(produce("t", {"guarded": [batch(PLAIN)]})) == [29]
@@ -47,7 +47,7 @@ def test_records_of_a_transaction_pass_and_plain_ones_do_not_whatever_the_reques
     assert judged(produce("t", {"free": [batch(PLAIN)], "guarded": [batch(TRANSACTIONAL)]})) is None
 
 
-def test_one_plain_batch_anywhere_in_a_topic_is_enough() -> None:
+def test_guard_rejects_topic_with_one_non_transactional_batch() -> None:
     both = batch(TRANSACTIONAL) + batch(PLAIN)
     assert judged(produce("t", {"guarded": [batch(TRANSACTIONAL), both]})) == [29, 29]
     assert judged(produce("t", {"free": [batch(PLAIN)], "guarded": [both]})) == [6, 29]
@@ -64,7 +64,7 @@ def test_one_plain_batch_anywhere_in_a_topic_is_enough() -> None:
     ],
     ids=["of another magic", "cut short", "with a rest", "no batch", "shorter than its header"],
 )
-def test_records_that_cannot_be_followed_are_taken_for_plain_ones(records: bytes) -> None:
+def test_guard_treats_unreadable_records_as_non_transactional(records: bytes) -> None:
     assert judged(produce("t", {"guarded": [records]})) == [29]
 
 
@@ -100,22 +100,20 @@ POLICY = Policy(prefixes=(("billing", ("billing-",)), ("*", ("free-",))))
         ("GSSAPI", b"n,,n=billing,r=nonce", False),
     ],
 )
-def test_a_name_is_read_only_from_messages_of_a_mechanism_that_says_it(
-    mechanism: str, message: bytes, billing: bool
-) -> None:
+def test_user_name_is_read_only_for_plain_and_scram(mechanism: str, message: bytes, billing: bool) -> None:
     job = GuardJob(POLICY)
     logged_in(job, mechanism, message)
     assert may_use(job, "billing-1") == billing
     assert may_use(job, "free-1") != billing
 
 
-def test_a_login_without_a_handshake_names_nobody() -> None:
+def test_login_without_handshake_has_no_user_name() -> None:
     job, asked = GuardJob(POLICY), Exchange(CONNECTION, api.SASL_AUTHENTICATE, 2, 7)
     job.request(asked, framed(SaslAuthenticateRequest(version=2, auth_bytes=b"\0billing\0s"), client_id="c"))
     assert job not in asked.notes or asked.notes[job] is None
 
 
-def test_a_batched_add_partitions_which_only_brokers_send_is_refused_where_names_are_judged() -> None:
+def test_guard_rejects_batched_add_partitions_to_txn() -> None:
     batched = AddPartitionsToTxnRequest
     each = batched.AddPartitionsToTxnTransaction(
         transactional_id="billing-1", producer_id=1, producer_epoch=0, verify_only=False, topics=[]

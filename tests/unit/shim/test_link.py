@@ -133,7 +133,7 @@ def through_a_shim(broker: FakeBroker, sent: bytes, expected: int) -> bytes:
 
 
 @pytest.mark.parametrize("order", ["FAFACA", "AAF", "ACA", "AFAAAFC"])
-def test_answers_of_a_job_keep_their_place_among_the_brokers(order: str) -> None:
+def test_responses_of_jobs_keep_request_order(order: str) -> None:
     seen: list[bytes] = []
 
     def broker_answers(request: bytes) -> bytes:
@@ -148,7 +148,7 @@ def test_answers_of_a_job_keep_their_place_among_the_brokers(order: str) -> None
     assert len(seen) == sum(kind != "A" for kind in order)
 
 
-def test_a_job_that_refuses_ends_the_connection_and_nothing_of_the_frame_goes_on() -> None:
+def test_protocol_error_of_a_job_closes_the_connection() -> None:
     seen: list[bytes] = []
 
     def broker_answers(request: bytes) -> bytes:
@@ -194,7 +194,7 @@ class Keeping(asyncio.Transport):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200_000)), min_size=2, max_size=12))
-def test_what_a_side_could_not_send_yet_is_not_overwritten_by_the_next_read(reads: list[tuple[int, int]]) -> None:
+def test_unsent_bytes_survive_the_next_read(reads: list[tuple[int, int]]) -> None:
     """Of whichever connection: they all read into one buffer."""
     buffer, pipeline = ReadBuffer(), Pipeline([], 1 << 30)
     links = [a_link(pipeline, number, buffer) for number in range(3)]
@@ -214,7 +214,7 @@ def test_what_a_side_could_not_send_yet_is_not_overwritten_by_the_next_read(read
         assert sum(isinstance(piece, memoryview) for piece in transport.held_bytes) <= 1
 
 
-def test_a_link_counts_what_its_sides_did_not_take_and_what_there_was_no_time_for() -> None:
+def test_link_counts_unsent_and_unhandled_bytes() -> None:
     link = a_link(Pipeline([], 1 << 30))
     upstream = Keeping()
 
@@ -243,7 +243,7 @@ def test_a_link_counts_what_its_sides_did_not_take_and_what_there_was_no_time_fo
     link.abort()
 
 
-def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it() -> None:
+def test_early_requests_are_sent_first_upstream() -> None:
     """An event loop may read although it was paused (Python 3.11.2 does, when the pause comes with the connection)."""
 
     async def early_and_later(shim: Shim, broker: FakeBroker) -> bytes:
@@ -266,7 +266,7 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
     assert run(early_and_later, broker) == answer(0, b"early") + answer(1, b"later")
 
 
-def test_small_answers_wait_on_neither_side_for_an_acknowledgement() -> None:
+def test_small_responses_do_not_wait_for_delayed_acks() -> None:
     """Nagle's algorithm and a delayed ACK cost 40 ms for each Produce whose answer comes behind another's."""
 
     async def delays(shim: Shim, broker: FakeBroker) -> list[int]:
@@ -283,7 +283,7 @@ def test_small_answers_wait_on_neither_side_for_an_acknowledgement() -> None:
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
+def test_closed_link_is_freed_without_garbage_collection() -> None:
     """Else the links of a thousand clients stay in memory until it comes, and the next thousand come on top."""
     links: list[weakref.ref[Link]] = []
 
@@ -308,9 +308,7 @@ def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_tls_connection_that_is_over_gives_its_memory_back_without_the_garbage_collector(
-    aborted: bool, tmp_path: Path
-) -> None:
+def test_closed_tls_link_is_freed_without_garbage_collection(aborted: bool, tmp_path: Path) -> None:
     """asyncio reads each of them into a buffer of 256 KiB, which lives as long as somebody knows the transport."""
     pki = make_pki(tmp_path)
     tls = server_tls(str(pki / "server.pem"), str(pki / "server.key"))
@@ -342,7 +340,7 @@ def test_a_tls_connection_that_is_over_gives_its_memory_back_without_the_garbage
 
 
 @pytest.mark.parametrize("gone", ["client", "upstream"])
-def test_what_comes_for_a_side_that_is_gone_goes_nowhere(gone: str) -> None:
+def test_bytes_for_a_closed_side_are_dropped(gone: str) -> None:
     """Its transport is forgotten then, which must not be taken for one that is still to come."""
     link = a_link(Pipeline([], 1 << 30))
     transports = {"client": Keeping(), "upstream": Keeping()}
@@ -361,7 +359,7 @@ def test_what_comes_for_a_side_that_is_gone_goes_nowhere(gone: str) -> None:
     assert not side._unsent
 
 
-def test_of_pieces_for_a_side_whose_connection_breaks_with_the_first_no_other_is_written() -> None:
+def test_no_piece_is_written_after_a_failed_write() -> None:
     """asyncio warns of each write after the fifth into a connection that it has found lost."""
 
     class Breaking(Keeping):

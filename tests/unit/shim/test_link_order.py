@@ -126,7 +126,7 @@ kinds = st.sampled_from([UNCHANGED, HELD, ANSWERED])
     st.randoms(use_true_random=False),
     st.integers(0, 3),
 )
-def test_what_is_held_and_what_streams_past_leave_in_order_whenever_the_client_ends_its_half(
+def test_held_and_streamed_frames_keep_order_after_client_eof(
     requests: list[tuple[int, int]], steps: list[int], chance: Any, ends_once_in: int
 ) -> None:
     wired = Wired()
@@ -176,7 +176,7 @@ def leaving(frames: list[tuple[int, bytes]], fed: int, held: list[HeldFrame], re
 
 
 @pytest.mark.parametrize("action", ["delay", "duplicate"])
-def test_a_request_a_fault_lets_go_arrives_although_its_client_has_ended_its_half_meanwhile(action: str) -> None:
+def test_released_request_arrives_after_client_eof(action: str) -> None:
     """The connection to the broker has an end then that nothing can be written behind."""
     plan = Plan([Rule("EndTxn", action, seconds=0 if action == "delay" else None, side="broker")])
     end_txn = encoded(requests(api.END_TXN, 1))
@@ -202,9 +202,7 @@ def test_a_request_a_fault_lets_go_arrives_although_its_client_has_ended_its_hal
 
 
 @pytest.mark.parametrize(("pattern", "opens"), [(None, "t"), ("t*", "t-alternate"), ("u", "u")])
-def test_a_delay_waits_for_an_event_of_its_own_transactional_id_or_of_those_it_names(
-    pattern: str | None, opens: str
-) -> None:
+def test_delay_waits_for_event_of_matching_transactional_id(pattern: str | None, opens: str) -> None:
     until = Event("Produce", when="arrives", transactional_id=pattern)
     plan = Plan([Rule("EndTxn", "delay", until=until, side="broker")])
     end_txn = encoded(requests(api.END_TXN, 1))
@@ -230,7 +228,7 @@ def test_a_delay_waits_for_an_event_of_its_own_transactional_id_or_of_those_it_n
 
 
 @pytest.mark.parametrize("at", [8, 9, 30])
-def test_a_reset_waits_until_the_answer_before_it_is_there_to_its_last_byte(at: int) -> None:
+def test_reset_waits_for_the_whole_earlier_response(at: int) -> None:
     async def test() -> None:
         wired = Wired()
         wired.client_sends(frame(UNCHANGED, 1) + frame(RESET, 2))
@@ -244,7 +242,7 @@ def test_a_reset_waits_until_the_answer_before_it_is_there_to_its_last_byte(at: 
     asyncio.run(test())
 
 
-def test_an_answer_of_ours_waits_for_the_last_byte_of_the_one_before_it_and_for_one_that_is_held() -> None:
+def test_own_response_waits_for_earlier_responses() -> None:
     wired = Wired()
     wired.client_sends(frame(ANSWER_HELD, 1) + frame(UNCHANGED, 2))
     first, second = answer(1, b"held"), answer(2, b"a large answer" * 10)
@@ -256,7 +254,7 @@ def test_an_answer_of_ours_waits_for_the_last_byte_of_the_one_before_it_and_for_
     assert wired.client.sent == first + second + answer(3, b"ours")
 
 
-def test_a_stop_lets_a_request_that_has_begun_to_pass_come_to_its_end_and_be_answered() -> None:
+def test_stop_completes_a_request_in_progress() -> None:
     wired = Wired()
     sent = frame(UNCHANGED, 1, b"a large request" * 10)
     wired.client_sends(sent[:50])
@@ -270,7 +268,7 @@ def test_a_stop_lets_a_request_that_has_begun_to_pass_come_to_its_end_and_be_ans
     assert wired.client.closed
 
 
-def test_a_stop_waits_for_the_rest_of_a_request_that_nobody_answers() -> None:
+def test_stop_waits_for_rest_of_request_without_response() -> None:
     wired = Wired()
     sent = produce_request(9, None, {"a": {0: b"records" * 100}})
     acks_at = sent.index(b"\0\xff\xff") + 1  # behind the transactional.id, which is null
@@ -284,7 +282,7 @@ def test_a_stop_waits_for_the_rest_of_a_request_that_nobody_answers() -> None:
 
 
 @pytest.mark.parametrize("came", [b"", frame(UNCHANGED, 1)[:7]], ids=["nothing", "a part of a head"])
-def test_a_stop_does_not_wait_for_a_request_that_has_not_begun_to_pass(came: bytes) -> None:
+def test_stop_ignores_a_request_that_was_not_forwarded(came: bytes) -> None:
     wired = Wired()
     if came:
         wired.client_sends(came)
@@ -292,7 +290,7 @@ def test_a_stop_does_not_wait_for_a_request_that_has_not_begun_to_pass(came: byt
     assert (wired.client.reading_stopped, wired.client.closed) == (True, True)
 
 
-def test_a_stop_ends_a_connection_on_which_something_is_held() -> None:
+def test_stop_closes_a_connection_with_a_held_frame() -> None:
     wired = Wired()
     wired.client_sends(frame(HELD, 1) + frame(UNCHANGED, 2, b"behind it")[:15])
     wired.link.drain()

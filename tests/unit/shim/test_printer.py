@@ -21,7 +21,7 @@ class Gate(io.StringIO):
         return super().write(text)
 
 
-def test_lines_come_out_in_order() -> None:
+def test_printer_keeps_the_order_of_lines() -> None:
     stream = io.StringIO()
     printer = Printer(stream)
     for number in range(1000):
@@ -30,7 +30,7 @@ def test_lines_come_out_in_order() -> None:
     assert stream.getvalue().split() == [f"{number}" for number in range(1000)]
 
 
-def test_a_reader_that_is_too_slow_misses_lines_and_is_told_how_many() -> None:
+def test_printer_reports_the_number_of_dropped_lines() -> None:
     stream = Gate()
     printer = Printer(stream, most_waiting=10)
     printer.print("first")
@@ -48,7 +48,7 @@ def test_a_reader_that_is_too_slow_misses_lines_and_is_told_how_many() -> None:
     assert int(said.split()[1]) >= 90
 
 
-def test_a_reader_that_is_gone_or_hangs_at_the_end_holds_nothing_up() -> None:
+def test_printer_closes_although_its_reader_is_closed_or_hangs() -> None:
     closed = io.StringIO()
     closed.close()
     gone = Printer(closed, most_waiting=10)

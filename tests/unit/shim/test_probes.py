@@ -37,7 +37,7 @@ def ask(port: int, path: str) -> tuple[int, str]:
     return found
 
 
-def test_probes_and_metrics_say_what_the_loop_knows(loop: asyncio.AbstractEventLoop) -> None:
+def test_probes_and_metrics_show_the_state_of_the_loop(loop: asyncio.AbstractEventLoop) -> None:
     reasons: list[str | None] = [None, "no broker can be reached"]
     with serve(("127.0.0.1", 0), loop, lambda: reasons.pop(0), SOURCES) as server:
         assert ask(server.port, "/livez") == (200, "ok\n")
@@ -60,7 +60,7 @@ def test_probes_fail_while_the_loop_hangs(loop: asyncio.AbstractEventLoop, monke
         assert ask(server.port, "/livez") == (200, "ok\n")
 
 
-def test_a_taken_port_is_unavailable(loop: asyncio.AbstractEventLoop) -> None:
+def test_used_port_is_unavailable(loop: asyncio.AbstractEventLoop) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = ("127.0.0.1", taken.getsockname()[1])
         with pytest.raises(Unavailable, match="Address already in use"), serve(address, loop, lambda: None, SOURCES):

@@ -80,7 +80,7 @@ CASES = [(key, version) for key, versions in translate.VERSIONS.items() if key !
 
 
 @pytest.mark.parametrize(("key", "version"), CASES)
-def test_only_the_identity_of_a_request_changes(key: int, version: int) -> None:
+def test_replaced_identity_changes_no_other_bytes(key: int, version: int) -> None:
     frame = encoded(requests(key, version))
     found = translate.read_transactional_request(frame, key, version)
     assert found.name == "t"
@@ -96,7 +96,7 @@ def test_only_the_identity_of_a_request_changes(key: int, version: int) -> None:
 
 
 @pytest.mark.parametrize(("key", "version"), CASES)
-def test_a_refusal_is_the_answer_a_broker_gives_with_that_error(key: int, version: int) -> None:
+def test_refusal_response_equals_a_broker_error(key: int, version: int) -> None:
     frame = encoded(requests(key, version))
     made = translate.refusal_response(frame, key, version, 77, 51)
     answer = messages.RESPONSES[key].decode(made, version=version, header=True, framed=True)
@@ -117,7 +117,7 @@ def test_a_refusal_is_the_answer_a_broker_gives_with_that_error(key: int, versio
 
 @pytest.mark.parametrize("version", translate.VERSIONS[api.END_TXN])
 @pytest.mark.parametrize("committed", [True, False])
-def test_an_end_goes_upstream_as_version_5_and_its_answer_comes_back_as_asked(version: int, committed: bool) -> None:
+def test_end_txn_is_translated_to_v5_and_back(version: int, committed: bool) -> None:
     frame = encoded(requests(api.END_TXN, version))
     made = translate.end_txn_v5(frame, version, "t", NEW, committed)
     request = protocol.EndTxnRequest(
@@ -137,7 +137,7 @@ def test_an_end_goes_upstream_as_version_5_and_its_answer_comes_back_as_asked(ve
 
 @pytest.mark.parametrize("version", translate.VERSIONS[api.PRODUCE])
 @pytest.mark.parametrize("gzip", [False, True])
-def test_every_batch_of_a_produce_gets_identity_sequence_and_checksum(version: int, gzip: bool) -> None:
+def test_produce_rewrite_changes_every_batch(version: int, gzip: bool) -> None:
     data: dict[str, dict[int, bytes | None]] = {
         "a": {0: records(10, 13, gzip=gzip), 4: records(2**31 - 2, gzip=gzip, size=2000)},
         "b": {0: records(7, gzip=gzip), 1: None},
@@ -166,7 +166,7 @@ def test_every_batch_of_a_produce_gets_identity_sequence_and_checksum(version: i
 
 
 @pytest.mark.parametrize("version", translate.VERSIONS[api.PRODUCE])
-def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) -> None:
+def test_refused_produce_names_each_partition(version: int) -> None:
     frame = produce_request(version, "t", {"a": {0: records(1), 4: records(1)}, "b": {0: records(1)}})
     made = messages.refusal_response(
         api.PRODUCE, version, 77, 19, translate.read_produce(frame, version, len(frame)).partitions
@@ -177,14 +177,14 @@ def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) 
     assert framed(answer, 77) == made
 
 
-def test_a_topic_whose_name_is_no_utf8_is_refused_by_that_name() -> None:
+def test_refusal_keeps_a_topic_name_that_is_not_utf8() -> None:
     frame = produce_request(9, "t", {"zz": {0: records(1)}}).replace(b"zz", b"\xff\xfe")
     made = messages.refusal_response(api.PRODUCE, 9, 77, 19, translate.read_produce(frame, 9, len(frame)).partitions)
     assert b"\x02\x03\xff\xfe\x02\0\0\0\0\0\x13" in made  # one topic, its name, one partition, its number, the error
 
 
 @given(frames(DescribeTransactionsResponse, translate.DESCRIBED_VERSION))
-def test_only_the_identities_of_a_description_change(frame: bytes) -> None:
+def test_describe_response_changes_identities_only(frame: bytes) -> None:
     asked = list[tuple[str, Identity, str]]()
 
     def shown(name: str, identity: Identity, state: str) -> Identity:
@@ -202,24 +202,24 @@ def test_only_the_identities_of_a_description_change(frame: bytes) -> None:
 
 
 @given(frames(DescribeTransactionsResponse, translate.DESCRIBED_VERSION), st.data())
-def test_a_description_that_breaks_off_is_malformed(frame: bytes, data: st.DataObject) -> None:
+def test_incomplete_describe_response_is_malformed(frame: bytes, data: st.DataObject) -> None:
     cut = frame[: data.draw(st.integers(8, len(frame) - 1))]
     with pytest.raises(Malformed):
         translate.replace_described_identities(cut, lambda name, identity, state: identity)
 
 
 @given(st.data())
-def test_the_checksum_follows_changed_bytes_without_reading_the_others(data: st.DataObject) -> None:
+def test_checksum_update_needs_changed_bytes_only(data: st.DataObject) -> None:
     message = data.draw(st.binary(min_size=1, max_size=3000))
     start = data.draw(st.integers(0, len(message)))
     end = data.draw(st.integers(start, min(len(message), start + 20)))
     after = data.draw(st.binary(min_size=end - start, max_size=end - start))
     wanted = crc32c(message[:start] + after + message[end:])
-    assert crc.changed(crc32c(message), message[start:end], after, len(message) - end) == wanted
+    assert crc.update(crc32c(message), message[start:end], after, len(message) - end) == wanted
 
 
 @given(st.data())
-def test_a_damaged_produce_is_malformed_or_passes_but_never_breaks_the_parser(data: st.DataObject) -> None:
+def test_damaged_produce_never_breaks_the_parser(data: st.DataObject) -> None:
     frame = bytearray(produce_request(data.draw(st.sampled_from([3, 9])), "t", {"a": {0: records(10, 13)}}))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(8, len(frame) - 1))] = data.draw(st.integers(0, 255))
@@ -235,7 +235,7 @@ def test_a_damaged_produce_is_malformed_or_passes_but_never_breaks_the_parser(da
 # The job.
 
 
-def test_a_broker_without_version_5_of_the_end_is_said_loudly_and_nothing_is_touched(
+def test_broker_without_end_txn_v5_disables_protection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     job = ProtectJob()
@@ -245,9 +245,7 @@ def test_a_broker_without_version_5_of_the_end_is_said_loudly_and_nothing_is_tou
 
 
 @pytest.mark.parametrize("offered", [{}, {"broker 1": None, "broker 2": None}])
-def test_if_no_broker_says_what_it_offers_there_is_no_protection_and_that_is_said_loudly(
-    offered: dict[str, None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_answering_broker_disables_protection(offered: dict[str, None], caplog: pytest.LogCaptureFixture) -> None:
     job = ProtectJob()
     job.on_broker_versions(offered)
     assert not job.wants_request(api.END_TXN, 1)
@@ -256,7 +254,7 @@ def test_if_no_broker_says_what_it_offers_there_is_no_protection_and_that_is_sai
     assert all(name in said.message for name in offered)
 
 
-def test_a_broker_that_does_not_answer_is_named_and_the_others_decide(caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_broker_is_named_and_others_decide(caplog: pytest.LogCaptureFixture) -> None:
     job = ProtectJob()
     job.on_broker_versions({"broker 1": {api.END_TXN: 5}, "broker 2": None})
     assert job.wants_request(api.END_TXN, 1)
@@ -265,7 +263,7 @@ def test_a_broker_that_does_not_answer_is_named_and_the_others_decide(caplog: py
     assert "broker 1" not in warned.message
 
 
-def test_clients_that_speak_part_2_themselves_pass_untouched() -> None:
+def test_clients_with_kip_890_part_2_are_unchanged() -> None:
     job = ProtectJob()
     job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
     assert job.wants_request(api.END_TXN, 1)
@@ -279,7 +277,7 @@ def test_clients_that_speak_part_2_themselves_pass_untouched() -> None:
         assert not job.wants_response(key, version)
 
 
-def test_an_idempotent_producer_without_a_transactional_id_passes_untouched() -> None:
+def test_idempotent_producer_is_unchanged() -> None:
     job = ProtectJob()
     job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
     connection = Connection(1, "c", "b", 0)
@@ -313,27 +311,25 @@ def named(name: str, software_version: str, version: int = 3) -> bytes:
         ("", "", False),
     ],
 )
-def test_a_client_that_renews_its_identity_is_known_by_what_its_software_is_called(
-    name: str, software_version: str, renews: bool
-) -> None:
+def test_renewing_client_is_known_by_its_software_name(name: str, software_version: str, renews: bool) -> None:
     assert translate.renews_after_abort(named(name, software_version), 3) is renews
 
 
 @given(st.binary(max_size=60))
-def test_an_api_versions_that_cannot_be_read_is_left_to_the_broker(body: bytes) -> None:
+def test_unreadable_api_versions_is_left_to_the_broker(body: bytes) -> None:
     payload = api.API_VERSIONS.to_bytes(2, "big") + b"\0\3" + body
     assert translate.renews_after_abort(len(payload).to_bytes(4, "big") + payload, 3) in (True, False)
 
 
 @pytest.mark.parametrize("version", translate.VERSIONS[api.INIT_PRODUCER_ID])
-def test_an_identity_given_out_here_looks_as_a_broker_gives_it(version: int) -> None:
+def test_init_response_equals_a_broker_response(version: int) -> None:
     made = translate.init_response(77, version, NEW)
     assert translate.read_init_response(made, version) == (0, NEW)
     answer = protocol.InitProducerIdResponse.decode(made, version=version, header=True, framed=True)
     assert framed(answer, 77) == made
 
 
-def test_an_abort_is_told_so_that_librdkafka_takes_its_next_identity_and_others_are_not(tmp_path: Path) -> None:
+def test_abort_makes_only_librdkafka_renew_its_identity(tmp_path: Path) -> None:
     for renews in (True, False):
         journal = Journal(tmp_path / f"journal {renews}")
         job = ProtectJob(journal=journal)
@@ -373,7 +369,7 @@ def asked(job: ProtectJob, key: int, version: int) -> tuple[bytes, bytes | None]
     return frame, exchange.answer
 
 
-def test_what_was_lacking_is_said_once_and_asked_again_until_it_is_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_protection_is_logged_once_and_queried_again(caplog: pytest.LogCaptureFixture) -> None:
     job = ProtectJob()
     for _ in range(3):
         job.on_broker_versions({"broker 1": OFFERS_NOT, "broker 2": OFFERS})
@@ -390,9 +386,7 @@ def test_what_was_lacking_is_said_once_and_asked_again_until_it_is_there(caplog:
 @pytest.mark.parametrize(
     ("key", "version"), [(api.END_TXN, 3), (api.ADD_OFFSETS_TO_TXN, 3), (api.TXN_OFFSET_COMMIT, 3)]
 )
-def test_an_identity_from_before_protection_passes_as_it_did_until_its_client_initialises(
-    key: int, version: int
-) -> None:
+def test_identity_before_protection_is_unchanged_until_init(key: int, version: int) -> None:
     job = ProtectJob()
     job.machine.note_init("t", NEW, 1)  # as a journal restores it: its client went on without protection
     job.on_broker_versions({"broker 1": None})
@@ -406,7 +400,7 @@ def test_an_identity_from_before_protection_passes_as_it_did_until_its_client_in
     assert (passed, answer is None) == (b"", False), "the identity before is over"
 
 
-def test_where_protection_is_required_nothing_passes_without_it_and_nothing_is_forgotten() -> None:
+def test_required_protection_forwards_nothing_without_it() -> None:
     job = ProtectJob(required=True)
     assert job.not_ready_reason
     job.machine.note_init("t", OLD, 1)

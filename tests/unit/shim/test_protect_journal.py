@@ -46,17 +46,17 @@ def written(path: Path, *lines: Pair | str) -> list[Pair]:
     return second.restored_pairs
 
 
-def test_the_last_pair_of_each_name_is_found_again(tmp_path: Path) -> None:
+def test_journal_restores_the_last_pair_of_each_id(tmp_path: Path) -> None:
     newer = pair("a", Identity(5000, 0))
     assert written(tmp_path / "j", pair("a"), pair("b"), newer) == [newer, pair("b")]
 
 
-def test_a_name_whose_transaction_was_open_is_forgotten(tmp_path: Path) -> None:
+def test_journal_forgets_ids_with_an_open_transaction(tmp_path: Path) -> None:
     assert written(tmp_path / "j", pair("a"), pair("b"), "a") == [pair("b")]
     assert written(tmp_path / "j", pair("a"), "a", pair("a")) == [pair("b"), pair("a")]
 
 
-def test_a_line_that_was_not_finished_counts_for_nothing_and_one_in_the_middle_is_refused(tmp_path: Path) -> None:
+def test_journal_ignores_only_an_incomplete_last_line(tmp_path: Path) -> None:
     path = tmp_path / "j"
     written(path, pair("a"), pair("b"))
     whole = path.read_bytes()
@@ -67,7 +67,7 @@ def test_a_line_that_was_not_finished_counts_for_nothing_and_one_in_the_middle_i
         Journal(path)
 
 
-def test_a_journal_is_made_shorter_as_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_is_shortened_as_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FEW_LINES", 20)
     path = tmp_path / "j"
     lines = [line for number in range(200) for line in ("a", pair("a", Identity(4000, number)))]
@@ -79,7 +79,7 @@ def test_a_journal_is_made_shorter_as_it_grows(tmp_path: Path, monkeypatch: pyte
     first.close()
 
 
-def test_two_shims_do_not_share_a_journal(tmp_path: Path) -> None:
+def test_journal_in_use_is_refused(tmp_path: Path) -> None:
     first = Journal(tmp_path / "j")
     with pytest.raises(ConfigurationError, match="in use by another shim"):
         Journal(tmp_path / "j")
@@ -88,9 +88,7 @@ def test_two_shims_do_not_share_a_journal(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(1, 9), max_size=3)), max_size=8), st.booleans())
-def test_a_restored_client_goes_on_as_if_nothing_had_happened(
-    transactions: list[tuple[bool, list[int]]], renews: bool
-) -> None:
+def test_restored_client_continues(transactions: list[tuple[bool, list[int]]], renews: bool) -> None:
     """The same transactions in one machine and in one that is stored and restored after each of them."""
 
     def outcome(restarts: bool) -> list[object]:
@@ -127,7 +125,7 @@ def _again(call: Callable[..., Any], *arguments: Any) -> Any:
         return call(*arguments)
 
 
-def test_no_connection_is_trusted_after_a_restart(tmp_path: Path) -> None:
+def test_restored_client_has_no_trusted_connection(tmp_path: Path) -> None:
     machine = Machine()
     (restored,) = written(tmp_path / "j", pair("a"))
     machine.restore(restored)

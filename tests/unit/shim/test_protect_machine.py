@@ -83,7 +83,7 @@ def refused(code: int, call: Callable[[], object]) -> None:
 # Rule 1: identities and sequences.
 
 
-def test_every_transaction_has_a_real_epoch_of_its_own_while_the_client_keeps_its_one(client: Client) -> None:
+def test_machine_gives_every_transaction_a_real_epoch(client: Client) -> None:
     for epoch in range(7, 12):
         assert client.add() == real(epoch)
         assert client.offsets() == real(epoch)
@@ -103,7 +103,7 @@ def test_sequences_begin_at_zero_in_every_transaction(client: Client) -> None:
 # Rule 2: EndTxn.
 
 
-def test_a_retry_of_an_end_goes_with_the_identity_of_the_transaction_it_belongs_to(client: Client) -> None:
+def test_repeated_end_keeps_the_identity_of_its_transaction(client: Client) -> None:
     client.add()
     first = client.ask_end(True)
     assert first == client.ask_end(True) == End(1, real(7), True)
@@ -115,7 +115,7 @@ def test_a_retry_of_an_end_goes_with_the_identity_of_the_transaction_it_belongs_
     assert client.machine.real("t") == real(8)
 
 
-def test_a_second_answer_to_an_end_changes_nothing_in_the_next_transaction(client: Client) -> None:
+def test_repeated_end_response_changes_nothing(client: Client) -> None:
     client.add()
     end = client.ask_end(True)
     client.answered(end)
@@ -127,13 +127,13 @@ def test_a_second_answer_to_an_end_changes_nothing_in_the_next_transaction(clien
     assert client.machine.real("t") == real(9)
 
 
-def test_an_abort_after_a_commit_of_unknown_outcome_is_left_to_the_broker_to_judge(client: Client) -> None:
+def test_abort_after_unknown_commit_is_left_to_the_broker(client: Client) -> None:
     client.add()
     client.ask_end(True)
     assert client.ask_end(False) == End(1, real(7), False)
 
 
-def test_an_exhausted_epoch_is_followed_by_another_producer_id(client: Client) -> None:
+def test_exhausted_epoch_is_followed_by_a_new_producer_id(client: Client) -> None:
     client.add()
     client.machine.note_end("t", client.ask_end(True), Identity(5000, 0))
     assert client.add() == Identity(5000, 0)
@@ -142,7 +142,7 @@ def test_an_exhausted_epoch_is_followed_by_another_producer_id(client: Client) -
 # Rule 3: the challenge.
 
 
-def test_a_late_end_on_another_connection_is_refused_as_often_as_it_comes_on_a_new_one(client: Client) -> None:
+def test_late_end_on_new_connections_is_always_refused(client: Client) -> None:
     client.transaction()
     client.add()
     for connection in range(10, 15):
@@ -150,7 +150,7 @@ def test_a_late_end_on_another_connection_is_refused_as_often_as_it_comes_on_a_n
     assert client.machine.state("t") is State.OPEN
 
 
-def test_a_live_client_on_a_new_connection_asks_again_and_is_trusted_from_then_on(client: Client) -> None:
+def test_repeated_request_on_a_new_connection_is_trusted(client: Client) -> None:
     client.add()
     refused(CONCURRENT_TRANSACTIONS, lambda: client.ask_end(True, B))
     client.end(True, B)
@@ -158,13 +158,13 @@ def test_a_live_client_on_a_new_connection_asks_again_and_is_trusted_from_then_o
     refused(CONCURRENT_TRANSACTIONS, lambda: client.ask_end(True, A))
 
 
-def test_only_the_same_request_again_moves_the_trust(client: Client) -> None:
+def test_different_request_does_not_move_the_trust(client: Client) -> None:
     refused(CONCURRENT_TRANSACTIONS, lambda: client.add(B, mark="one"))
     refused(CONCURRENT_TRANSACTIONS, lambda: client.add(B, mark="another"))
     assert client.add(B, mark="one") == real(7)
 
 
-def test_a_challenge_ends_with_its_transaction(client: Client) -> None:
+def test_challenge_ends_with_its_transaction(client: Client) -> None:
     client.add()
     refused(CONCURRENT_TRANSACTIONS, lambda: client.ask_end(True, B))
     client.end(True)
@@ -172,7 +172,7 @@ def test_a_challenge_ends_with_its_transaction(client: Client) -> None:
     assert client.machine.state("t") is State.ENDED
 
 
-def test_after_an_abort_writes_are_challenged_on_every_broker_and_for_every_group(client: Client) -> None:
+def test_writes_after_an_abort_are_challenged(client: Client) -> None:
     client.add()
     client.write(0, broker=0)
     client.offsets()
@@ -185,16 +185,14 @@ def test_after_an_abort_writes_are_challenged_on_every_broker_and_for_every_grou
     assert client.offsets() == real(8)
 
 
-def test_without_an_abort_the_first_write_to_another_broker_is_not_challenged(client: Client) -> None:
+def test_first_write_to_a_broker_is_not_challenged(client: Client) -> None:
     client.transaction(0)
     client.add()
     assert client.write(0, broker=1, connection=C, partition=P1) == 0
 
 
 @pytest.mark.parametrize("end", [None, True, False])
-def test_a_write_that_comes_while_no_transaction_is_open_is_refused_however_often(
-    client: Client, end: bool | None
-) -> None:
+def test_write_without_open_transaction_is_always_refused(client: Client, end: bool | None) -> None:
     if end is not None:
         client.transaction(0, committed=end)
     for _ in range(3):
@@ -202,7 +200,7 @@ def test_a_write_that_comes_while_no_transaction_is_open_is_refused_however_ofte
         refused(LOAD_IN_PROGRESS, client.offsets)
 
 
-def test_nothing_is_opened_or_written_while_the_end_is_under_way(client: Client) -> None:
+def test_requests_during_an_end_are_refused(client: Client) -> None:
     client.add()
     client.ask_end(True)
     refused(CONCURRENT_TRANSACTIONS, client.add)
@@ -213,14 +211,14 @@ def test_nothing_is_opened_or_written_while_the_end_is_under_way(client: Client)
 # Rule 4: base sequences.
 
 
-def test_a_late_write_of_a_committed_transaction_is_refused_even_on_a_trusted_connection(client: Client) -> None:
+def test_late_write_of_committed_transaction_is_refused(client: Client) -> None:
     client.transaction(0, 1, 2)
     client.add()
     refused(NOT_ENOUGH_REPLICAS, lambda: client.write(2))
     assert client.write(3) == 0
 
 
-def test_after_an_abort_the_smallest_sequence_of_the_challenge_is_the_base(client: Client) -> None:
+def test_base_after_an_abort_is_the_smallest_sequence(client: Client) -> None:
     client.transaction(0, 1, 2, committed=False)
     client.add()
     for sequence in (1, 2, 3):
@@ -231,7 +229,7 @@ def test_after_an_abort_the_smallest_sequence_of_the_challenge_is_the_base(clien
     assert client.write(4) == 0
 
 
-def test_a_late_write_of_an_aborted_transaction_does_not_lower_the_base_of_the_live_connection(client: Client) -> None:
+def test_late_write_does_not_lower_the_base(client: Client) -> None:
     client.transaction(0, 1, committed=False)
     client.add()
     refused(NOT_ENOUGH_REPLICAS, lambda: client.write(0, connection=B))  # the late copy
@@ -240,7 +238,7 @@ def test_a_late_write_of_an_aborted_transaction_does_not_lower_the_base_of_the_l
     refused(NOT_ENOUGH_REPLICAS, lambda: client.write(0, connection=C))
 
 
-def test_a_partition_first_written_after_the_challenge_counts_from_its_first_write(client: Client) -> None:
+def test_base_of_a_new_partition_is_its_first_sequence(client: Client) -> None:
     client.transaction(0, committed=False)
     client.add()
     refused(NOT_ENOUGH_REPLICAS, lambda: client.write(1))
@@ -249,7 +247,7 @@ def test_a_partition_first_written_after_the_challenge_counts_from_its_first_wri
 
 
 @given(st.lists(st.integers(1, 2**20), min_size=1, max_size=30), st.integers(0, 2**31 - 1))
-def test_sequences_that_wrap_around_stay_in_line(records: list[int], start: int) -> None:
+def test_sequences_wrap_around(records: list[int], start: int) -> None:
     client = Client()
     client.transaction(committed=False)
     client.add()
@@ -266,7 +264,7 @@ def test_sequences_that_wrap_around_stay_in_line(records: list[int], start: int)
 # Rules 5 and 6.
 
 
-def test_an_abort_of_a_transaction_nobody_saw_open_is_sent_on(client: Client) -> None:
+def test_abort_of_an_unopened_transaction_is_forwarded(client: Client) -> None:
     assert client.ask_end(False) == End(1, real(7), False)
     client.answered(client.ask_end(False))
     client.transaction()
@@ -274,7 +272,7 @@ def test_an_abort_of_a_transaction_nobody_saw_open_is_sent_on(client: Client) ->
 
 
 @pytest.mark.parametrize("identity", [Identity(4000, 6), Identity(4000, 8), Identity(1, 7)])
-def test_an_identity_nobody_gave_out_is_fenced(client: Client, identity: Identity) -> None:
+def test_unknown_identity_is_fenced(client: Client, identity: Identity) -> None:
     for call in (
         lambda: client.machine.check_open("t", identity, A, "m"),
         lambda: client.machine.check_offset_commit("t", identity, A, "g", 0, "m"),
@@ -286,7 +284,7 @@ def test_an_identity_nobody_gave_out_is_fenced(client: Client, identity: Identit
         refused(INVALID_PRODUCER_EPOCH, call)
 
 
-def test_a_new_init_fences_the_client_before_and_begins_afresh(client: Client) -> None:
+def test_new_init_fences_the_earlier_client(client: Client) -> None:
     client.transaction(0, committed=False)
     client.machine.note_init("t", Identity(4000, 9), B)
     refused(INVALID_PRODUCER_EPOCH, client.add)
@@ -295,7 +293,7 @@ def test_a_new_init_fences_the_client_before_and_begins_afresh(client: Client) -
     assert (identity, bases) == (real(9), {P0: 0})
 
 
-def test_an_overtaken_answer_to_an_init_does_not_bring_an_earlier_identity_back(client: Client) -> None:
+def test_outdated_init_response_is_ignored(client: Client) -> None:
     client.machine.note_init("t", Identity(4000, 9), B)
     client.machine.note_init("t", Identity(4000, 8), C)
     assert client.machine.real("t") == real(9)
@@ -304,7 +302,7 @@ def test_an_overtaken_answer_to_an_init_does_not_bring_an_earlier_identity_back(
 # A client that asks for its next identity (KIP-360).
 
 
-def test_a_bump_inside_a_transaction_asks_the_broker_with_the_real_identity(client: Client) -> None:
+def test_bump_in_a_transaction_uses_the_real_identity(client: Client) -> None:
     client.transaction(0)
     client.add()
     assert client.machine.renew("t", V, A) is None
@@ -315,7 +313,7 @@ def test_a_bump_inside_a_transaction_asks_the_broker_with_the_real_identity(clie
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_a_bump_between_transactions_is_given_the_identity_nobody_used_yet(client: Client, committed: bool) -> None:
+def test_bump_between_transactions_returns_unused_identity(client: Client, committed: bool) -> None:
     client.transaction(0, committed=committed)
     assert client.machine.renew("t", V, A) == real(8)
     refused(INVALID_PRODUCER_EPOCH, client.add)
@@ -323,7 +321,7 @@ def test_a_bump_between_transactions_is_given_the_identity_nobody_used_yet(clien
     assert client.machine.check_produce("t", real(8), A, 0, [Written(P0, 0, 1)]) == (real(8), {P0: 0})
 
 
-def test_the_same_bump_again_is_told_the_same_and_changes_nothing(client: Client) -> None:
+def test_repeated_bump_returns_the_same_identity(client: Client) -> None:
     client.transaction(0)
     assert client.machine.renew("t", V, A) == real(8)
     client.add(virtual=real(8))
@@ -341,7 +339,7 @@ def renewing(client: Client) -> Client:
 U = real(8)
 
 
-def test_an_aborted_transaction_of_a_client_that_renews_ends_its_identity_too(renewing: Client) -> None:
+def test_abort_of_a_renewing_client_ends_its_identity(renewing: Client) -> None:
     machine = renewing.machine
     renewing.add(virtual=U)
     end = machine.check_end("t", U, A, False, "end")
@@ -360,13 +358,13 @@ def test_an_aborted_transaction_of_a_client_that_renews_ends_its_identity_too(re
     assert renewing.add(virtual=real(9)) == real(9)
 
 
-def test_a_commit_of_a_client_that_renews_is_only_a_commit(renewing: Client) -> None:
+def test_commit_of_a_renewing_client_keeps_its_identity(renewing: Client) -> None:
     renewing.add(virtual=U)
     assert not renewing.machine.note_end("t", renewing.machine.check_end("t", U, A, True, "end"), real(9))
     assert renewing.add(virtual=U) == real(9)
 
 
-def test_a_write_of_a_client_that_renews_is_never_challenged_but_a_late_one_is_refused(renewing: Client) -> None:
+def test_write_of_a_renewing_client_is_not_challenged(renewing: Client) -> None:
     machine = renewing.machine
     renewing.add(virtual=U)
     for number, connection in enumerate((A, B, C)):
@@ -378,7 +376,7 @@ def test_a_write_of_a_client_that_renews_is_never_challenged_but_a_late_one_is_r
 
 
 @pytest.mark.parametrize("ahead", [-1, 0, 1, 2])
-def test_what_a_coordinator_says_of_the_id_is_shown_as_the_client_counts(client: Client, ahead: int) -> None:
+def test_described_identity_is_shown_in_virtual_epochs(client: Client, ahead: int) -> None:
     client.transaction(0)
     client.transaction(1, committed=False)
     for _ in range(2):
@@ -391,9 +389,7 @@ def test_what_a_coordinator_says_of_the_id_is_shown_as_the_client_counts(client:
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_the_epoch_that_our_own_end_takes_is_shown_as_the_clients_while_its_answer_is_not_here(
-    client: Client, committed: bool
-) -> None:
+def test_described_epoch_during_an_own_end_is_the_clients(client: Client, committed: bool) -> None:
     client.add()
     end = client.ask_end(committed)
     ours, others = ("Commit", "Abort") if committed else ("Abort", "Commit")
@@ -406,13 +402,13 @@ def test_the_epoch_that_our_own_end_takes_is_shown_as_the_clients_while_its_answ
     assert client.machine.identity_to_show("t", real(8), f"Complete{ours}") == V
 
 
-def test_an_answer_out_of_the_past_is_before_every_epoch_of_the_client(client: Client) -> None:
+def test_described_outdated_epoch_is_below_the_clients(client: Client) -> None:
     client.machine.note_init("t", Identity(4100, 0), A)
     client.machine.note_end("t", client.machine.check_end("t", Identity(4100, 0), A, True, "end"), Identity(4100, 1))
     assert client.machine.identity_to_show("t", Identity(4100, 0), "Empty") == Identity(4100, -1)
 
 
-def test_the_longest_unused_transactional_id_is_forgotten() -> None:
+def test_least_recently_used_id_is_forgotten() -> None:
     machine = Machine(keep=2)
     for name in ("a", "b"):
         machine.note_init(name, V, A)
@@ -442,7 +438,7 @@ ASKS: dict[str, Callable[[Machine, Identity, int, Authority], object]] = {
 
 @pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("stage", ["empty", "open", "ending", "committed", "aborted", "spent"])
-def test_whoever_the_broker_has_not_accepted_changes_nothing_however_often_it_asks(ask: str, stage: str) -> None:
+def test_unaccepted_connection_changes_nothing(ask: str, stage: str) -> None:
     machine = Machine()
     machine.note_init("t", V, A, renews=stage == "spent")
     if stage != "empty":
@@ -460,7 +456,7 @@ def test_whoever_the_broker_has_not_accepted_changes_nothing_however_often_it_as
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_what_the_broker_accepts_acts_as_if_it_had_acted_at_once(ask: str, client: Client) -> None:
+def test_accepted_request_takes_effect_as_if_at_once(ask: str, client: Client) -> None:
     other = Client()
     for each in (client, other):
         each.add()
@@ -472,7 +468,7 @@ def test_what_the_broker_accepts_acts_as_if_it_had_acted_at_once(ask: str, clien
     assert seen(client.machine) == seen(other.machine)
 
 
-def test_what_is_remembered_of_a_connection_is_bounded_and_goes_with_it(client: Client) -> None:
+def test_challenge_data_of_a_connection_is_bounded(client: Client) -> None:
     client.add()
     for number in range(2_000):
         refused(CONCURRENT_TRANSACTIONS, lambda n=number: client.machine.check_open("t", V, B, n, Authority.UNKNOWN))  # type: ignore[misc]

@@ -72,7 +72,7 @@ def collected(frame: bytes, version: int) -> bytes:
 
 
 @given(st.lists(st.sampled_from(list(SHAPES)), min_size=1, max_size=4), versions, cuts)
-def test_what_goes_on_does_not_depend_on_how_it_came(shapes: list[str], version: int, steps: list[int]) -> None:
+def test_produce_stream_output_does_not_depend_on_pieces(shapes: list[str], version: int, steps: list[int]) -> None:
     frames = [produce_request(version, "t", SHAPES[shape]) for shape in shapes]
     passed = Passed()
     for chunk in cut(b"".join(frames), steps):
@@ -83,7 +83,7 @@ def test_what_goes_on_does_not_depend_on_how_it_came(shapes: list[str], version:
 
 
 @pytest.mark.parametrize("version", translate.VERSIONS[api.PRODUCE])
-def test_records_go_on_before_the_last_of_them_is_there_when_it_is_one_batch(version: int) -> None:
+def test_single_batch_is_forwarded_before_its_end(version: int) -> None:
     for shape, at_once in (("one batch", True), ("two batches", False), ("two partitions", False)):
         frame = produce_request(version, "t", SHAPES[shape])
         passed = Passed()
@@ -93,9 +93,7 @@ def test_records_go_on_before_the_last_of_them_is_there_when_it_is_one_batch(ver
 
 
 @given(versions, st.sampled_from(["one batch", "two topics"]), cuts)
-def test_a_refused_one_is_swallowed_and_answered_when_all_of_it_has_come(
-    version: int, shape: str, steps: list[int]
-) -> None:
+def test_refused_produce_is_answered_after_its_end(version: int, shape: str, steps: list[int]) -> None:
     frame = produce_request(version, "t", SHAPES[shape])
     passed = Passed(known=False)
     chunks = cut(frame, steps)
@@ -112,9 +110,7 @@ def test_a_refused_one_is_swallowed_and_answered_when_all_of_it_has_come(
 
 
 @given(versions, st.sampled_from(list(SHAPES)), st.data())
-def test_a_damaged_one_passes_as_collected_or_ends_the_connection(
-    version: int, shape: str, data: st.DataObject
-) -> None:
+def test_damaged_produce_stream_equals_the_whole_frame(version: int, shape: str, data: st.DataObject) -> None:
     frame = bytearray(produce_request(version, "t", SHAPES[shape]))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(REQUEST_HEAD.size, len(frame) - 1))] = data.draw(st.integers(0, 255))
@@ -131,7 +127,7 @@ def test_a_damaged_one_passes_as_collected_or_ends_the_connection(
     assert len(different) <= allowed * 2
 
 
-def test_one_without_a_transactional_id_passes_as_the_bytes_it_is() -> None:
+def test_produce_without_transactional_id_is_unchanged() -> None:
     frame = produce_request(9, None, SHAPES["two topics"])
     passed = Passed()
     assert passed.feed(frame[:50]) == frame[:50]
@@ -139,7 +135,7 @@ def test_one_without_a_transactional_id_passes_as_the_bytes_it_is() -> None:
     assert passed.out == frame
 
 
-def test_a_head_that_never_becomes_one_is_collected_once_and_not_read_again_with_each_piece() -> None:
+def test_invalid_produce_head_is_read_rarely() -> None:
     batch = records(1, size=60_000)
     frame = bytearray(produce_request(9, "t", {"a": {0: batch}}))
     frame[frame.index(batch) + 16] = 1  # its magic
@@ -152,7 +148,7 @@ def test_a_head_that_never_becomes_one_is_collected_once_and_not_read_again_with
 
 @pytest.mark.parametrize("shape", ["one batch", "two topics"])
 @pytest.mark.parametrize("step", [7, 1 << 20])
-def test_the_jobs_on_the_clients_side_see_what_the_client_sent_and_what_it_is_answered(shape: str, step: int) -> None:
+def test_client_side_jobs_see_the_clients_frames(shape: str, step: int) -> None:
     for known in (True, False):
         steps, counting = list[Step](), CountingJob()
         passed = Passed(known=known, before=[counting, TraceJob(History(), steps.append)])
@@ -169,7 +165,7 @@ def test_the_jobs_on_the_clients_side_see_what_the_client_sent_and_what_it_is_an
 
 
 @pytest.mark.parametrize("step", [7, 1 << 20])
-def test_a_job_that_only_wants_answers_sees_those_of_protection_too(step: int) -> None:
+def test_response_job_sees_responses_of_protection(step: int) -> None:
     counting = CountingJob()
     assert not counting.wants_request(api.PRODUCE, 9)
     passed = Passed(known=False, before=[counting])
@@ -202,9 +198,7 @@ def error(answer: bytes | None) -> int:
 
 @pytest.mark.parametrize("renews", [True, False])
 @pytest.mark.parametrize("end", ["commit", "abort", "init"])
-def test_one_whose_transaction_ends_in_its_midst_keeps_that_ones_identity_to_its_last_byte(
-    end: str, renews: bool
-) -> None:
+def test_produce_keeps_its_identity_if_transaction_ends_meanwhile(end: str, renews: bool) -> None:
     """The broker refuses it by that: none of it can come into the transaction that is open then."""
     passed = Passed()
     machine, (known,) = passed.job.machine, passed.job.machine._known.values()
@@ -228,7 +222,7 @@ def test_one_whose_transaction_ends_in_its_midst_keeps_that_ones_identity_to_its
 
 
 @pytest.mark.parametrize("renews", [True, False])
-def test_one_that_breaks_off_is_counted_once_when_it_comes_again(renews: bool) -> None:
+def test_interrupted_produce_counts_once_after_a_retry(renews: bool) -> None:
     passed = Passed()
     machine, (known,) = passed.job.machine, passed.job.machine._known.values()
     known.renews = renews
@@ -247,7 +241,7 @@ def test_one_that_breaks_off_is_counted_once_when_it_comes_again(renews: bool) -
     assert sequences(sent) == [0]
 
 
-def test_one_that_was_refused_stays_refused_whatever_changes_before_its_last_byte() -> None:
+def test_refused_produce_stays_refused_until_its_end() -> None:
     """The connection it came on may be trusted by then; what was swallowed of it is gone."""
     passed = Passed()
     machine, (known,) = passed.job.machine, passed.job.machine._known.values()

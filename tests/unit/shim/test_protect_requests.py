@@ -38,7 +38,7 @@ def protecting(journal: Journal, *known: str) -> ProtectJob:
 
 
 @pytest.mark.parametrize(("key", "version"), CASES)
-def test_whatever_a_request_holds_only_its_identity_changes(key: int, version: int) -> None:
+def test_random_request_changes_only_its_identity(key: int, version: int) -> None:
     examined = 0
 
     @given(requests(CLASSES[key], version))
@@ -58,7 +58,7 @@ def test_whatever_a_request_holds_only_its_identity_changes(key: int, version: i
 
 
 @pytest.mark.parametrize(("key", "version"), CASES)
-def test_a_damaged_request_passes_is_answered_or_ends_its_connection(key: int, version: int, journal: Journal) -> None:
+def test_damaged_request_never_breaks_protection(key: int, version: int, journal: Journal) -> None:
     @given(requests(CLASSES[key], version), st.data())
     def check(frame: bytes, data: st.DataObject) -> None:
         damaged = bytearray(frame[: data.draw(st.integers(12, len(frame)))])
@@ -77,7 +77,7 @@ def test_a_damaged_request_passes_is_answered_or_ends_its_connection(key: int, v
 
 
 @pytest.mark.parametrize(("key", "version"), [case for case in CASES if case[0] in (api.INIT_PRODUCER_ID, api.END_TXN)])
-def test_a_damaged_answer_passes_is_translated_or_ends_its_connection(key: int, version: int, journal: Journal) -> None:
+def test_damaged_response_never_breaks_protection(key: int, version: int, journal: Journal) -> None:
     """EndTxn went upstream as v5, and its answer comes back in the client's version."""
     answered = messages.RESPONSES[key]
     upstream = translate.END_TXN_VERSION if key == api.END_TXN else version
@@ -116,7 +116,7 @@ def test_a_damaged_answer_passes_is_translated_or_ends_its_connection(key: int, 
 
 
 @given(st.binary(max_size=40))
-def test_a_name_that_is_no_text_is_one_all_the_same(raw: bytes) -> None:
+def test_transactional_id_that_is_not_text_is_protected(raw: bytes) -> None:
     """Brokers take any bytes for a transactional.id."""
     body = len(raw).to_bytes(2, "big") + raw + (1).to_bytes(8, "big") + (1).to_bytes(2, "big") + b"\1"
     payload = api.END_TXN.to_bytes(2, "big") + b"\0\1" + bytes(4) + b"\xff\xff" + body
@@ -127,7 +127,7 @@ def test_a_name_that_is_no_text_is_one_all_the_same(raw: bytes) -> None:
     assert (len(raw) + 1).to_bytes(1, "big") + raw + NEW[0].to_bytes(8, "big") in made
 
 
-def test_a_name_that_is_no_text_is_not_kept_over_a_restart_and_stops_nothing(tmp_path: Path) -> None:
+def test_journal_skips_ids_that_are_not_text(tmp_path: Path) -> None:
     """Found by fuzzing: such a client lost its connection with each answer."""
     name = b"t-\xff\xfe".decode("utf-8", "surrogateescape")
     journal = Journal(tmp_path / "journal")

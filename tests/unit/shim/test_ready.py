@@ -34,7 +34,7 @@ def shim_to(broker: FakeBroker) -> Shim:
     return Shim(ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0)))
 
 
-def test_a_shim_whose_broker_comes_back_is_ready_again_though_no_client_came() -> None:
+def test_shim_is_ready_again_when_a_broker_returns() -> None:
     async def run() -> None:
         with FakeBroker() as broker:
             shim = shim_to(broker)
@@ -56,7 +56,7 @@ def test_a_shim_whose_broker_comes_back_is_ready_again_though_no_client_came() -
     asyncio.run(run())
 
 
-def test_a_shim_that_waits_for_its_brokers_can_be_stopped() -> None:
+def test_shim_that_waits_for_brokers_can_be_stopped() -> None:
     async def run() -> set[str]:
         with FakeBroker() as broker:
             shim = shim_to(broker)

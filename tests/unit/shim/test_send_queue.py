@@ -17,7 +17,7 @@ class Out:
         self.bytes += b"".join(pieces)
 
 
-def test_a_held_frame_waits_and_what_came_before_it_in_the_same_chunk_does_not() -> None:
+def test_held_frame_does_not_delay_earlier_frames() -> None:
     out = Out()
     held = HeldFrame(b"held")
     out.lane.send([b"before", held, b"after"])
@@ -29,7 +29,7 @@ def test_a_held_frame_waits_and_what_came_before_it_in_the_same_chunk_does_not()
     assert not out.lane.is_blocked
 
 
-def test_a_frame_released_before_its_turn_leaves_at_its_turn() -> None:
+def test_frame_released_early_is_sent_in_order() -> None:
     out = Out()
     first, second = HeldFrame(b"1"), HeldFrame(b"2")
     out.lane.send([first, second, b"3"])
@@ -39,7 +39,7 @@ def test_a_frame_released_before_its_turn_leaves_at_its_turn() -> None:
     assert out.bytes == b"123"
 
 
-def test_a_frame_is_told_when_it_is_its_turn_and_may_drop_everything() -> None:
+def test_on_turn_callback_may_clear_the_queue() -> None:
     out = Out()
     first, second = HeldFrame(b"1"), HeldFrame(b"2")
     turns = list[str]()
@@ -53,9 +53,7 @@ def test_a_frame_is_told_when_it_is_its_turn_and_may_drop_everything() -> None:
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=3), st.booleans()), max_size=20), st.randoms())
-def test_whatever_is_held_and_released_in_whatever_order_the_stream_stays_the_same(
-    frames: list[tuple[bytes, bool]], chance: object
-) -> None:
+def test_release_order_does_not_change_the_stream(frames: list[tuple[bytes, bool]], chance: object) -> None:
     out = Out()
     pieces = [HeldFrame(data) if held else data for data, held in frames]
     waiting = [piece for piece in pieces if isinstance(piece, HeldFrame)]

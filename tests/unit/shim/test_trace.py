@@ -137,7 +137,7 @@ def marker(commit: bool) -> bytes:
     return bytes([len(record) * 2]) + record
 
 
-def test_the_steps_of_a_transaction_are_told_with_their_numbers_identity_and_content(wire: Wire) -> None:
+def test_steps_have_number_identity_and_content(wire: Wire) -> None:
     exchange = wire.ask(FindCoordinatorRequest(version=2, key="t", key_type=1))
     found = wire.answer(
         exchange, FindCoordinatorResponse(version=2, throttle_time_ms=0, error_code=0, node_id=7, host="h", port=1)
@@ -197,7 +197,7 @@ def test_the_steps_of_a_transaction_are_told_with_their_numbers_identity_and_con
 
 
 @pytest.mark.parametrize("version", [3, 8, 9, 12])
-def test_a_produce_belongs_to_its_transactional_id_and_is_counted_batch_by_batch(wire: Wire, version: int) -> None:
+def test_produce_step_counts_all_batches(wire: Wire, version: int) -> None:
     records = batch(4000, 5, 10, 3, b"x" * 50) + batch(4000, 5, 13, 2, b"y" * 9)
     step = wire.produce(4, records, version, error=47)
     assert (step.number, step.partitions, step.records, step.bytes) == ("4.2", ["out-4"], 5, len(records))
@@ -206,14 +206,14 @@ def test_a_produce_belongs_to_its_transactional_id_and_is_counted_batch_by_batch
     assert not step.is_retriable
 
 
-def test_a_produce_outside_of_any_transaction_is_no_step(wire: Wire) -> None:
+def test_non_transactional_produce_has_no_step(wire: Wire) -> None:
     exchange = wire.ask(producing(9, None, {}))
     response = ProduceResponse(version=9, throttle_time_ms=0, responses=[])
     wire.job.response(exchange, framed(response, exchange.correlation_id))
     assert wire.steps == []
 
 
-def test_a_request_whose_connection_ends_first_is_told_without_an_answer(wire: Wire) -> None:
+def test_step_without_response_has_no_answer(wire: Wire) -> None:
     wire.ask(EndTxnRequest(version=1, transactional_id="t", producer_id=1, producer_epoch=0, committed=True))
     wire.job.connection_closed(wire.connection)
     (step,) = wire.steps
@@ -221,7 +221,7 @@ def test_a_request_whose_connection_ends_first_is_told_without_an_answer(wire: W
     assert wire.history.transactions[0].state == "open", "nobody knows whether it was committed"
 
 
-def test_transactions_are_told_apart_by_their_ends_and_by_new_lives(wire: Wire) -> None:
+def test_transactions_are_separated_by_ends_and_inits(wire: Wire) -> None:
     wire.init(5)
     wire.add()
     wire.end()
@@ -238,7 +238,7 @@ def test_transactions_are_told_apart_by_their_ends_and_by_new_lives(wire: Wire) 
     assert wire.history.counts == {"committed": 2, "aborted": 1, "abandoned": 1, "steps": 11, "errors": 1}
 
 
-def test_a_bumped_epoch_of_kip_890_continues_with_the_next_transaction(wire: Wire) -> None:
+def test_kip_890_epoch_continues_with_next_transaction(wire: Wire) -> None:
     wire.init(5)
     wire.add(epoch=5)
     assert wire.end(version=5, epoch=5, new=6).new_epoch == 6
@@ -250,7 +250,7 @@ def test_a_bumped_epoch_of_kip_890_continues_with_the_next_transaction(wire: Wir
     ]
 
 
-def test_an_abort_that_tells_a_client_to_take_its_next_identity_is_an_abort(wire: Wire) -> None:
+def test_abort_with_unknown_producer_id_is_an_abort(wire: Wire) -> None:
     wire.add()
     end = wire.end(commit=False, error=59)
     assert (end.errors, end.outcome) == ([], "abort")
@@ -260,7 +260,7 @@ def test_an_abort_that_tells_a_client_to_take_its_next_identity_is_an_abort(wire
     assert wire.history.counts["errors"] == wire.history.counts["abandoned"] == 0
 
 
-def test_only_the_last_transactions_are_kept_and_nothing_leads_to_the_others(wire: Wire) -> None:
+def test_history_keeps_only_the_last_transactions(wire: Wire) -> None:
     wire.job.history = wire.history = History(keep=5)
     for number in range(50):
         wire.add(epoch=number)
@@ -282,7 +282,7 @@ def fetched(data: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-def test_a_marker_that_a_reader_fetches_is_filed_once_with_the_transaction_whose_records_it_follows() -> None:
+def test_fetched_marker_is_added_once_to_its_transaction() -> None:
     wire, two = Wire(), batch(4000, 5, 0, 2, b"xx")
     for number, commit in enumerate([True, False, True]):
         wire.produce(3, two, offset=10 * number)
@@ -306,7 +306,7 @@ def test_a_marker_that_a_reader_fetches_is_filed_once_with_the_transaction_whose
 
 
 @given(st.binary(max_size=300), st.sampled_from([3, 9, 13]))
-def test_garbage_never_breaks_the_walk_over_batches(data: bytes, version: int) -> None:
+def test_garbage_never_breaks_the_batch_walk(data: bytes, version: int) -> None:
     wire = Wire()
     frame = len(data).to_bytes(4, "big") + data
     for key, stream in (
@@ -319,7 +319,7 @@ def test_garbage_never_breaks_the_walk_over_batches(data: bytes, version: int) -
     assert all(isinstance(step, Step) for step in wire.steps)
 
 
-def test_batches_are_found_in_every_version_kafka_python_can_write() -> None:
+def test_batches_are_found_in_every_version() -> None:
     data = ProduceRequest.TopicProduceData
     for version in range(3, 14):
         heads: list[ProduceHead] = []
@@ -338,7 +338,7 @@ def test_batches_are_found_in_every_version_kafka_python_can_write() -> None:
     assert Walk(fetch_response(4, batches.append)).done is False
 
 
-def test_lines_say_it_all_in_text_and_in_json(wire: Wire) -> None:
+def test_steps_are_formatted_as_text_and_json(wire: Wire) -> None:
     wire.init(5)
     wire.add()
     step = wire.end(version=5, new=6)
@@ -351,7 +351,7 @@ def test_lines_say_it_all_in_text_and_in_json(wire: Wire) -> None:
     assert "errors" not in told
 
 
-def test_the_page_is_whole_self_contained_and_escapes_names(wire: Wire, tmp_path: Path) -> None:
+def test_page_is_self_contained_and_escapes_names(wire: Wire, tmp_path: Path) -> None:
     wire.init(5)
     wire.add()
     wire.end()
@@ -376,7 +376,7 @@ def test_the_page_is_whole_self_contained_and_escapes_names(wire: Wire, tmp_path
     assert "No transaction has passed yet" in page.render(History(), "empty")
 
 
-def test_a_snapshot_stays_as_it_is_while_steps_come_in(wire: Wire) -> None:
+def test_snapshot_does_not_change_with_new_steps(wire: Wire) -> None:
     wire.init(5)
     wire.add()
     seen = wire.history.snapshot()

@@ -59,7 +59,7 @@ def unnamed_end() -> bytes:
 
 
 @pytest.mark.parametrize("make", [CountingJob, faulty])
-def test_counting_and_faults_let_an_end_pass_whose_name_is_no_text(make: Any) -> None:
+def test_counting_and_faults_forward_unreadable_end_txn(make: Any) -> None:
     job, asked = make(), exchange(api.END_TXN, 1)
     assert job.wants_request(api.END_TXN, 1)
     assert job.request(asked, unnamed_end()) == unnamed_end()
@@ -67,7 +67,7 @@ def test_counting_and_faults_let_an_end_pass_whose_name_is_no_text(make: Any) ->
     assert job.response(asked, answer) == answer
 
 
-def test_an_end_that_cannot_be_read_is_not_counted_as_either(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_end_txn_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     job = CountingJob()
     for _ in range(2):
         asked = exchange(api.END_TXN, 1)
@@ -77,13 +77,13 @@ def test_an_end_that_cannot_be_read_is_not_counted_as_either(caplog: pytest.LogC
     assert [record.message.split(" api=")[0] for record in caplog.records] == ["response not counted"]
 
 
-def test_the_guard_ends_the_connection_of_an_end_whose_name_is_no_text() -> None:
+def test_guard_closes_connection_of_unreadable_end_txn() -> None:
     job, asked = GuardJob(POLICY), exchange(api.END_TXN, 1)
     with pytest.raises(ProtocolError):
         job.request(asked, unnamed_end())
 
 
-def test_the_guard_learns_no_names_from_metadata_newer_than_it_can_read() -> None:
+def test_guard_ignores_metadata_that_is_too_new() -> None:
     job, newest = GuardJob(POLICY), MetadataResponse.max_version
     assert job.wants_response(api.METADATA, newest)
     assert not job.wants_response(api.METADATA, newest + 1)
@@ -107,7 +107,7 @@ def damaged(draw: st.DrawFn, key: int) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_whatever_bytes_come_no_job_raises_but_what_ends_the_connection(key: int) -> None:
+def test_jobs_raise_only_protocol_errors_for_random_bytes(key: int) -> None:
     examined = 0
 
     @given(damaged(key), st.binary(max_size=60))
@@ -132,7 +132,7 @@ def test_whatever_bytes_come_no_job_raises_but_what_ends_the_connection(key: int
     assert examined
 
 
-def test_a_produce_with_a_topic_of_no_name_is_judged_too() -> None:
+def test_guard_checks_a_produce_topic_without_a_name() -> None:
     asked = exchange(api.PRODUCE, 9)
     assert GuardJob(POLICY).request(asked, framed(producing(9, None, {"": {0: b""}}), client_id="c")) == b""
     assert asked.answer is not None

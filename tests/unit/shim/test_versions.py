@@ -34,9 +34,7 @@ def told(frame: bytes, version: int) -> Any:
 
 
 @given(st.integers(0, READ), ranges)
-def test_what_is_newer_than_the_shim_is_not_offered_and_all_else_is_as_it_was(
-    version: int, apis: dict[int, Any]
-) -> None:
+def test_api_versions_offers_only_known_versions(version: int, apis: dict[int, Any]) -> None:
     more: dict[str, Any] = {}
     if version >= 3:
         feature = ApiVersionsResponse.SupportedFeatureKey
@@ -57,7 +55,7 @@ def test_what_is_newer_than_the_shim_is_not_offered_and_all_else_is_as_it_was(
         assert answer.finalized_features_epoch == 9
 
 
-def test_an_answer_of_a_broker_that_knows_no_more_than_the_shim_stays_as_it_is() -> None:
+def test_api_versions_of_an_older_broker_is_unchanged() -> None:
     apis = {key: (0, newest) for key, newest in api.NEWEST.items()}
     for version in range(READ + 1):
         frame = offered(version, apis)
@@ -66,7 +64,7 @@ def test_an_answer_of_a_broker_that_knows_no_more_than_the_shim_stays_as_it_is()
         assert clamp_versions(refused, version) == refused
 
 
-def test_a_client_newer_than_the_shim_is_told_which_version_to_ask_with() -> None:
+def test_newer_client_gets_a_usable_api_versions_version() -> None:
     pipeline = Pipeline([VersionsJob()], 1 << 20)
     exchange = Exchange(Connection(1, "c", "b", 0), api.API_VERSIONS, NEWEST + 1, 77)
     handling = pipeline.request(exchange, 30)
@@ -79,7 +77,7 @@ def test_a_client_newer_than_the_shim_is_told_which_version_to_ask_with() -> Non
     assert exchange.answer[4:8] == (77).to_bytes(4, "big")
 
 
-def test_no_version_is_offered_whose_addresses_are_not_rewritten() -> None:
+def test_offered_versions_have_rewritten_addresses() -> None:
     assert {key: api.NEWEST[key] for key in layouts.KNOWN} == {
         key: newest for key, (_, newest) in layouts.KNOWN.items()
     }

@@ -1,4 +1,4 @@
-"""Looks at the machine's TCP connections from outside: who talked to a broker, and was it only the shim?"""
+"""Check in the machine's TCP connections that only the shim was connected to a broker."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from kafka.protocol.metadata import ApiVersionsRequest
 from eos.broker import LocalKafka
 from eos.shim.wire import api
 from eos.shim.wire.cursor import uvarint
-from tests.shim import strangers
+from tests.shim import hostile_clients
+from tests.shim.hostile_clients import MIB, Honest, connect, frame, head, send_until_closed, send_until_full
 from tests.shim.shims import RunningShim, eventually, running
-from tests.shim.strangers import MIB, Honest, connect, frame, head, send_until_closed, send_until_full
 from tests.support.reading import create_topic
 from tests.support.wire import Wire
 
@@ -37,7 +37,7 @@ def shim(kafka: LocalKafka) -> Iterator[RunningShim]:
 
 @pytest.fixture
 def honest(shim: RunningShim, kafka: LocalKafka, names: Callable[[str], str]) -> Iterator[Honest]:
-    """Is there before the strangers and while they are; what it saw is judged at the end of the test."""
+    """Run an honest client before and during the test, and check its response times at the end."""
     topic = names("honest")
     create_topic(kafka.bootstrap_servers, topic)
     with Honest(shim, kafka.bootstrap_servers, topic) as honest:
@@ -74,7 +74,7 @@ HEAD_END = b"\0\2t\xff\xff\0\0\1\0"  # no tags, transactional.id "t", acks -1, t
     ],
     ids=["a count without an end", "a name without an end", "tags", "one tag", "tags behind a topic"],
 )
-def test_a_produce_of_80_mb_that_says_nothing(
+def test_produce_of_80_mb_without_content(
     shim: RunningShim, honest: Honest, host: str, start: bytes, piece: bytes, reason: str
 ) -> None:
     with connect(shim, host) as stranger:
@@ -92,7 +92,7 @@ def test_a_produce_of_80_mb_that_says_nothing(
         (api.ADD_PARTITIONS_TO_TXN, 3),
     ],
 )
-def test_a_control_frame_of_60_mb(shim: RunningShim, honest: Honest, api_key: int, version: int) -> None:
+def test_control_frame_of_60_mb(shim: RunningShim, honest: Honest, api_key: int, version: int) -> None:
     host = f"127.0.1.{api_key}"
     with connect(shim, host) as stranger:
         taken = send_until_closed(stranger, head(api_key, version, 60 * MIB), bytes(MIB), 60 * MIB)
@@ -108,7 +108,7 @@ def test_api_versions_full_of_tags(shim: RunningShim, honest: Honest) -> None:
             send_until_full(stranger, asked, 5 * len(asked))
 
 
-def test_requests_whose_answers_nobody_reads(shim: RunningShim, honest: Honest) -> None:
+def test_requests_with_unread_responses(shim: RunningShim, honest: Honest) -> None:
     """Answered by the shim itself: nobody has this identity."""
     asked = frame(api.END_TXN, 1, b"\0\x09strangers" + struct.pack(">qhb", 5, 5, 1)) * 10_000
     taken, before = list[int](), psutil.Process(shim.process.pid).memory_info().rss
@@ -126,7 +126,7 @@ def test_requests_whose_answers_nobody_reads(shim: RunningShim, honest: Honest) 
     assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB are kept for who reads nothing"
 
 
-def test_300_silent_connections_cost_the_broker_none(shim: RunningShim, kafka: LocalKafka, honest: Honest) -> None:
+def test_300_silent_connections_open_none_to_the_broker(shim: RunningShim, kafka: LocalKafka, honest: Honest) -> None:
     port = int(kafka.bootstrap_servers.rsplit(":", 1)[1])
 
     def upstream() -> int:
@@ -141,7 +141,7 @@ def test_300_silent_connections_cost_the_broker_none(shim: RunningShim, kafka: L
         assert upstream() <= before + 2  # the honest client's next one may be among them
 
 
-def test_requests_that_come_byte_by_byte(shim: RunningShim, honest: Honest) -> None:
+def test_requests_sent_byte_by_byte(shim: RunningShim, honest: Honest) -> None:
     long_head = head(api.PRODUCE, 9, 50 * MIB) + bytes([100]) + b"\x63\0" * 99
     asked = [long_head, head(api.END_TXN, 3, MIB) + bytes(300), head(api.TXN_OFFSET_COMMIT, 3, MIB) + bytes(300)]
     with ExitStack() as stack:
@@ -151,7 +151,7 @@ def test_requests_that_come_byte_by_byte(shim: RunningShim, honest: Honest) -> N
                 stranger.sendall(asked[number % len(asked)][at : at + 1])
 
 
-def test_frames_that_are_never_finished(shim: RunningShim, honest: Honest) -> None:
+def test_unfinished_frames(shim: RunningShim, honest: Honest) -> None:
     """All together 450 MB: who stopped first goes first. A broker makes room for a whole frame when it begins, so ten
     that are much larger would cost this one, of 1 GB, its life.
     """
@@ -167,7 +167,7 @@ def test_frames_that_are_never_finished(shim: RunningShim, honest: Honest) -> No
         sent_away(shim, "127.0.0.11", "connections have used up their memory")
 
 
-def test_all_that_kafka_offers_is_offered(shim: RunningShim, kafka: LocalKafka) -> None:
+def test_all_versions_of_kafka_are_offered(shim: RunningShim, kafka: LocalKafka) -> None:
     """Of the version the shim was made for; and a client that is newer learns which version to ask with."""
     newest = api.NEWEST[api.API_VERSIONS]
     with Wire(kafka.bootstrap_servers) as direct, Wire(shim.bootstrap_servers) as through:
@@ -190,14 +190,14 @@ def test_all_that_kafka_offers_is_offered(shim: RunningShim, kafka: LocalKafka) 
 def test_random_frames(
     kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path, seconds: float, per_key: int
 ) -> None:
-    """The ten minutes are `python -m tests.shim.strangers` too."""
+    """The ten minutes are `python -m tests.shim.hostile_clients` too."""
     topic = names("honest")
     create_topic(kafka.bootstrap_servers, topic)
     seed = int(time.time())
     print(f"seed {seed}")
-    with strangers.guarded_shim(kafka.bootstrap_servers, tmp_path) as shim:
+    with hostile_clients.guarded_shim(kafka.bootstrap_servers, tmp_path) as shim:
         with Honest(shim, kafka.bootstrap_servers, topic) as honest:
-            assert strangers.random_frames(shim, seconds, per_key, seed) > 20
+            assert hostile_clients.random_frames(shim, seconds, per_key, seed) > 20
         honest.check()
         assert len(shim.events) < 100 + 60 * (seconds / 60 + 1)
         assert shim.named("connection closed")

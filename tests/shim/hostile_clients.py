@@ -1,8 +1,8 @@
-"""Who connects to a shim and means no good, and the honest client beside them whose answers are timed.
+"""Connect hostile clients to a shim, and time the responses to an honest client at the same time.
 
-`python -m tests.shim.strangers --minutes 10` lets random frames run for that long in front of a broker of its own, and
-prints how long the honest client waited at most, the shim's largest memory and how many lines it said. Every stranger
-comes from an address of its own (127.0.0.x), so that a log line tells who it was.
+`python -m tests.shim.hostile_clients --minutes 10` sends random frames for that long to a shim with its own broker. It
+prints the honest client's longest wait, the shim's largest memory and the number of its log lines. Every hostile client
+has its own address (127.0.0.x), so that log lines identify it.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def throw(shim: RunningShim, host: str, frames: Sequence[bytes], seed: int, unti
 
 
 def random_frames(shim: RunningShim, seconds: float, per_key: int, seed: int = 1) -> int:
-    """Four strangers throw at once; how many frames."""
+    """Send random frames from four clients at once, and return the number of frames."""
     frames = some_frames(per_key)
     until = time.monotonic() + seconds
     thrown: list[int] = []

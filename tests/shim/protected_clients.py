@@ -1,4 +1,4 @@
-"""What tests of protect share: clients, and a way to a broker with a fault on one side of a shim."""
+"""Provide clients for tests of protection, and brokers with a fault on one side of a shim."""
 
 from __future__ import annotations
 
