@@ -10,7 +10,6 @@ import signal
 import socket
 import uuid
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
 
 import hypothesis
 import pytest
@@ -18,8 +17,7 @@ import pytest_timeout
 
 from eos.broker import DEFAULT_VERSION, LocalKafka, node
 from eos.kafka.client.client_calls import call_client
-from tests.suites.depth import is_deep
-from tests.suites.order import rank, unit_of
+from tests.suites.marks import pytest_collection_modifyitems, pytest_itemcollected  # noqa: F401 - hooks
 from tests.support.brokers import local_kafka
 
 # How long an example takes is the machine's; all else is as before (in CI: the same examples each time).
@@ -46,30 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that runs pytest in the background has it ignore SIGINT, and all that it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests that share what their module made stay together; all others go to whichever process is free, the longest
-    first. Brokers are a process's own, so that they do not bind a file's tests."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByUnit(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return unit_of(nodeid)
-
-    config.option.loadscopereorder = False  # by number of tests
-    return ByUnit(config, log)
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    if is_deep(item.nodeid):
-        item.add_marker("deep")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: rank(item.nodeid))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,6 +18,8 @@ from eos.broker import LocalKafka
 from tests.support.brokers import local_kafka
 from tests.support.reading import coordinator_of, wait_until
 
+pytestmark = pytest.mark.takes(313)
+
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
     from tests.support.pipeline import Pipeline, Pipelines
 pytest_plugins = ["tests.support.pipeline"]
@@ -49,6 +51,7 @@ def wait_for_markers(pipeline: Pipeline) -> None:
     )
 
 
+@pytest.mark.deep_for("past-its-timeout")
 @pytest.mark.parametrize(
     ("timeout_ms", "broker"), [(60_000, "alone"), (3_000, "alone392")], ids=["within-its-timeout", "past-its-timeout"]
 )
@@ -69,6 +72,7 @@ def test_a_commit_to_a_broker_that_is_away_waits_for_it_and_is_exact(
     pipeline.verify()
 
 
+@pytest.mark.deep
 def test_a_group_session_that_ended_while_no_broker_was_there_is_not_taken_for_a_newer_instance(
     alone: LocalKafka, pipelines: Pipelines
 ) -> None:
@@ -90,6 +94,7 @@ def test_a_group_session_that_ended_while_no_broker_was_there_is_not_taken_for_a
     pipeline.verify()
 
 
+@pytest.mark.deep_for("offsets sent")
 @pytest.mark.parametrize("step", [pytest.param("flush", marks=pytest.mark.long), "flushed", "offsets sent"])
 def test_a_killed_coordinator_of_three_brokers_costs_nothing(
     step: str, cluster: LocalKafka, pipelines: Pipelines

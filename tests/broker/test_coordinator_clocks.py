@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
 from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
@@ -15,6 +16,8 @@ from eos.kafka.client.cluster import ClusterAdmin
 from eos.session.outcomes import Listener
 from eos.session.producer.producer import TransactionalProducer
 from tests.support.reading import coordinator_of, create_topic, ends_of, settled_values, stable_offset, wait_until
+
+pytestmark = pytest.mark.takes(87)
 
 FORGETFUL = {
     "transactional.id.expiration.ms": "4000",

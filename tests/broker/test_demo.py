@@ -60,6 +60,7 @@ def rows_of(printed: str) -> dict[str, list[str]]:
     return {check.strip(): [cell.strip() for cell in cells] for check, *cells in lines}
 
 
+@pytest.mark.takes(150)
 def test_the_demo_hits_open_transactions_and_proves_that_nothing_was_lost_or_doubled(tmp_path: Path) -> None:
     demo = start_demo(tmp_path / "t")
     printed, _ = demo.communicate(timeout=280)
@@ -115,6 +116,7 @@ def test_a_cluster_that_does_not_answer_is_69(tmp_path: Path) -> None:
     assert "eos: 127.0.0.1:1 cannot be reached" in printed
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupt_while_the_workers_run_leaves_no_process_and_no_file(
     tmp_path: Path, number: signal.Signals

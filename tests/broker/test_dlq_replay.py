@@ -28,6 +28,8 @@ from tests.support import forked
 from tests.support.killed import KILLED
 from tests.support.reading import configure, create_topic, settled_records, visible_records
 
+pytestmark = pytest.mark.takes(65)
+
 Names = Callable[[str], str]
 APP = """
 import os

@@ -127,6 +127,7 @@ ENDRULE
 """
 
 
+@pytest.mark.deep
 def test_what_was_loaded_is_handled_however_late_a_broker_makes_it_readable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

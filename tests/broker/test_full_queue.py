@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 
@@ -15,6 +17,7 @@ pytest_plugins = ["tests.support.pipeline"]
 SMALL = {"queue.buffering.max.messages": "50"}
 
 
+@pytest.mark.deep
 def test_a_full_queue_is_waited_for(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 2_000)
     pipeline.finish(settings=SMALL)

@@ -20,6 +20,8 @@ from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets
 from eos.testing.lineage import HEADER, stamp
 from tests.support.reading import create_topic, settled_ends, wait_until
 
+pytestmark = pytest.mark.takes(79)
+
 Names = Callable[[str], str]
 
 

@@ -122,6 +122,7 @@ def test_a_rule_that_never_fired_fails_the_test(proxy: HoldingProxy) -> None:
 # What a bare producer starts.
 
 
+@pytest.mark.deep_for("AddPartitionsToTxn")
 @pytest.mark.parametrize("api", [ApiKey.AddPartitionsToTxn, ApiKey.AddOffsetsToTxn], ids=enum_name)
 def test_a_late_request_to_join_a_transaction_starts_a_ghost_when_none_is_open(
     kafka: LocalKafka,

@@ -148,6 +148,15 @@ def kill_and_finish(
     pipeline.verify()
 
 
+@pytest.mark.deep_for(
+    "after-begin-after*",
+    "after-produce-before*",
+    "in-flush-after*",
+    "after-send-offsets-before*",
+    "commit-before-it-arrives-after*",
+    "commit-before-its-answer-before*",
+    "after-commit-before*",
+)
 @pytest.mark.parametrize("repetition", REPETITIONS)
 @pytest.mark.parametrize("successor", SUCCESSORS)
 @pytest.mark.parametrize("step", STEPS, ids=str)
@@ -158,6 +167,7 @@ def test_a_worker_killed_at_any_step_loses_and_doubles_nothing(
     kill_and_finish(step, successor == "after-the-timeouts", pipeline, chance, SESSION)
 
 
+@pytest.mark.deep_for("after-produce*", "commit-before-it-arrives*")
 @pytest.mark.parametrize("repetition", REPETITIONS)
 @pytest.mark.parametrize("step", SOME_STEPS, ids=str)
 def test_a_worker_killed_in_a_group_of_the_consumer_protocol_loses_and_doubles_nothing(
@@ -168,6 +178,7 @@ def test_a_worker_killed_in_a_group_of_the_consumer_protocol_loses_and_doubles_n
     kill_and_finish(step, chance.random() < 0.5, pipeline, chance, {"group.protocol": "consumer"})
 
 
+@pytest.mark.deep_for("after-produce*", "commit-before-it-arrives*")
 @pytest.mark.parametrize("repetition", REPETITIONS)
 @pytest.mark.parametrize("step", SOME_STEPS, ids=str)
 def test_a_worker_killed_on_a_broker_before_kip_890_loses_and_doubles_nothing(

@@ -166,6 +166,7 @@ def judged(scenario: Scenario, report: Report, *, broken: set[str]) -> None:
         assert broken <= set(report.violated), f"the damage was not caught: {report}"
 
 
+@pytest.mark.deep_for("*-60")
 @far(60)
 def test_a_late_commit_in_the_next_transaction_doubles_a_record_unless_the_producer_was_replaced(
     scenario: Scenario,
@@ -277,6 +278,7 @@ def wait_for_disconnect(transactions: Transactions) -> None:
     wait_until("the client to notice the cut", noticed)
 
 
+@pytest.mark.deep_for("*-40")
 @far(40, versions=("kafka",))
 def test_a_late_offset_commit_moves_the_group_back_unless_the_producer_was_replaced(scenario: Scenario) -> None:
     late_offset_commit(scenario)
@@ -334,6 +336,8 @@ def wait_for_statistics(session: TransactSession) -> None:
     wait_until("new statistics", came)
 
 
+@pytest.mark.deep_for("*TxnOffsetCommit that timed out")
+@pytest.mark.deep_for("*AddOffsetsToTxn", "*-TxnOffsetCommit")
 @pytest.mark.parametrize(
     ("api", "fault", "settings"),
     [
@@ -362,6 +366,7 @@ def test_the_next_transaction_waits_for_the_statistics_behind_a_retried_call(
     scenario.finish().raise_if_violated()
 
 
+@pytest.mark.deep_for("*AddOffsetsToTxn", "*TxnOffsetCommit")
 @pytest.mark.parametrize(
     "api", [ApiKey.EndTxn, ApiKey.AddOffsetsToTxn, ApiKey.TxnOffsetCommit], ids=lambda api: api.name
 )

@@ -23,6 +23,8 @@ from tests.support import forked
 from tests.support.proxy import HoldingProxy
 from tests.support.reading import create_topic, settled_values, wait_until
 
+pytestmark = pytest.mark.takes(130)
+
 DEADLINE_S = 30.0
 
 
@@ -48,6 +50,7 @@ def test_a_client_of_the_proxied_address_is_told_no_other(kafka: LocalKafka) -> 
     assert f"{broker.host}:{broker.port}" == kafka.bootstrap_servers
 
 
+@pytest.mark.deep
 def test_a_committed_record_survives_a_stop_and_a_kill(names: Callable[[str], str]) -> None:
     with LocalKafka() as kafka:
         servers = kafka.bootstrap_servers

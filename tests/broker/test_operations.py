@@ -185,6 +185,7 @@ def test_a_worker_stuck_in_its_function_is_not_live_and_the_line_of_code_is_name
     assert "worker stuck" in run.process.log
 
 
+@pytest.mark.takes(83)
 def test_a_worker_whose_broker_is_away_is_live_and_not_ready_and_ready_again_when_it_is_back(
     own_kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
@@ -279,6 +280,7 @@ def test_a_worker_that_stands_still_as_a_whole_is_seen_by_its_supervisor(
     assert_holds(pipeline)
 
 
+@pytest.mark.deep
 def test_reload_starts_the_workers_again_when_the_source_changes(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     run = Running(pipeline, "--reload")

@@ -20,6 +20,8 @@ from tests.support.brokers import local_kafka
 from tests.support.raw import RawProducer
 from tests.support.reading import create_topic, visible_values, wait_until
 
+pytestmark = [pytest.mark.takes(69), pytest.mark.deep_for("3.9.2")]
+
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]

@@ -283,6 +283,8 @@ def test_an_offset_behind_the_end_stops_the_loop_so_that_what_is_written_there_n
         next(session)
 
 
+@pytest.mark.takes(43)
+@pytest.mark.deep_for("consumer")
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
 def test_aborts_at_random_places_of_a_backlog_lose_nothing_and_keep_the_order(
     protocol: str, kafka: LocalKafka, names: Callable[[str], str]

@@ -24,6 +24,8 @@ from eos.worker.worker import Worker
 from tests.support.life import POISON, Life
 from tests.support.reading import create_topic, settled_values, visible_values, wait_until
 
+pytestmark = pytest.mark.takes(310)
+
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
@@ -44,6 +46,7 @@ TAKEN = "topic taken in"
 # ---- exactly once ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.deep_for("roundrobin", "cooperative*", "consumer", "latest")
 @pytest.mark.parametrize(
     ("protocol", "more"),
     [
@@ -80,6 +83,7 @@ def test_a_topic_that_comes_under_a_running_worker_is_read_from_its_beginning_ex
     pipeline.verify()
 
 
+@pytest.mark.deep_for("roundrobin", "consumer")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_of_two_workers_one_is_killed_after_a_topic_came_and_nothing_is_lost_or_doubled(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
@@ -108,6 +112,7 @@ def test_of_two_workers_one_is_killed_after_a_topic_came_and_nothing_is_lost_or_
     pipeline.verify()
 
 
+@pytest.mark.deep_for("cooperative-sticky")
 @pytest.mark.parametrize("protocol", ["cooperative-sticky", "consumer"])
 def test_a_worker_that_has_not_heard_of_a_topic_gets_none_of_it_and_holds_nothing_up(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
@@ -157,6 +162,7 @@ def test_a_topic_that_came_while_no_worker_ran_is_read_from_its_beginning_even_w
     pipeline.verify()
 
 
+@pytest.mark.deep
 def test_topics_that_come_on_three_brokers_end_no_worker(cluster: LocalKafka, pipelines: Pipelines) -> None:
     """Each broker learns of a topic at a moment of its own, and librdkafka calls one that it asks too early unknown."""
     pipeline = pipelines.on(cluster, 600, replicas=3)
@@ -219,6 +225,7 @@ def test_what_matches_is_what_run_doctor_and_reset_see(life: Life) -> None:
     assert refused.returncode == 64, refused.stderr
 
 
+@pytest.mark.deep
 def test_two_workers_under_a_supervisor_take_a_topic_in(life: Life) -> None:
     life.load([b"a"])
     (port,) = free_ports(1)
@@ -272,6 +279,7 @@ def test_a_topic_whose_dead_letters_have_no_topic_is_not_read_until_they_have(
     assert life.log.count("does not exist") == 1
 
 
+@pytest.mark.deep
 def test_dead_letters_of_new_topics_are_created_where_a_setting_says_so(
     kafka: LocalKafka, tmp_path: Path, names: Names
 ) -> None:

@@ -26,6 +26,7 @@ def forget(pipeline: Pipeline) -> None:
     wait_until("a group that nobody knows", lambda: not pipeline.committed())
 
 
+@pytest.mark.deep_for("earliest*")
 @pytest.mark.parametrize(
     ("reset", "danger"), [("earliest", "handle all records again"), ("latest", "skip the records")]
 )
@@ -58,6 +59,7 @@ def test_a_group_that_was_forgotten_is_refused_until_it_is_told_where_to_go_on(
     assert len(outputs) == fan_out * 900
 
 
+@pytest.mark.deep
 def test_without_a_topic_of_notes_a_group_begins_anew(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     settings = {"eos.places.topic": ""}

@@ -144,6 +144,7 @@ def test_dead_letters_are_there_exactly_once_though_workers_are_killed(kafka: Lo
     killed_among_dead_letters(pipelines.on(kafka, 2_000), SESSION)
 
 
+@pytest.mark.deep
 def test_dead_letters_are_there_exactly_once_in_a_group_of_the_consumer_protocol(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
@@ -152,6 +153,7 @@ def test_dead_letters_are_there_exactly_once_in_a_group_of_the_consumer_protocol
     killed_among_dead_letters(pipeline, CONSUMER)
 
 
+@pytest.mark.deep
 def test_dead_letters_are_there_exactly_once_on_a_broker_before_kip_890(
     kafka392: LocalKafka, pipelines: Pipelines
 ) -> None:
@@ -161,6 +163,7 @@ def test_dead_letters_are_there_exactly_once_on_a_broker_before_kip_890(
 # Records that the client or the broker refuses.
 
 
+@pytest.mark.deep_for("client-skip", "client-retry", "broker-*")
 @pytest.mark.parametrize(
     ("refused_by", "policy", "settings"),
     [

@@ -22,6 +22,8 @@ from tests.support.life import write_app
 from tests.support.raw import raw_producer
 from tests.support.reading import configure, create_topic, settled_values, took_under, transaction_of, wait_until
 
+pytestmark = pytest.mark.takes(104)
+
 Names = Callable[[str], str]
 OWN_LOOP = """
 from eos import TransactSession
@@ -167,6 +169,7 @@ def test_a_cluster_that_is_not_there_is_exit_69_within_seconds(here: Directory) 
     assert str(row["change"]).startswith("check bootstrap.servers")
 
 
+@pytest.mark.deep
 def test_topics_that_can_lose_acknowledged_records_are_a_warning_and_with_strict_a_refusal(
     cluster: LocalKafka, here: Directory
 ) -> None:
@@ -191,6 +194,7 @@ def test_topics_that_can_lose_acknowledged_records_are_a_warning_and_with_strict
     assert sentence in refused.stderr
 
 
+@pytest.mark.deep
 def test_an_older_broker_passes(kafka392: LocalKafka, here: Directory) -> None:
     servers = kafka392.bootstrap_servers
     for topic in (here.input, here.output):

@@ -46,6 +46,7 @@ def prepared(pipelines: Pipelines, kafka: LocalKafka, records: int, protocol: st
     return pipeline
 
 
+@pytest.mark.deep_for("roundrobin*", "cooperative*")
 @pytest.mark.parametrize("repetition", REPETITIONS)
 def test_members_that_come_and_go_while_records_flow_lose_and_double_nothing(
     protocol: str, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
@@ -104,6 +105,7 @@ def change_one(
     return f"stop {name}"
 
 
+@pytest.mark.deep_for("roundrobin", "consumer")
 def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
@@ -192,6 +194,7 @@ def stop_all(pipeline: Pipeline, *workers: WorkerProcess) -> None:
     pipeline.verify()
 
 
+@pytest.mark.deep_for("cooperative-sticky-flushed*", "consumer-offsets*")
 @pytest.mark.parametrize(
     ("protocol", "step", "timeout_ms"),
     [

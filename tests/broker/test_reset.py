@@ -155,6 +155,7 @@ def test_reset_keeps_offset_metadata(life: Life) -> None:
     other.close()
 
 
+@pytest.mark.deep_for("more1")
 @pytest.mark.parametrize("more", [(), ("-X", "partition.assignment.strategy=range")])
 def test_an_app_whose_sources_changed_reads_the_new_ones_and_no_others_right_after_a_kill(
     life: Life, more: tuple[str, ...]
@@ -184,6 +185,7 @@ def test_a_topic_made_anew_while_no_worker_runs_is_read_from_its_beginning(life:
     assert life.settled() == [b"a", b"b", b"c", b"d"]
 
 
+@pytest.mark.deep_for("fewer*")
 @pytest.mark.parametrize("records", [1, 8], ids=["fewer records than before", "more records than before"])
 def test_a_topic_made_anew_under_a_running_worker_stops_it_with_66(records: int, life: Life) -> None:
     """With more records than before the client would go on in the middle of the new topic, and say nothing."""
@@ -198,6 +200,7 @@ def test_a_topic_made_anew_under_a_running_worker_stops_it_with_66(records: int,
     assert life.settled().count(b"new") >= records
 
 
+@pytest.mark.deep
 def test_a_rolling_restart_under_the_same_names_loses_and_doubles_nothing(life: Life) -> None:
     """One worker after the other is stopped and started again, as for an upgrade, while records come."""
     names = ("a", "b")

@@ -21,6 +21,8 @@ from tests.support.life import until_killed, write_app
 from tests.support.reading import create_topic, settled_ends, took_under, visible_values, wait_until
 from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
 
+pytestmark = pytest.mark.takes(205)
+
 Names = Callable[[str], str]
 CLIENT_SECRET = "client-secret-71ab"
 PLAIN = {
@@ -170,6 +172,7 @@ def ways(pki: Path, endpoint: str) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
+@pytest.mark.deep_for("plain", "certificate", "token*")
 @pytest.mark.parametrize(
     "way",
     [
@@ -220,6 +223,7 @@ def resource(case: Case, which: str) -> tuple[str, str, str]:
     }[which]
 
 
+@pytest.mark.deep_for("nothing-input", "nothing-output", "nothing-group")
 @pytest.mark.parametrize("which", ["input", "output", "group", "id"])
 @pytest.mark.parametrize("left", ["nothing", "describe"])
 def test_a_missing_right_is_exit_77_with_its_resource(which: str, left: str, case: Case) -> None:
@@ -244,6 +248,7 @@ def test_doctor_names_every_missing_right_at_once(case: Case) -> None:
     assert [f for f in failed if "alternate" not in f] == wanted
 
 
+@pytest.mark.deep_for("input", "output", "group")
 @pytest.mark.parametrize("which", ["input", "output", "group", "id"])
 def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_resource(
     which: str, case: Case

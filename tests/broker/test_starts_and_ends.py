@@ -223,6 +223,7 @@ def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines
     pipeline.verify()
 
 
+@pytest.mark.deep_for("the-shutdown-timeout")
 @pytest.mark.parametrize("how", ["a-second-sigterm", "the-shutdown-timeout"])
 def test_a_stop_that_takes_too_long_gives_the_transaction_up_and_exits_75(
     how: str, kafka: LocalKafka, pipelines: Pipelines
@@ -266,6 +267,7 @@ def test_a_function_that_raises_stops_the_worker_with_65_just_before_its_record(
     pipeline.verify()
 
 
+@pytest.mark.deep_for("the-broker")
 @pytest.mark.parametrize("refused_by", ["the-client", "the-broker"])
 def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
     refused_by: str, kafka: LocalKafka, pipelines: Pipelines

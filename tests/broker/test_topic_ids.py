@@ -49,6 +49,7 @@ class Refusing:
         self._thread.join(10)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("down", range(3))
 def test_while_a_broker_is_down_it_is_left_alone_and_a_topic_made_anew_is_seen(
     down: int, cluster: LocalKafka, names: Callable[[str], str]

@@ -36,6 +36,8 @@ from tests.support.reading import (
     wait_until,
 )
 
+pytestmark = pytest.mark.takes(96)
+
 Names = Callable[[str], str]
 
 

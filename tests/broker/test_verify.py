@@ -20,6 +20,8 @@ from eos.testing.history import committed_offsets, end_offsets
 from tests.support import forked
 from tests.support.reading import configure, create_topic, settled_values, wait_until
 
+pytestmark = pytest.mark.takes(357)
+
 COUNT, PARTITIONS = 12_000, 3
 APP = """
 from eos import App, Out, Record

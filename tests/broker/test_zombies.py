@@ -63,6 +63,7 @@ def paused_in_transaction(
 # Real workers.
 
 
+@pytest.mark.deep_for("kafka-flushed", "kafka-offsets sent", "kafka392-*")
 @pytest.mark.parametrize(
     ("broker", "step"),
     [("kafka", "flush"), ("kafka", "flushed"), ("kafka", "offsets sent"), ("kafka392", "flushed")],
@@ -92,6 +93,8 @@ def test_a_worker_paused_past_its_transaction_timeout_goes_on_by_itself(
     pipeline.verify()
 
 
+@pytest.mark.takes(39)
+@pytest.mark.deep
 def test_a_worker_whose_every_transaction_outlives_its_timeout_gives_up_and_a_healthy_one_finishes(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
@@ -153,6 +156,7 @@ ZOMBIES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.deep_for("before-its-timeout-consumer", "past-its-timeout-classic", "kafka392")
 @ZOMBIES
 def test_a_zombie_resumed_while_its_successor_is_in_a_transaction_is_fenced(
     broker: LocalKafka, timeout_ms: int, settings: dict[str, str], pipelines: Pipelines
@@ -176,6 +180,7 @@ def test_a_zombie_resumed_while_its_successor_is_in_a_transaction_is_fenced(
     pipeline.verify()
 
 
+@pytest.mark.deep_for("before-its-timeout-classic", "past-its-timeout-consumer")
 @ZOMBIES
 def test_a_zombie_resumed_when_its_successor_has_nothing_left_to_do_is_fenced(
     broker: LocalKafka, timeout_ms: int, settings: dict[str, str], pipelines: Pipelines
@@ -220,6 +225,7 @@ def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
     pipeline.verify()
 
 
+@pytest.mark.deep
 def test_an_idle_zombie_of_the_consumer_protocol_is_fenced_at_its_next_record(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
@@ -240,6 +246,7 @@ def test_an_idle_zombie_of_the_consumer_protocol_is_fenced_at_its_next_record(
     pipeline.verify()
 
 
+@pytest.mark.deep
 def test_a_zombie_whose_successor_was_killed_is_fenced_all_the_same(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     zombie, before = paused_in_transaction(pipeline, "flushed", {"transaction.timeout.ms": str(TIMEOUT_MS)})
@@ -255,6 +262,7 @@ def test_a_zombie_whose_successor_was_killed_is_fenced_all_the_same(kafka: Local
     pipeline.verify()
 
 
+@pytest.mark.deep_for("kafka392")
 def test_a_place_in_the_group_without_the_transactional_id_is_no_newer_instance(
     broker: LocalKafka, pipelines: Pipelines
 ) -> None:
@@ -340,6 +348,7 @@ def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> TransactionalI
     return wait_until(f"epoch +{bumps} {state}", row)
 
 
+@pytest.mark.deep_for("kafka392")
 def test_an_id_that_ended_its_own_transactions_is_still_its_own(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
@@ -354,6 +363,7 @@ def test_an_id_that_ended_its_own_transactions_is_still_its_own(producer: Start,
     assert judge(situation(mine), wait_for(ask, mine, 0, "CompleteAbort")) is Owner.MINE, "nothing sent: no trace"
 
 
+@pytest.mark.deep_for("kafka392")
 def test_the_first_transaction_that_timed_out_is_an_own_timeout(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
@@ -366,6 +376,7 @@ def test_the_first_transaction_that_timed_out_is_an_own_timeout(producer: Start,
         raw.commit()
 
 
+@pytest.mark.deep_for("kafka392")
 def test_an_own_timeout_is_told_while_the_broker_is_still_ending_the_transaction(
     producer: Start, topic: str, ask: Ask
 ) -> None:
@@ -381,6 +392,7 @@ def test_an_own_timeout_is_told_while_the_broker_is_still_ending_the_transaction
     assert answer.state == "CompleteAbort"
 
 
+@pytest.mark.deep_for("kafka392")
 def test_a_second_one_initialised_while_ours_was_open_is_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
@@ -435,6 +447,7 @@ class RawInit(RawProducer):
         super().call(name, *((2,) if name == "init_transactions" else arguments))
 
 
+@pytest.mark.deep_for("kafka392")
 def test_a_second_one_initialised_while_ours_was_idle_is_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
@@ -457,6 +470,7 @@ def test_a_second_one_initialised_while_ours_was_idle_is_newer(producer: Start, 
     assert judge(situation(mine, late=True), timed_out) is Owner.NEWER
 
 
+@pytest.mark.deep_for("kafka392")
 def test_a_second_one_at_work_under_the_next_epoch_is_newer_once_patience_ends(
     producer: Start, topic: str, ask: Ask
 ) -> None:
@@ -471,6 +485,7 @@ def test_a_second_one_at_work_under_the_next_epoch_is_newer_once_patience_ends(
     assert settle(situation(mine, False), ask, patience_s=1.0)[0] is Owner.NEWER
 
 
+@pytest.mark.deep_for("kafka392")
 def test_a_second_one_initialised_after_ours_timed_out_is_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
@@ -506,6 +521,7 @@ def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka
         assert settle(situation(mine, acknowledged=False), lambda: admin.describe(name))[0] is Owner.UNKNOWN_TIMEOUT
 
 
+@pytest.mark.deep_for("kafka392")
 def test_an_id_that_the_cluster_does_not_know_is_nobodys(ask: Ask) -> None:
     def answered() -> bool:
         with suppress(Unavailable):  # the first question of all makes the transaction log

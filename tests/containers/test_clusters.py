@@ -18,6 +18,8 @@ from eos.testing.clusters import Cluster
 from eos.testing.clusters.jvm import JvmCluster
 from tests.support.reading import TooSlow, wait_until
 
+pytestmark = [pytest.mark.takes(306), pytest.mark.deep_for("container-3.9.2")]
+
 DEADLINE_S = 60.0
 
 
@@ -167,6 +169,7 @@ def test_a_killed_leader_is_replaced_and_comes_back_with_every_record(
     assert distinct_values(whole, topic) == ["before", "without the leader"]
 
 
+@pytest.mark.deep_for("jvm*")
 @newest
 def test_a_stopped_leader_hands_over_before_it_goes(whole: Cluster, names: Callable[[str], str]) -> None:
     topic = new_topic(whole, names("t"))
@@ -183,6 +186,7 @@ def test_a_stopped_leader_hands_over_before_it_goes(whole: Cluster, names: Calla
     assert distinct_values(whole, topic) == ["before", "meanwhile"]
 
 
+@pytest.mark.deep_for("jvm*")
 @newest
 def test_a_restarted_node_is_a_new_process_with_its_old_address_and_every_record(
     whole: Cluster, names: Callable[[str], str]
@@ -253,6 +257,7 @@ def test_a_leader_that_is_cut_off_loses_its_place_but_no_connection(
     assert distinct_values(whole, topic) == ["before", "meanwhile"]
 
 
+@pytest.mark.deep_for("jvm*")
 @newest
 def test_the_controller_and_the_coordinators_are_those_that_kafka_names(
     whole: Cluster, names: Callable[[str], str]
@@ -285,6 +290,7 @@ def test_the_controller_and_the_coordinators_are_those_that_kafka_names(
     assert quorum["partitions"][0]["leader_id"] == whole.controller()
 
 
+@pytest.mark.deep_for("jvm*")
 @newest
 def test_a_node_that_is_slow_to_come_back_is_told_with_its_state_and_last_words_and_can_be_waited_for(
     whole: Cluster,

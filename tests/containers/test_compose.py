@@ -128,6 +128,7 @@ def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Project]
         assert not project.containers()
 
 
+@pytest.mark.takes(236)
 @pytest.mark.timeout(600)
 def test_three_brokers_a_worker_and_a_shim_double_every_number_once_while_a_broker_is_killed(project: Project) -> None:
     started = time.monotonic()
@@ -158,6 +159,7 @@ def test_three_brokers_a_worker_and_a_shim_double_every_number_once_while_a_brok
     assert sorted_output(project) == doubled(260)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600)
 def test_records_outlive_the_brokers_and_a_worker_leaves_the_brokers_as_they_are(project: Project) -> None:
     project("up")

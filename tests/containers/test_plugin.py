@@ -54,6 +54,7 @@ def test_a_cut(eos_kafka):
     assert "not run: local JVMs share one network address" in said
 
 
+@pytest.mark.deep_for("jvm")
 @pytest.mark.parametrize("backend", ["jvm", "container"])
 def test_a_backend_that_was_asked_for_runs_a_users_test(tmp_path: Path, backend: str) -> None:
     if backend == "container" and (choice := choose()).backend != backend:

@@ -20,6 +20,8 @@ from tests.shim.tcp_connections import only_through
 from tests.support.raw import Background
 from tests.support.reading import create_topic, wait_known
 
+pytestmark = [pytest.mark.takes(239), pytest.mark.deep_for("3.9.2*")]
+
 Names = Callable[[str], str]
 
 
@@ -84,6 +86,7 @@ def test_confluent_kafka_commits_aborts_and_reads_in_a_group(
     consumer.close()
 
 
+@pytest.mark.deep_for("*-gzip", "*-lz4")
 @pytest.mark.parametrize("codec", ["none", "gzip", "lz4", "zstd"])
 def test_records_of_every_codec_arrive_unchanged(shim: RunningShim, names: Names, codec: str) -> None:
     topic = make_topic(shim, names("t"), 1)
@@ -176,6 +179,7 @@ def test_aiokafka_produces_transactions_and_consumes(broker: LocalKafka, shim: R
     assert asyncio.run(work()) == [str(i) for i in range(20)]
 
 
+@pytest.mark.deep
 def test_java_console_tools_produce_and_consume(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
     topic, servers = make_topic(shim, names("t"), 1), shim.bootstrap_servers
     with only_through(shim, broker):
@@ -258,6 +262,7 @@ def test_kcat_lists_produces_and_consumes(broker: LocalKafka, shim: RunningShim,
     assert {each["name"] for each in listed["brokers"]} == set(shim.addresses)
 
 
+@pytest.mark.deep
 def test_eos_worker_runs_an_app(broker: LocalKafka, shim: RunningShim, names: Names, tmp_path: Path) -> None:
     # The example with names of this try: another try would meet the topics, the group and the transactions of this one.
     app, code = tmp_path / "flights.py", Path("examples/flights.py").read_text()

@@ -65,6 +65,7 @@ def test_late_commit_commits_half_of_next_transaction(kafka: LocalKafka, names: 
     assert texts(kafka.bootstrap_servers, topic) == ["first", "left"], "every call was ok, and yet"
 
 
+@pytest.mark.deep_for("blackhole-*")
 @pytest.mark.parametrize(
     ("phase", "applied"), [("before_apply", False), ("after_apply", True)], ids=["before the broker", "after it"]
 )

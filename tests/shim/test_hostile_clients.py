@@ -25,6 +25,8 @@ from tests.shim.shims import RunningShim, eventually, running
 from tests.support.reading import create_topic
 from tests.support.wire import Wire
 
+pytestmark = pytest.mark.takes(34)
+
 ENDLESS = b"\xff" * MIB
 EMPTY_TAGS = b"\x63\x00" * (MIB // 2)
 

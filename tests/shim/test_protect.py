@@ -28,6 +28,7 @@ from tests.support.reading import TooSlow, create_topic, settled_values, stable_
 Names = Callable[[str], str]
 
 
+@pytest.mark.deep_for("none", "gzip", "snappy", "lz4")
 @pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
 def test_each_transaction_has_its_own_epoch(kafka: LocalKafka, names: Names, codec: str) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out"), partitions=3), names("id")
@@ -103,6 +104,7 @@ FAILURES = (KafkaException, KafkaError, SystemError, AssertionError)
 BOTH_CLIENTS = pytest.mark.parametrize("client_name", CLIENTS)
 
 
+@pytest.mark.deep_for("abort-*", "*--no-protect-*-kafka-python")
 @BOTH_CLIENTS
 @SIDES
 @OPTIONS
@@ -137,6 +139,7 @@ def test_h1_late_end_does_not_end_the_next_transaction(
         assert found != wanted, "every call was ok, and yet"
 
 
+@pytest.mark.deep_for("* commit-*-broker-*", "* abort-*-client-*", "* crash-*-broker-*", "*--no-protect-*-kafka-python")
 @BOTH_CLIENTS
 @SIDES
 @OPTIONS
@@ -183,6 +186,7 @@ def test_h1_next_transaction_is_complete_after_a_late_end(
         assert found == (["first"] if protected else ["first", "left"])
 
 
+@pytest.mark.deep_for("commit-kafka-python", "abort-confluent-kafka")
 @BOTH_CLIENTS
 @pytest.mark.parametrize("outcome", ["commit", "abort"])
 def test_end_with_lost_responses_ends_its_transaction_once(
@@ -212,6 +216,12 @@ def test_end_with_lost_responses_ends_its_transaction_once(
     assert texts(kafka.bootstrap_servers, topic) == [*(["first"] if commits else []), "second"]
 
 
+@pytest.mark.deep_for(
+    "acknowledgement lost-*-broker-*",
+    "record late-*-client-*",
+    "acknowledgement lost-*-kafka-python",
+    "record late---no-protect-*-kafka-python",
+)
 @BOTH_CLIENTS
 @SIDES
 @OPTIONS
@@ -265,6 +275,7 @@ def test_h2b_abandoned_produce_does_not_harm_next_transaction(
         assert found == (["first"] if fault is Fault.CUT_AFTER else ["first", "aborted"]), "every call was ok, and yet"
 
 
+@pytest.mark.deep_for("--no-protect-*-kafka-python")
 @BOTH_CLIENTS
 @SIDES
 @OPTIONS
@@ -335,6 +346,7 @@ def test_abort_does_not_wait_for_a_requeued_record(kafka: LocalKafka, names: Nam
     abort_under_way(kafka, names, "--protect", cut=False)
 
 
+@pytest.mark.deep_for("--no-protect")
 @OPTIONS
 def test_librdkafka_abort_during_a_cut_succeeds_when_repeated(kafka: LocalKafka, names: Names, option: str) -> None:
     abort_under_way(kafka, names, option, cut=True)

@@ -8,6 +8,8 @@ import pytest
 
 from tests.shim.chaos import Run
 
+pytestmark = pytest.mark.takes(91)
+
 
 def test_random_faults_lose_and_duplicate_nothing() -> None:
     run = Run(transactions=150, faults=30, seed=7, option="--protect", clients=4, kills=False)

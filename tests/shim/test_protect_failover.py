@@ -16,9 +16,12 @@ from tests.support.raw import Background
 from tests.support.reading import coordinator_of, create_topic, leader_of, transaction_of
 from tests.support.wire import Wire
 
+pytestmark = pytest.mark.takes(271)
+
 Names = Callable[[str], str]
 
 
+@pytest.mark.deep_for("*-leader-*")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("role", ["coordinator", "leader"])

@@ -19,6 +19,8 @@ from tests.shim.shims import RunningShim, running, start
 from tests.support.reading import create_topic, settled_values, transaction_of, wait_until
 from tests.support.sessions import decide_replacement_if_broken
 
+pytestmark = pytest.mark.takes(38)
+
 Names = Callable[[str], str]
 
 

@@ -46,6 +46,7 @@ def kill(shim: RunningShim) -> None:
     shim.process.wait()
 
 
+@pytest.mark.deep_for("after an abort-confluent-kafka", "after a commit-kafka-python")
 @BOTH_CLIENTS
 @pytest.mark.parametrize("committed", [True, False], ids=["after a commit", "after an abort"])
 def test_client_survives_killed_shim_with_a_journal(
@@ -141,6 +142,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.deep_for("*-before")
 @pytest.mark.parametrize("when", [Fault.HOLD_REQUEST, Fault.HOLD_RESPONSE], ids=["before", "after"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 @pytest.mark.parametrize("client_name", ["confluent-kafka", pytest.param("kafka-python", marks=pytest.mark.long)])

@@ -18,6 +18,8 @@ from eos.testing.sweeping import ACTIONS, ERRORS, Case, Outcome, Sweeper, every_
 from tests.shim.sweep import APP, KEEPING_APP, RECORDS, protocols_on, ways_on
 from tests.support.users_pytest import run_pytest
 
+pytestmark = pytest.mark.takes(364)
+
 H1 = Case("EndTxn", "late copy, then abort")
 H2B = Case("Produce", "lost acknowledgement, then abort")
 
@@ -29,6 +31,7 @@ def own_kafka() -> Iterator[LocalKafka]:
         yield kafka
 
 
+@pytest.mark.deep_for("FindCoordinator*", "TxnOffsetCommit*", "EndTxn: reset*")
 @pytest.mark.parametrize(
     "case",
     [
@@ -100,6 +103,7 @@ def test_something_else():
 """
 
 
+@pytest.mark.deep_for("one process")
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["one process", "xdist"])
 def test_pytest_summary_has_the_sweep_table(own_kafka: LocalKafka, tmp_path: Path, options: tuple[str, ...]) -> None:
     code, said = run_pytest(tmp_path, USERS_OWN, f"--eos-kafka={own_kafka.bootstrap_servers}", *options)
@@ -112,6 +116,7 @@ def test_pytest_summary_has_the_sweep_table(own_kafka: LocalKafka, tmp_path: Pat
     assert sorted(" ".join(row[3:-4]) for row in rows) == ["duplicate", "reset after"], said
 
 
+@pytest.mark.deep_for("one process")
 def test_pytest_summary_without_sweep_has_no_table(tmp_path: Path) -> None:
     code, said = run_pytest(tmp_path, USERS_OWN, "-k", "something_else")
     assert code == 0, said

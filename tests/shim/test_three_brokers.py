@@ -21,6 +21,8 @@ from tests.shim.tcp_connections import only_through
 from tests.support.reading import create_topic
 from tests.support.wire import Wire, answer
 
+pytestmark = pytest.mark.takes(183)
+
 Names = Callable[[str], str]
 NOT_LEADER_OR_FOLLOWER = 6
 

@@ -17,6 +17,8 @@ from tests.support.reading import transaction_of
 from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
 from tests.support.wire import Wire
 
+pytestmark = pytest.mark.takes(175)
+
 Names = Callable[[str], str]
 
 
@@ -109,6 +111,7 @@ def test_scram_and_reauthentication_are_forwarded(secure: SecureKafka, names: Na
         transactions_work(secure, shim.bootstrap_servers, names, login)
 
 
+@pytest.mark.deep_for("PLAINTEXT-plain", "TLS-tls", "BOTH-plain")
 @pytest.mark.parametrize("client_side", ["plain", "tls"])
 @pytest.mark.parametrize("listener", ["PLAINTEXT", "TLS", "BOTH"])
 def test_tls_on_either_side(secure: SecureKafka, pki: Path, names: Names, client_side: str, listener: str) -> None:

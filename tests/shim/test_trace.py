@@ -17,6 +17,8 @@ from tests.shim import java
 from tests.shim.shims import RunningShim, eventually, running
 from tests.support.chromium import Chromium, needs_chromium
 
+pytestmark = pytest.mark.takes(89)
+
 Names = Callable[[str], str]
 STEPS = ["1", "2", "4.1", "4.2", "4.3", "4.4", "5.1"]
 

@@ -11,10 +11,13 @@ from eos.broker import LocalKafka
 from tests.support.reading import coordinator_of, leader_of
 from tests.support.spark_query import Query
 
+pytestmark = pytest.mark.takes(34)
+
 RECORDS = 3000
 Queries = Callable[..., Query]
 
 
+@pytest.mark.deep_for("coordinator-mark")
 @pytest.mark.parametrize(
     ("who", "step"),
     [
@@ -50,6 +53,7 @@ def test_a_broker_killed_in_mid_batch_costs_time_and_no_record(
     query.verify(RECORDS)
 
 
+@pytest.mark.deep
 def test_a_topic_that_has_too_few_replicas_in_sync_says_so(cluster: LocalKafka, queries: Queries, spark: Any) -> None:
     from pyspark.errors import StreamingQueryException
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.support.spark import SparkRuns
 pytest_plugins = ["tests.support.spark"]
 
-pytestmark = pytest.mark.timeout(560)
+pytestmark = [pytest.mark.takes(175), pytest.mark.timeout(560)]
 
 SPARK_S = 240.0
 

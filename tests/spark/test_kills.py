@@ -16,6 +16,8 @@ from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import wait_until
 from tests.support.spark_query import BY_TASKS, Query
 
+pytestmark = pytest.mark.takes(80)
+
 RECORDS = 3000
 Drivers = Callable[..., Driver]
 Queries = Callable[..., Query]
@@ -26,6 +28,7 @@ LONG = pytest.mark.long
 WRITING = {"tasks": BY_TASKS, "driver": {}}
 
 
+@pytest.mark.deep_for("produce-driver", "commit-tasks")
 @pytest.mark.parametrize(
     ("step", "writing"),
     [
@@ -55,6 +58,7 @@ def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
     query.verify(RECORDS)
 
 
+@pytest.mark.deep_for("half produced-*", "EndTxn sent-driver")
 @pytest.mark.parametrize(
     ("fault", "writing"),
     [

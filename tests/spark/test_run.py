@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain 
     from tests.support.spark import SparkRuns
 pytest_plugins = ["tests.support.spark"]
 
-pytestmark = pytest.mark.timeout(560)
+pytestmark = [pytest.mark.takes(145), pytest.mark.timeout(560)]
 
 SPARK_S = 240.0
 USAGE, POISON, INPUT_GONE, UNAVAILABLE, TEMPORARY, CONFIGURATION, FENCED = 64, 65, 66, 69, 75, 78, 79
@@ -208,6 +208,7 @@ def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_g
     assert len(values_of(spark_runs.settled(target))) == 6_000
 
 
+@pytest.mark.deep
 def test_what_is_wrong_is_said_in_one_sentence_before_spark_starts(spark_runs: SparkRuns) -> None:
     source = spark_runs.topic("in")
     missing = f"{spark_runs.prefix}-missing"
@@ -260,6 +261,7 @@ assert not set(["kafka", "spark_connector.run", "spark_connector.sink"]) & set(s
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.deep
 def test_what_the_executors_python_lacks_is_named(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     spark_runs.load(source, [b"x"])
@@ -269,6 +271,7 @@ def test_what_the_executors_python_lacks_is_named(spark_runs: SparkRuns) -> None
     run.assert_ended(CONFIGURATION, "the executors' Python cannot do the work: No module named 'pyarrow': pip install")
 
 
+@pytest.mark.deep
 def test_executors_of_a_cluster_get_the_app_and_this_package_from_the_driver(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = spark_runs.app(
@@ -297,6 +300,7 @@ def test_executors_of_a_cluster_get_the_app_and_this_package_from_the_driver(spa
         assert "spark_connector.zip" in connector_file
 
 
+@pytest.mark.deep
 def test_a_jvm_that_is_gone_is_exit_75_and_a_restart_repairs_it(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = copying(spark_runs, source, target)
@@ -309,6 +313,7 @@ def test_a_jvm_that_is_gone_is_exit_75_and_a_restart_repairs_it(spark_runs: Spar
     assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(3_000))
 
 
+@pytest.mark.deep_for("the older")
 @pytest.mark.parametrize("newer_is_too_late", [True, False], ids=["the newer", "the older"])
 def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the_other_goes_on(
     newer_is_too_late: bool, spark_runs: SparkRuns
@@ -342,6 +347,7 @@ def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the
     assert sorted(values_of(spark_runs.settled(target))) == [b"%d" % n for n in range(next(batches))]
 
 
+@pytest.mark.deep
 def test_of_two_drivers_in_one_batch_the_older_ends_with_79_and_the_newer_writes_it(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = holding(spark_runs, source, target)
@@ -378,6 +384,7 @@ def _reads(runs: SparkRuns, run: WorkerProcess) -> bool:
     return any(c.raddr and c.raddr.port == port for jvm in jvms for c in jvm.net_connections())
 
 
+@pytest.mark.deep
 def test_a_second_signal_gives_up_at_once_and_a_restart_repairs_it(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = holding(spark_runs, source, target)

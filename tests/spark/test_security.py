@@ -11,7 +11,7 @@ from tests.shim.test_tls_and_sasl import pki, secure  # noqa: F401 - fixtures
 from tests.support.secure import ALICE, SecureKafka
 from tests.support.spark import SparkRuns
 
-pytestmark = pytest.mark.timeout(560)
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(560)]
 
 APP = """
     from eos import App, Record

@@ -90,6 +90,7 @@ def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any)
     assert len(settled(kafka.bootstrap_servers, topic)) == 2014
 
 
+@pytest.mark.deep_for("zstd")
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
 def test_many_and_large_rows_are_split_below_the_topics_limit(
     compression: str, kafka: LocalKafka, queries: Queries, spark: Any

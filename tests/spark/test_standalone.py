@@ -19,7 +19,7 @@ from tests.support.spark_query import BY_TASKS, Query
 from tests.support.spark_standalone import Standalone, python_without
 
 RECORDS = 3000
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.takes(107), pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,7 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
     query.verify(RECORDS)
 
 
+@pytest.mark.deep
 def test_executors_need_neither_the_package_nor_the_files_of_the_settings(
     pki: Path,  # noqa: F811
     standalone: Standalone,

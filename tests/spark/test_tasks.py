@@ -92,6 +92,7 @@ def sink_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
     return caplog
 
 
+@pytest.mark.deep_for("counted")
 @pytest.mark.parametrize("plan", ["stamped", "counted"])
 def test_a_task_that_dies_behind_its_records_does_not_double_them(
     plan: str, kafka: LocalKafka, queries: Queries, spark: Any, sink_log: pytest.LogCaptureFixture

@@ -14,6 +14,8 @@ from tests.shim.shims import running
 from tests.shim.tcp_connections import only_through
 from tests.support.spark_query import Query
 
+pytestmark = [pytest.mark.takes(54), pytest.mark.deep_for("3.9.2")]
+
 RECORDS = 3000
 
 

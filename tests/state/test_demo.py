@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.reading import TooSlow
 
 
+@pytest.mark.deep
 def test_the_demo_kills_two_workers_and_every_sum_is_right(tmp_path: Path) -> None:
     demo = subprocess.run(
         [sys.executable, "-m", "eos", "demo", "--state", "--flights", "40000"],

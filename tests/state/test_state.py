@@ -275,6 +275,8 @@ def counting(kafka: LocalKafka, names: Names, tmp_path: Path) -> Counting:
     return Counting(kafka, names, tmp_path)
 
 
+@pytest.mark.takes(60)
+@pytest.mark.deep_for("memory")
 @pytest.mark.parametrize("where", ["memory", "lmdb", "rocksdb"])
 def test_state_goes_on_where_it_was_committed_in_a_changelog_of_one_record_per_key_and_transaction(
     counting: Counting, where: str
@@ -296,6 +298,7 @@ def test_state_goes_on_where_it_was_committed_in_a_changelog_of_one_record_per_k
     assert int(read) == (changes if where == "memory" else 0), "a folder stands where its last commit left it"
 
 
+@pytest.mark.takes(50)
 def test_what_another_member_counted_meanwhile_is_read_by_a_worker_that_comes_back_to_its_folder(
     kafka: LocalKafka, names: Names, tmp_path: Path
 ) -> None:
@@ -327,6 +330,7 @@ def test_a_worker_on_rocksdb_that_is_killed_before_it_writes_reads_what_it_has_n
     counting.check()
 
 
+@pytest.mark.deep_for("send_offsets-behind")
 @pytest.mark.parametrize(
     ("step", "when"),
     [
@@ -350,6 +354,7 @@ def test_a_worker_that_is_killed_at_a_step_leaves_no_key_wrong(counting: Countin
         assert "read=0" not in told, "what was committed and not written is read from the changelog"
 
 
+@pytest.mark.deep_for("before")
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_commit_whose_outcome_is_unknown_counts_if_it_came_to_pass(counting: Counting, when: str) -> None:
     counting.load(1_200)
@@ -431,6 +436,7 @@ def test_maps_lists_batches_and_async_functions_go_on_behind_a_kill(
     assert counting.outputs() == expected
 
 
+@pytest.mark.deep_for("folder")
 @pytest.mark.parametrize("where", ["memory", "folder"])
 def test_what_is_forgotten_is_forgotten_by_the_records_time_also_behind_a_kill(counting: Counting, where: str) -> None:
     counting.state_dir = counting.state_dir if where == "folder" else ""

@@ -28,8 +28,7 @@ from eos.broker.jars import cache_directory
 from eos.errors import Unavailable
 from tests.suites import late, machine
 from tests.suites.changes import since_the_last_landing
-from tests.suites.depth import STATEFUL
-from tests.suites.table import QUICK, SUITES, Suite, deep_for, joined
+from tests.suites.table import QUICK, STATEFUL, SUITES, Suite, deep_for, joined
 from tests.support import spark_classes
 
 BROKER_VERSIONS = (DEFAULT_VERSION, "3.9.2")
@@ -159,7 +158,7 @@ def _pytest(suite: Suite, depth: str, tally: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--timeout={timeout_s}", *late.SECOND_TRY]
     command += ["-p", "tests.suites.tally", f"--tally={tally}", "-m", DEPTHS[depth]]
     processes = suite.processes if depth in ("check", "test") else min(suite.processes, DEEP_PROCESSES)
-    return [*command, "-n", str(processes), *suite.paths]
+    return [*command, "-n", str(processes), "--dist=loadgroup", "--no-loadscope-reorder", *suite.paths]
 
 
 def _show(results: list[Result], seconds_in_all: float) -> None:

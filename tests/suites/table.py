@@ -27,6 +27,9 @@ class Suite:
     shares: bool = False
 
 
+STATEFUL = "EOS_TEST_STATEFUL"
+"""Set in the environment: the functions of every pipeline have state."""
+
 _PYTHON = (sys.executable, "-m")
 _FAULTS = (
     "broker_faults",

@@ -42,7 +42,7 @@ from eos.kafka.client.settings import Settings
 from eos.testing.checker import CommitSeries, Counts, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import WIDTH_BYTES
-from tests.suites.depth import STATEFUL
+from tests.suites.table import STATEFUL
 from tests.support import forked
 from tests.support.reading import TooSlow, configure, create_topics, settled_ends, transaction_of, wait_until
 from tests.support.stepping_worker import ATTEMPT, COUNT, Orders, counter_of

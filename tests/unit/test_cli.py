@@ -25,6 +25,8 @@ from eos.worker.loading import load_app
 from tests.support.forked import environment
 from tests.support.forked import eos as program
 
+pytestmark = pytest.mark.takes(122)
+
 ROOT = Path(eos.__file__).resolve().parents[1]
 APP = """
 from eos import App

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.suites import __main__ as runner
-from tests.suites import depth
 from tests.suites.changes import LANDED, since_the_last_landing
-from tests.suites.order import LONGEST, unit_of
-from tests.suites.table import DEEP, EVERY, SUITES, Suite, deep_for, joined
+from tests.suites.table import DEEP, EVERY, STATEFUL, SUITES, Suite, deep_for, joined
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,35 +127,67 @@ def test_a_change_asks_for_the_deep_tests_of_the_suites_that_show_it(changed: li
 
 
 def test_every_path_of_the_tables_is_there() -> None:
-    named = [path.partition("::")[0] for path in (*DEEP, *LONGEST)]
+    named = [path.partition("::")[0] for path in DEEP]
     assert [path for path in named if not (ROOT / path).exists()] == []
     assert [path for suite in SUITES for path in suite.paths if not (ROOT / path).exists()] == []
 
 
-def test_every_test_that_is_called_deep_is_there() -> None:
-    for file, tests in depth.DEEP.items():
-        names = re.findall(r"^def test_(\w+)", (ROOT / file).read_text(), re.MULTILINE)
-        assert [begin for begin in tests if not any(name.startswith(begin) for name in names)] == [], file
+SHOW = """
+def pytest_collection_finish(session):
+    for item in session.items:
+        groups = [mark.args[0] for mark in item.iter_markers("xdist_group")]
+        print("collected", item.name, *groups)
+"""
 
 
-@pytest.mark.parametrize(
-    ("nodeid", "deep"),
-    [
-        ("tests/broker/test_overdue.py::test_any[3.9.2]", True),
-        ("tests/broker/test_overdue.py::test_any[4.4.0]", False),
-        ("tests/broker/test_topic_ids.py::test_while_a_broker_is_down_it_is[1]", True),
-        ("tests/broker/test_topic_ids.py::test_another", False),
-        ("tests/broker/test_topic.py::test_any[3.9.2]", False),
-    ],
-)
-def test_deep_is_what_the_table_says_of_a_test_and_its_parameters(nodeid: str, deep: bool) -> None:
-    assert depth.is_deep(nodeid) is deep
+def collect(tmp_path: Path, folder: str, code: str, *arguments: str, **environment: str) -> list[list[str]]:
+    """Return the names of the tests in `code` that pytest would run in this folder of tests, each with its group."""
+    tests = tmp_path / "tests"
+    (tests / folder).mkdir(parents=True)
+    (tests / folder / "test_it.py").write_text(code)
+    (tmp_path / "show.py").write_text(SHOW)
+    plugins = ["-p", "no:cacheprovider", "-p", "show", "-p", "tests.suites.marks", "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *plugins, f"--rootdir={tmp_path}"]
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(
+        [*command, *arguments, str(tests)],
+        cwd=tmp_path,
+        env=os.environ | path | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("collected ")]
 
 
-def test_what_the_suite_of_state_repeats_is_deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(depth.STATEFUL, "1")
-    assert depth.is_deep("tests/broker/test_zombies.py::test_any")
-    assert not depth.is_deep("tests/state/test_state.py::test_any")
+MARKED = """
+import pytest
+
+@pytest.mark.deep
+def test_deep(): pass
+
+@pytest.mark.deep_for("3.9*")
+@pytest.mark.parametrize("version", ["3.9.2", "4.4.0"])
+def test_one(version): pass
+
+@pytest.mark.takes(9)
+def test_longest(): pass
+
+def test_plain(): pass
+"""
+
+
+def test_deep_marks_apply_to_tests_and_parameters(tmp_path: Path) -> None:
+    assert [name for name, *_ in collect(tmp_path, "shim", MARKED, "-m", "deep")] == ["test_deep", "test_one[3.9.2]"]
+
+
+def test_longest_tests_begin_first(tmp_path: Path) -> None:
+    rest = ["test_deep", "test_one[3.9.2]", "test_one[4.4.0]", "test_plain"]
+    assert [name for name, *_ in collect(tmp_path, "shim", MARKED)] == ["test_longest", *rest]
+
+
+def test_stateful_run_makes_broker_tests_deep(tmp_path: Path) -> None:
+    assert len(collect(tmp_path, "broker", MARKED, "-m", "deep", **{STATEFUL: "1"})) == 5
 
 
 def test_every_folder_of_tests_is_in_a_suite() -> None:
@@ -184,10 +215,29 @@ def test_without_a_base_everything_is_run(landed: str, repository: Path) -> None
     assert "everything" in why
 
 
-def test_tests_that_share_what_their_module_made_stay_together() -> None:
-    assert unit_of("tests/broker/test_security.py::test_a[x]") == "tests/broker/test_security.py"
-    assert unit_of("tests/broker/test_topic.py::test_a[x]") == "tests/broker/test_topic.py::test_a[x]"
-    assert unit_of("tests/unit/test_cli.py::test_a") == "tests/unit/test_cli.py"
-    assert unit_of("tests/broker/test_restart.py::test_a[kafka392]") == unit_of(
-        "tests/broker/test_topic.py::test_b[3.9.2]"
-    )
+SHARING = """
+import pytest
+
+@pytest.fixture(scope="module")
+def made(): return 1
+
+@pytest.fixture
+def kafka392(): return 1
+
+def test_of_module(made): pass
+def test_of_older_broker(kafka392): pass
+@pytest.mark.parametrize("version", ["3.9.2", "4.4.0"])
+def test_of_version(version): pass
+def test_alone(): pass
+"""
+
+
+def test_tests_that_share_fixtures_run_in_one_process(tmp_path: Path) -> None:
+    assert collect(tmp_path, "shim", SHARING) == [
+        ["test_of_module", "tests/shim/test_it.py"],
+        ["test_of_older_broker", "3.9.2"],
+        ["test_of_version[3.9.2]", "3.9.2"],
+        ["test_of_version[4.4.0]"],
+        ["test_alone"],
+    ]
+    assert {group for _, group in collect(tmp_path / "more", "unit", SHARING)} == {"tests/unit/test_it.py"}

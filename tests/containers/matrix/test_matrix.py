@@ -22,7 +22,10 @@ from tests.containers.matrix.cells import (
 )
 from tests.containers.matrix.run import Run, Size
 
+pytestmark = pytest.mark.takes(168)
 
+
+@pytest.mark.deep_for("*-whole", "kill-*")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [Size(10_000, faults=1), Size()], ids=["one fault", "whole"])
 @pytest.mark.parametrize("cell", SHORT, ids=lambda cell: cell.name)

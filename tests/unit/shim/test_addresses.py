@@ -18,6 +18,8 @@ from eos.shim.wire import api
 from eos.shim.wire.cursor import string
 from tests.unit.shim.messages import FUZZ_EXAMPLES, RESPONSES, decoded, framed, frames, with_unknown_tag
 
+pytestmark = pytest.mark.takes(85)
+
 # The same examples every time: each check demands that some of them have what it is about.
 FEW = settings(
     max_examples=FUZZ_EXAMPLES or 15,

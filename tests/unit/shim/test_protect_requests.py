@@ -19,6 +19,8 @@ from tests.unit.shim.messages import requests
 from tests.unit.shim.test_protect_frames import CASES, NEW, OLD, encoded
 from tests.unit.shim.test_protect_frames import requests as request
 
+pytestmark = pytest.mark.takes(38)
+
 CLASSES = messages.REQUESTS
 
 
