@@ -16,11 +16,11 @@ from typing import NamedTuple
 from eos import App, ListState, MapState, Out, Record
 from eos.app.cells import cell_of
 from eos.app.state import FIELDS
+from eos.engine.handling import Collector, Handler
 from eos.state.engines import ENGINES
 from eos.state.folders import InFolder
 from eos.state.tasks import Task
 from eos.state.values import InMemory, Values
-from eos.worker.handling import Handler, Kept
 
 SIZES = (1_000, 10_000, 100_000)
 RECORDS = 2_000  # measured of each shape that is not one transaction
@@ -149,7 +149,7 @@ def records_from(first: int, many: int) -> Iterator[Record]:
 
 
 def commit(handler: Handler, task: Task, records: list[Record] | Iterator[Record]) -> None:
-    halt = handler.handle(Kept(), list(records))
+    halt = handler.handle(Collector(), list(records))
     if halt is not None and halt.error is not None:
         raise halt.error
     task.committed(0.0)

@@ -1,17 +1,17 @@
-"""What can go wrong, named by what the caller must do.
+"""The errors of this package, named by what the caller must do.
 
-Owns the error tree and the actions; eos/kafka/client/failures.py says which action an error of the client asks for. It
-must never talk to Kafka. Importing it loads no Kafka client: a Spark executor that runs an App has none.
+Owns the error tree and the actions. eos/kafka/client/failures.py maps errors of the client to actions. This module must
+never talk to Kafka, and importing it loads no Kafka client, because a Spark executor that runs an App has none.
 
     EosError                    exit code
     ├── UsageError              64   the command line was wrong
     │   └── ImportFailed             a user's module raised while it was imported
     ├── PoisonRecord            65   a record that cannot be handled stopped the worker
-    ├── InputGone               66   the input at the committed offset does not exist any more, or is damaged
+    ├── InputGone               66   the input at the committed offset no longer exists, or is damaged
     ├── Unavailable             69   the cluster cannot be reached, or a preflight check failed
-    ├── IllegalState            70   a call in the wrong order: nothing was sent, nothing changed
-    ├── Temporary               75   restart me: nothing is lost
-    │   └── CommitOutcomeUnknown     a commit was sent and its answer never came
+    ├── IllegalState            70   a call in the wrong order; it sent and changed nothing
+    ├── Temporary               75   a restart helps; nothing is lost
+    │   └── CommitOutcomeUnknown     a commit was sent and never answered
     ├── NotAuthorised           77
     ├── ConfigurationError      78
     └── Fenced                  79   a newer instance owns this transactional.id
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 
 class EosError(Exception):
-    """Base of every error this package raises on purpose; `exit_code` is what the command line ends with, `remedy`
-    what to change, said behind the sentence."""
+    """Base of every error that this package raises on purpose.
+
+    `exit_code` is the exit code of the command line. `remedy` says what to do, and follows the message."""
 
     exit_code = 70
 
@@ -50,11 +51,11 @@ class UsageError(EosError):
 
 
 class ImportFailed(UsageError):
-    """A user's module raised while it was imported; what it raised is the `__cause__`."""
+    """A user's module raised its `__cause__` while it was imported."""
 
 
 class PoisonRecord(EosError):
-    """A record that its function, its decoder or the broker refuses. The original error is the `__cause__`."""
+    """A record that its function, its decoder or the broker refused with the `__cause__`."""
 
     exit_code = 65
 
@@ -64,8 +65,9 @@ class PoisonRecord(EosError):
 
 
 class InputGone(EosError):
-    """The committed offset of a partition is out of range, what is stored there is damaged, or its state is gone;
-    beginning anew silently would lose or repeat records."""
+    """The committed offset of a partition is out of range, the batch there is damaged, or its state is gone.
+
+    A silent new start would lose or repeat records."""
 
     exit_code = 66
 
@@ -75,19 +77,19 @@ class Unavailable(EosError):
 
 
 class IllegalState(EosError):
-    """A call that is not legal in the present state of the transaction; it was refused before it did anything."""
+    """A call that is illegal in the present state of the transaction. It was refused before it did anything."""
 
     exit_code = 70
 
 
 class Temporary(EosError):
-    """This process cannot go on, a restarted one can: committed work stays, the rest is read again."""
+    """This process cannot continue, but a restarted one can. Committed work stays, everything else is read again."""
 
     exit_code = 75
 
 
 class CommitOutcomeUnknown(Temporary):
-    """The commit may or may not have happened. A session with an input resolves this by the group's offsets."""
+    """The commit may or may not have succeeded. A session with an input resolves this by the group's offsets."""
 
 
 class NotAuthorised(EosError):
@@ -99,13 +101,13 @@ class ConfigurationError(EosError):
 
 
 class Fenced(EosError):
-    """A newer instance with the same transactional.id took over; going on would fence it in turn."""
+    """A newer instance with the same transactional.id took over. Continuing would fence that one in turn."""
 
     exit_code = 79
 
 
 class Interruption(BaseException):
-    """Raised by a signal handler of this package into whatever runs.
+    """Raised by a signal handler of this package, wherever the main thread is.
 
     A BaseException, so that no `except Exception` of a user's function swallows it.
     """
@@ -115,7 +117,7 @@ _MOST_CAUSES: Final = 1_000
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, then the members of groups and what each was raised for or while handling, nearest first."""
+    """Yield an exception, its group members, and the exceptions that led to each of them, nearest first."""
     waiting = deque([error])
     for _ in range(_MOST_CAUSES):
         if not waiting:
@@ -129,7 +131,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def interruption_of(error: BaseException) -> BaseException | None:
-    """Return what ends the run from outside, if `error` is or hides it: an Interruption, or Ctrl-C in this thread.
+    """Return the interruption of the run that `error` is or hides: an Interruption, or Ctrl-C in this thread.
 
     Everything else that a user's code raises is a failure of that code: SystemExit, CancelledError, and a
     KeyboardInterrupt where Ctrl-C has another handler than Python's.
@@ -141,13 +143,13 @@ def interruption_of(error: BaseException) -> BaseException | None:
 
 
 def raise_if_interrupted(error: BaseException) -> None:
-    """Raise the interruption that a user's code let through, see `interruption_of`."""
+    """Raise the interruption that `error` is or hides, if any: see `interruption_of`."""
     if (interruption := interruption_of(error)) is not None:
         raise interruption
 
 
 def safe_str(error: BaseException) -> str:
-    """Return the text of an exception, with the texts of a group's members. Never raise what its `__str__` raises."""
+    """Return the text of an exception, with those of group members. If its `__str__` raises, name that error."""
     try:
         text = str(error)
         if isinstance(error, BaseExceptionGroup):
@@ -159,46 +161,47 @@ def safe_str(error: BaseException) -> str:
 
 
 class Action(Enum):
-    """What the caller of a failed call must do; the only answer that `classify` gives."""
+    """The action that a failed call requires of its caller. `classify` returns one."""
 
     RETRY = "call the same function again, inside a deadline"
     ABORT = "abort the transaction and hand its records out again"
-    REBUILD = "replace the producer, then go on from the group's stable committed offsets"
+    REBUILD = "replace the producer, then continue from the group's stable committed offsets"
     SETTLE = "find out who owns the transactional.id before anything else"
-    POISON = "the record is refused for good: treat it like a record whose function raised"
+    POISON = "the record is refused permanently: treat it like a record whose function raised"
     INPUT_GONE = "stop: the input at the committed offset is gone"
-    DAMAGED = "stop, once all before it is committed: what is stored there cannot be read"
+    DAMAGED = "stop once all earlier records are committed: the batch there cannot be read"
     UNAVAILABLE = "stop: something that must exist does not"
     UNAUTHORISED = "stop: not authorised"
     MISCONFIGURED = "stop: the configuration is wrong"
     FENCED = "stop: a newer instance took over"
-    LOOK = "stop if a topic that the session keeps for itself was deleted or recreated; else as REBUILD"
-    REJOIN = "find out who owns the transactional.id; if it is ours still, join the group with a new consumer"
-    INTERRUPTED = "give up whatever was under way, and begin at what is committed with new clients"
-    BUG = "stop: a call in the wrong order, which our own guard should have refused"
+    LOOK = "stop if a topic of the session's own was deleted or recreated; else as REBUILD"
+    REJOIN = "find out who owns the transactional.id; if it is still ours, join the group with a new consumer"
+    INTERRUPTED = "drop everything in progress, and start from the committed offsets with new clients"
+    BUG = "stop: a call in the wrong order, which our own checks should have refused"
 
 
-# The consumer's and the producer's calls, as the table names them. "delivery" is the error of a delivery report:
-# it always comes with all three flags unset, so flags are never looked at there.
+# Calls of the consumer and the producer, as the table of failures names them. "delivery" is the error of a delivery
+# report. Its three flags are always unset, so they are ignored there.
 Call = Literal[
     "init", "begin", "produce", "delivery", "flush", "send_offsets", "commit", "abort", "consume", "committed", "seek"
 ]
 
 
 class CallFailed(Exception):
-    """A client call failed in a way that `action` says how to handle. Internal: it never leaves a session. `sentence`
-    is what a user reads before the call and its error, where that alone says too little. `record`: the input record
-    whose output it is about, where that is known."""
+    """A client call failed, and `action` says how to handle it. Internal: it never leaves a session.
+
+    `sentence` precedes the call and its error in the message, if they alone say too little. `record`: the input record
+    whose output it is about, if that is known."""
 
     def __init__(
         self, call: Call, action: Action, cause: BaseException | KafkaError, sentence: str = "", record: Any = None
     ) -> None:
-        told = f"{call}: {describe_error(cause)}"
-        super().__init__(f"{sentence} ({told})" if sentence else told)
+        described = f"{call}: {describe_error(cause)}"
+        super().__init__(f"{sentence} ({described})" if sentence else described)
         self.call, self.action, self.error, self.sentence, self.record = call, action, cause, sentence, record
 
     def about(self, record: Any) -> CallFailed:
-        """The same, of an output of this input record."""
+        """Return the same failure with the input record whose output it is about."""
         known = CallFailed(self.call, self.action, self.error, self.sentence, record)
         known.__cause__ = self.__cause__
         return known
@@ -208,14 +211,14 @@ _THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 
 
 def no_broker(servers: str) -> str:
-    """What to do about brokers that cannot be reached; on this machine one can be started."""
+    """Return the remedy for unreachable brokers; on this machine it includes starting one."""
     remedy = "check bootstrap.servers, security.protocol, and that a broker listens there for this machine"
     hosts = {server.strip().rpartition(":")[0] for server in servers.split(",")}
     return f"{remedy}; `eos broker start` starts one here" if hosts & _THIS_MACHINE else remedy
 
 
 def missing_right(resource: str, operation: str) -> tuple[str, str]:
-    """What is missing, and what to change."""
+    """Return the message about a missing right, and its remedy."""
     return f"{resource}: not authorised to {operation} it", f"add an ACL that allows {operation} on {resource}"
 
 
@@ -225,7 +228,7 @@ def not_authorised(resource: str, operation: str) -> NotAuthorised:
 
 
 def describe_error(error: BaseException | KafkaError) -> str:
-    """One line: the code's name and librdkafka's sentence, or the exception."""
+    """Return one line: the error code's name with librdkafka's message, or the exception."""
     from confluent_kafka import KafkaError, KafkaException
 
     if isinstance(error, KafkaException) and error.args and isinstance(error.args[0], KafkaError):
@@ -236,7 +239,7 @@ def describe_error(error: BaseException | KafkaError) -> str:
 
 
 def stop_error(failure: CallFailed) -> EosError:
-    """The public error of a failure whose action is to stop; its cause is the original."""
+    """Return the public error of a failure that stops the session, with the failure as its cause."""
     kinds: dict[Action, type[EosError]] = {
         Action.UNAVAILABLE: Unavailable,
         Action.UNAUTHORISED: NotAuthorised,

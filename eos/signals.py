@@ -1,7 +1,8 @@
-"""Sets signal handlers for this process only: a child that is forked meanwhile gets the previous handlers back.
+"""Sets signal handlers for this process only, among them those that stop a run.
 
-Owns only the handlers that were replaced. Otherwise a process that a user's function forks (multiprocessing) would
-handle SIGTERM as a request to stop the worker, and continue to run.
+The first SIGTERM or SIGINT stops a run between two batches, a second one at once; other modules decide what follows. A
+process that a user's function forks (multiprocessing) gets the previous handlers back. Otherwise it would handle
+SIGTERM as a request to stop the worker, and continue to run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import os
 import signal
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Protocol, Self
+
+from eos import log
+from eos.errors import Interruption, Temporary
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -53,3 +57,55 @@ def _restore_all() -> None:
 
 
 os.register_at_fork(after_in_child=_restore_all)
+
+
+class ShutdownExpired(Interruption):
+    """Raised if a stop took too long or was requested twice."""
+
+
+def took_too_long(expired: ShutdownExpired) -> Temporary:
+    """Return the error with which a run ends then."""
+    return Temporary(
+        f"the stop took too long ({expired}): the open transaction was given up, and its records will be handled again"
+    )
+
+
+class Stoppable(Protocol):
+    """Something that StopSignals stops between two batches."""
+
+    def stop(self) -> None:
+        """Request the stop."""
+
+
+class StopSignals:
+    """Handles SIGTERM and SIGINT: the first one requests a stop; a second one, or the deadline, gives up.
+
+    `timeout_s` is eos.shutdown.timeout.ms. The first signal takes over the process's timer and SIGALRM, and the exit
+    gives them back."""
+
+    def __init__(self, stoppable: Stoppable, timeout_s: float) -> None:
+        self._stoppable, self._timeout_s = stoppable, timeout_s
+        self._handlers = Handlers(self._on_signal)
+        # The previous owner's timer. None: no signal arrived, though the code may have requested a stop.
+        self._timer: tuple[float, float] | None = None
+
+    def __enter__(self) -> StopSignals:
+        self._handlers.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            signal.setitimer(signal.ITIMER_REAL, *self._timer)
+        self._handlers.__exit__()
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        if self._timer is not None:
+            raise ShutdownExpired("requested a second time")
+        self._stoppable.stop()
+        log.info("stopping", signal=signal.Signals(number).name)
+        self._handlers.set_handler(signal.SIGALRM, self._on_deadline)
+        # setitimer(0) would disarm the timer instead of firing it.
+        self._timer = signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))
+
+    def _on_deadline(self, *_: Any) -> None:
+        raise ShutdownExpired(f"eos.shutdown.timeout.ms={round(self._timeout_s * 1000)} is over")

@@ -1,7 +1,7 @@
 """Runs an App's functions over Arrow batches: the executor code for `mapInArrow`.
 
 Owns the conversion from rows of Spark's Kafka source to Records, and from an App's outputs to rows of the sink.
-eos/app/routes.py calls the function and eos/worker/handling.py handles failed records, as on a worker. This module must
+eos/app/routes.py calls the function and eos/engine/handling.py handles failed records, as on a worker. This module must
 never import a Kafka client, open a connection or decide the outcome of a micro-batch: it yields rows or raises.
 """
 
@@ -17,10 +17,10 @@ from eos import log
 from eos.app.definition import App
 from eos.app.routes import Route
 from eos.app.stores import CellsOf
+from eos.engine.handling import Collector, Handler
+from eos.engine.hooks import Hooks
 from eos.errors import EosError
 from eos.records import Header, Record, Send
-from eos.worker.handling import Handler, Kept
-from eos.worker.hooks import Hooks
 from spark_connector.failures import to_line
 from spark_connector.workers import begin_task
 
@@ -96,7 +96,7 @@ def handle(handler: Handler, records: list[Record], most: int) -> Iterator[Seque
     at = 0
     while at < len(records):
         part = records[at : at + most]
-        outputs = Kept()
+        outputs = Collector()
         halt = handler.handle(outputs, part)
         at += len(part) if halt is None else halt.handled
         if halt is not None and halt.error is not None:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pyarrow as pa
 
+from eos.engine.handling import Handler
+from eos.engine.hooks import Hooks
 from eos.errors import EosError
 from eos.records import Record, Send
 from eos.state.tasks import Task
 from eos.state.values import InMemory
-from eos.worker.handling import Handler
-from eos.worker.hooks import Hooks
 from spark_connector.apply import OUTPUTS, OnSpark, handle, prepare, read, write
 from spark_connector.failures import to_line
 

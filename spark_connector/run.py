@@ -24,7 +24,7 @@ from eos.encoding.serde import function_name
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
 from eos.kafka.client.settings import Settings
 from eos.session.consumer.queries import check_topics
-from eos.session.signals import ShutdownExpired, StopSignals, took_too_long
+from eos.signals import ShutdownExpired, StopSignals, took_too_long
 from spark_connector import failures, keyed
 from spark_connector.apply import OUTPUTS, Apply
 from spark_connector.java_settings import unused
@@ -88,13 +88,13 @@ def run_app(run: Run, spark: SparkSession) -> None:
     """
     from py4j.protocol import Py4JError
 
-    batches = _Batches(sink(run), run.settings)
+    batches = _Batches(sink(run))
     began = time.monotonic()
     log.info("query starts", transactional_id=run.transactional_id, checkpoint=run.checkpoint_location)
     try:
         ship(spark, run.app)
         query = _start(run, spark, batches)
-        with StopSignals(batches):
+        with StopSignals(batches, run.settings["eos.shutdown.timeout.ms"] / 1000):
             _follow(query, batches)
     except (Py4JError, ConnectionError) as error:  # ConnectionError: from Py4J's attempt to reconnect
         raise Temporary(f"Spark's JVM is gone, or has stopped: {first_line(str(error))}") from error
@@ -246,8 +246,8 @@ class _Batches:
     Spark passes on only the text of an exception.
     """
 
-    def __init__(self, write: Stream, settings: Settings) -> None:
-        self.write, self.settings = write, settings
+    def __init__(self, write: Stream) -> None:
+        self.write = write
         self.stop_requested = False
         self.writing = False
         self.done = 0

@@ -1,7 +1,7 @@
 """Defines error policies: what happens to a record that its function, its decoder or the broker refuses.
 
 Owns the policies as data, the backoff between two attempts, and the name of a dead-letter topic. It must never run a
-function, send anything or inspect an error: eos/worker/handling.py applies a policy.
+function, send anything or inspect an error: eos/engine/handling.py applies a policy.
 
     stop                      the default: the worker commits the records before and exits with code 65
     skip                      the record has no output and its offset is committed, as if the function returned None

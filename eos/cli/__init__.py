@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from eos import log
+from eos.engine.hooks import HookFailed
 from eos.errors import EosError, ImportFailed, Interruption, PoisonRecord
-from eos.worker.hooks import HookFailed
 
 # In the order of the help. A command is the function of the same name in its module; a group is the module's `app`.
 COMMANDS = {

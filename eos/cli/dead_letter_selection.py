@@ -16,7 +16,7 @@ import msgspec
 
 from eos.cli.rendering import bytes_as_json, bytes_from_json
 from eos.errors import UsageError
-from eos.worker.letters import Letter
+from eos.worker.dead_letters import DeadLetter
 
 Change = Mapping[str, Any]
 """The changed fields of a Record."""
@@ -41,27 +41,27 @@ class Selection:
         self.missing = set(places or changes or ())
         """The requested records for which no dead letter was found so far."""
 
-    def __call__(self, letter: Letter) -> Letter | None:
-        names = {letter.place, letter.source}
+    def __call__(self, letter: DeadLetter) -> DeadLetter | None:
+        names = {letter.position, letter.source}
         self.missing -= names
         if self._places and not names & self._places:
             return None
         if self._exceptions and letter.exception not in self._exceptions:
             return None
-        if self._changes is not None and letter.place not in self._changes:
+        if self._changes is not None and letter.position not in self._changes:
             return None
         self.selected += 1
-        change = (self._changes or {}).get(letter.place, {})
+        change = (self._changes or {}).get(letter.position, {})
         return dataclasses.replace(letter, record=msgspec.structs.replace(letter.record, **change))
 
 
-def export_row(letter: Letter) -> dict[str, Any]:
+def export_row(letter: DeadLetter) -> dict[str, Any]:
     """Return a pending dead letter as a JSON object for an exported file."""
     record = letter.record
-    failure = {name: letter.told[name] for name in _FAILURE_FIELDS if name in letter.told}
+    failure = {name: letter.notes[name] for name in _FAILURE_FIELDS if name in letter.notes}
     headers = [[name, bytes_as_json(value)] for name, value in record.headers]
     content = {"timestamp": record.timestamp, "key": bytes_as_json(record.key), "value": bytes_as_json(record.value)}
-    row = {"letter": letter.place, "source": letter.source, "replays": letter.replays, **failure, **content}
+    row = {"letter": letter.position, "source": letter.source, "replays": letter.replays, **failure, **content}
     return {**row, "headers": headers}
 
 

@@ -27,10 +27,10 @@ from eos.errors import UsageError
 from eos.kafka.client.settings import Settings
 from eos.records import is_topic_name
 from eos.worker import replay
-from eos.worker.letters import Letter, Place, group_of, letters
+from eos.worker.dead_letters import DeadLetter, ReplayProgress, group_of, read_dead_letters
 from eos.worker.loading import load_app, refuse_ids
 from eos.worker.new_topics import topic_names
-from eos.worker.replay import DROPPING, Replay, Settling, Told
+from eos.worker.replay import DROPPING, Replay, ReplayResult, Settling
 
 _TIMEOUT_S = 5.0
 _MESSAGE = 80
@@ -106,7 +106,7 @@ def list_(
                 "eos dlq list needs MODULE:APP, with --topic for one of its topics, or the name of a topic"
             )
         name = target.removesuffix(DEAD_LETTER_SUFFIX)
-        rows += _group_by_exception(name, letters(settings, dead_letter_topic(name), None))
+        rows += _group_by_exception(name, read_dead_letters(settings, dead_letter_topic(name), None))
     if json:
         print_json(rows)
         return
@@ -219,22 +219,22 @@ def _load_replay_settings(
 
 def _waiting_letters(
     loaded: App, settings: Settings, topic: list[str] | None, letters_of: str | None
-) -> Iterator[tuple[str, Iterator[Letter]]]:
+) -> Iterator[tuple[str, Iterator[DeadLetter]]]:
     """Yield each source topic with the App's pending dead letters."""
     app_id = letters_of or loaded.id
-    place = Place(settings, group_of(app_id))
+    progress = ReplayProgress(settings, group_of(app_id))
     try:
         for name in _sources(loaded, topic or []):
-            found = letters(settings, dead_letter_topic(name), place, _warn)
+            found = read_dead_letters(settings, dead_letter_topic(name), progress, _warn)
             yield name, (letter for letter in found if letter.is_of(app_id))
     finally:
-        place.close()
+        progress.close()
 
 
 @contextmanager
-def _report_outcome(summary: Callable[[Told], str], source: str) -> Iterator[Told]:
+def _report_outcome(summary: Callable[[ReplayResult], str], source: str) -> Iterator[ReplayResult]:
     """Print the outcome of a topic's dead letters, also of those committed before an error."""
-    counts, topic, completed = Told(), dead_letter_topic(source), False
+    counts, topic, completed = ReplayResult(), dead_letter_topic(source), False
     try:
         yield counts
         completed = True
@@ -243,12 +243,12 @@ def _report_outcome(summary: Callable[[Told], str], source: str) -> Iterator[Tol
             print(f"{topic}: {summary(counts)}", flush=True)
         for exception, count in counts.failed.items():
             print(f"{topic}: {count} of {log.printable(exception)}", file=sys.stderr)
-        for owner, count in counts.strangers.items():
+        for owner, count in counts.of_other_apps.items():
             name = log.printable(owner)
             print(f"{topic}: skipped {count} of App {name} (--letters-of {name} takes them)", file=sys.stderr)
 
 
-def _replay_summary(counts: Told) -> str:
+def _replay_summary(counts: ReplayResult) -> str:
     failed = sum(counts.failed.values())
     replayed = counts.handled + failed
     return f"{replayed} replayed, {counts.handled} handled ({counts.outputs} outputs), {failed} failed again"
@@ -287,7 +287,7 @@ def _sources(loaded: App, named: list[str]) -> list[str]:
     return list(dict.fromkeys(sources))
 
 
-def _group_by_exception(topic: str, found: Iterable[Letter]) -> list[LetterGroup]:
+def _group_by_exception(topic: str, found: Iterable[DeadLetter]) -> list[LetterGroup]:
     newest: dict[tuple[str, str, int], tuple[str, str, str, int, tuple[int, int]]] = {}
     copies: Counter[tuple[str, str]] = Counter()
     for letter in found:

@@ -36,8 +36,7 @@ from eos.health.report import Reporter, supervisor_pipe
 from eos.health.status import Status
 from eos.kafka.client import settings
 from eos.records import format_position
-from eos.session.signals import StopSignals
-from eos.signals import Handlers
+from eos.signals import Handlers, StopSignals
 from eos.worker.loading import load_app, refuse_ids
 from eos.worker.running import prepare
 from eos.worker.supervisor import Supervisor, own_name, prefix_own_output
@@ -148,6 +147,7 @@ def _run_worker(
     worker: Worker, pipe: int | None, address: tuple[str, int] | None, show: bool, started: Callable[[], None]
 ) -> None:
     """Run the worker in this process. It has an observer only if something reads its status."""
+    stop_s = worker.settings["eos.shutdown.timeout.ms"] / 1000
     with contextlib.ExitStack() as around:
         if pipe is not None or address is not None or show:
             observer = Observer(worker)
@@ -160,7 +160,6 @@ def _run_worker(
 
                 around.enter_context(serve(address, Board(statuses)))
             if pipe is not None:
-                stop_s = worker.settings["eos.shutdown.timeout.ms"] / 1000
                 around.enter_context(Reporter(pipe, observer.status, stop_s))
             if show:
                 from eos.cli.live import line, live_view
@@ -168,7 +167,7 @@ def _run_worker(
                 around.enter_context(live_view(statuses, line))
             around.enter_context(observer)
         prepare(worker)
-        with StopSignals(worker.session):
+        with StopSignals(worker.session, stop_s):
             started()
             worker.run()
 

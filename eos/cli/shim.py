@@ -205,7 +205,7 @@ def _settings(options: Options) -> ShimSettings:
         largest_frame=options.max_frame_bytes,
         largest_control=options.max_control_bytes,
         most_connections=options.max_connections,
-        most_of_an_address=options.max_connections_per_address,
+        most_per_address=options.max_connections_per_address,
         login_timeout_s=options.login_timeout,
         idle_timeout_s=options.idle_timeout,
     )
@@ -246,7 +246,7 @@ async def _serve_until(
         # Health comes first: a shim that waits for its brokers is live and not ready.
         if health is not None:
             loop = asyncio.get_running_loop()
-            http = around.enter_context(serve_health(health, loop, lambda: server.not_ready, sources(server)))
+            http = around.enter_context(serve_health(health, loop, lambda: server.not_ready_reason, sources(server)))
             log.info("health server started", address=f"{health[0]}:{http.port}")
         await server.start()
         writing = None if html is None else asyncio.create_task(html.keep_written())

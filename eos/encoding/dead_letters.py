@@ -1,6 +1,6 @@
 """Defines dead letters: unchanged copies of records that could not be handled, with headers about position and error.
 
-Owns the format only; it must never send a dead letter. eos/worker/handling.py and eos/session/transaction.py send it in
+Owns the format only; it must never send a dead letter. eos/engine/handling.py and eos/session/transaction.py send it in
 the transaction that commits the record's offset.
 
 Key and value are the record's own bytes; the partition follows from the key. The timestamp is the time of producing:
@@ -71,8 +71,8 @@ def split_headers(headers: Sequence[Header]) -> tuple[list[Header], dict[str, st
 # Keeps the names in dead letters stable although these classes have moved to other modules.
 _STORED_NAMES = {
     "eos.encoding.serde.DecodeError": "eos.serde.DecodeError",
-    "eos.worker.handling.RecordRefused": "eos.handling.RecordRefused",
-    "eos.worker.handling.DeadLetterRefused": "eos.handling.DeadLetterRefused",
+    "eos.engine.handling.RecordRefused": "eos.handling.RecordRefused",
+    "eos.engine.handling.DeadLetterRefused": "eos.handling.DeadLetterRefused",
 }
 
 

@@ -1,11 +1,11 @@
-"""What runs once for each record, between the consumer's message and the producer's queue.
+"""The code that runs once per record, between the consumer's message and the producer's queue.
 
-Owns the choice between two forms of the same four functions: compiled (_native.c), where a compiler was at hand when
-the package was installed, and Python (python.py), which is what they mean. The compiled ones save a sixth to a quarter
-of the worker's time (docs/engineering/measurements.md). They know no policy and no transaction, and hand back what is
-not usual.
+Owns the choice between two forms of the same four functions: compiled (_native.c), if a compiler was available when the
+package was installed, and Python (python.py), which defines them. The compiled ones save a sixth to a quarter of the
+worker's time (docs/engineering/measurements.md). They know no policy and no transaction, and leave unusual results to
+their caller.
 
-`EOS_PURE_PYTHON=1` chooses Python, to tell whether an error is the compiled code's.
+`EOS_PURE_PYTHON=1` chooses Python, to find out whether an error is the compiled code's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eos.hotloop.source import checksum
 COMPILED = False
 """Whether the compiled functions are in use."""
 STALE = ""
-"""Why not, where there are some that may do something else than the source beside them."""
+"""Why compiled functions are not used although they exist: they were built from another source."""
 
 feed_outs = python.feed_outs
 feed_values = python.feed_values
@@ -32,7 +32,7 @@ if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
     try:
         from eos.hotloop import _native
     except ImportError:
-        pass  # it was installed without a compiler: the same, slower
+        pass  # installed without a compiler: same results, slower
     else:
         _source = checksum(Path(__file__).parent)
         if _source in (None, getattr(_native, "SOURCE", 0)):
@@ -40,6 +40,6 @@ if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
 
             COMPILED = True
         else:
-            # An editable installation keeps what it compiled when the source changes.
-            STALE = "the compiled hot loop is of another source and is not used: build it again with `pip install -e .`"
+            # An editable installation keeps its compiled loop when the source changes.
+            STALE = "the compiled hot loop is of another source and is not used: rebuild it with `pip install -e .`"
             log.warning(STALE)

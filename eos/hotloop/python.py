@@ -1,6 +1,6 @@
-"""The hot loop in Python: what the compiled one (_native.c) must do too, step by step.
+"""The hot loop in Python: the reference for the compiled one (_native.c), step by step.
 
-A rule that is changed here is changed there; tests/unit/test_hotloop.py runs both on the same cases.
+Change rules in both places; tests/unit/test_hotloop.py runs both on the same cases.
 """
 
 from __future__ import annotations
@@ -10,44 +10,44 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import GeneratorType
 from typing import Any, NoReturn
 
-END_OF_TIME = 253_402_300_800_000  # the year 10000 in milliseconds: what is later was meant in another unit
+END_OF_TIME = 253_402_300_800_000  # the year 10000 in milliseconds: a later timestamp has another unit
 _END_OF_PARTITIONS = 2**31
-_NO_HEADERS = ()  # CPython has one empty tuple; another empty sequence only takes the longer way
+_NO_HEADERS = ()  # CPython has one empty tuple; another empty sequence only takes the slow path
 
 Header = tuple[str, bytes | None]
-# Where usual results of a function go: the topic of those that name none, all topics that may be named, the names of
-# headers that are passed on (None: none are), the type Out, what stands for "the record's" in it (KEEP), and what makes
-# bytes, or None, of a value and of a key that is no text; whether the result None is usual.
+# The destination of usual results: the topic of results that name none, all topics that may be named, the names of
+# headers to pass on (None: none), the type Out, its marker for "the record's" (KEEP), the encoders of values and of
+# keys that are not text, and whether the result None is usual.
 Encode = Callable[[Any], bytes | None]
 Target = tuple[str, frozenset[str], frozenset[str] | None, type[Any], object, Encode, Encode, bool]
-# What `produce` is given: topic, value and key; where it takes more, partition, two callbacks that are None and the
-# timestamp; where there are some, headers.
+# The arguments of `produce`: topic, value and key; if needed, partition, two callbacks that are None and the timestamp;
+# and headers, if there are any.
 Call = tuple[Any, ...]
 
 
 class _Nothing:
-    """No object has this type, and no partition is it."""
+    """A type without objects; it equals no partition."""
 
 
 class _Unusual(Exception):
-    """What is left to the caller."""
+    """Raised for a result that the caller must handle."""
 
 
-# Not `m.headers()`: CPython calls that without a look whether the method left an exception behind beside its result.
+# Not `m.headers()`: CPython does not check that call for an exception that the method set while returning a result.
 headers_of = operator.methodcaller("headers")
 
 
 def records_of(
     messages: Iterable[Any], record_type: Callable[..., Any], unreadable: Callable[[Any, Exception], Any]
 ) -> list[Any]:
-    """A record of each of the client's messages, in order, without those that are errors. Where a message raises when
-    it is asked for its headers, `unreadable` gets it with what it raised, and returns the record's."""
+    """Return a record for each of the client's messages, in order, without those that are errors. If the headers of a
+    message raise, `unreadable` gets the message and the exception, and returns the record's headers."""
     records = []
     for m in messages:
         if m.error() is None:
             try:
                 headers = headers_of(m) or ()
-            except Exception as error:  # noqa: BLE001 - `unreadable` tells which it takes
+            except Exception as error:  # noqa: BLE001 - `unreadable` raises it unless it knows it
                 headers = unreadable(m, error)
             records.append(
                 record_type(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), headers)
@@ -56,7 +56,7 @@ def records_of(
 
 
 def runs_of(records: Sequence[Any]) -> list[int]:
-    """Where in `records` another partition begins, or the offset does not rise; 0 is the first, if there are any."""
+    """Return the indexes at which another partition begins or the offset does not rise; the first is 0, if any."""
     runs: list[int] = []
     topic, partition, offset = None, _Nothing, 0
     for at, record in enumerate(records):
@@ -76,12 +76,12 @@ def feed_values(
     refused: Callable[[Exception, Any], object],
     other: Callable[[Any, Any], int],
 ) -> tuple[int, int, BaseException | None]:
-    """(outputs sent, records handled, what the next record failed of): a function of one record on many.
+    """Run a function of one record on many. Return (outputs sent, records handled, exception of the next record).
 
-    A usual result is sent to `target`: a value, or an Out whose fields are of the usual types, or several of them in a
-    list, a tuple or a generator, none before all of them are made. None of a record that has a value is no output,
-    where it is usual. All else is for `other`, which returns how many outputs it sent; with `target` None whatever is
-    to be sent. `refused` gets what `produce` raised, with the output.
+    A usual result is sent to `target`: a value, an Out with fields of the usual types, or several of them in a list, a
+    tuple or a generator, once all of them are made. The result None of a record with a value sends nothing, if None is
+    usual. Everything else goes to `other`, which returns how many outputs it sent; so does every output if `target` is
+    None. `refused` gets the exception of `produce` with the output.
     """
     sent = 0
     coming = iter(records)
@@ -97,7 +97,7 @@ def feed_values(
                 and (target[2] is None or record.headers is _NO_HEADERS)
                 and 0 < record.timestamp < END_OF_TIME
             ):
-                # As below, without a call: bytes are a function's usual result by far.
+                # As below, without a call: most functions return bytes.
                 _put((target[0], result, record.key, -1, None, None, record.timestamp), produce, refused)
                 sent += 1
             else:
@@ -120,8 +120,8 @@ def feed_outs(
     produce: Callable[..., object],
     refused: Callable[[Exception, Any], object],
 ) -> tuple[int, Exception | None] | None:
-    """(how many were sent, what `refused` raised): the outputs of a batch function, if all are usual; else None, and
-    nothing was sent. `latest_ms`: the timestamp of those that keep theirs, the latest of the batch."""
+    """Send the outputs of a batch function. Return (outputs sent, exception of `refused`); None, and send nothing, if
+    any output is not usual. `latest_ms`: the timestamp of outputs that keep the record's, the latest of the batch."""
     sent = 0
     try:
         calls = [_call_of(out, None, target, latest_ms) for out in outs if out is not None]
@@ -131,13 +131,13 @@ def feed_outs(
         for call in calls:
             _put(call, produce, refused)
             sent += 1
-    except Exception as error:  # noqa: BLE001 - the caller's to tell
+    except Exception as error:  # noqa: BLE001 - the caller raises it
         return sent, error
     return sent, None
 
 
 def _usual(record: Any, result: Any, target: Target) -> list[Call] | None:
-    """What a result leads to, if it is usual."""
+    """Return the calls of `produce` for a result; None if it is not usual."""
     kind = type(result)
     try:
         if kind is not list and kind is not tuple:
@@ -151,8 +151,8 @@ def _usual(record: Any, result: Any, target: Target) -> list[Call] | None:
 
 
 class _HoldsSeveral(dict[type, bool]):
-    """Whether a result of this type is several outputs, worked out once per type: `isinstance` of an ABC would cost
-    more than all the rest. A NamedTuple is one value, as a Struct is."""
+    """Whether a result of a type is several outputs. Computed once per type, because `isinstance` of an ABC would cost
+    more than everything else. A NamedTuple is one value, like a Struct."""
 
     def __missing__(self, kind: type) -> bool:
         if issubclass(kind, tuple):
@@ -166,12 +166,12 @@ HOLDS_SEVERAL = _HoldsSeveral()
 
 
 def looks_like_a_pair(items: Sequence[Any], out_type: type[Any]) -> bool:
-    """Whether the items of a tuple are a key and a value, as other libraries return them: there is a hint for that."""
+    """Return whether a tuple is a key and a value, as other libraries return them; the caller raises a hint then."""
     return len(items) == 2 and isinstance(items[0], (str, bytes)) and type(items[1]) is not out_type
 
 
 def _call_of(item: Any, record: Any, target: Target, latest_ms: int = 0) -> Call:
-    """For `produce`; without a record nothing can be kept of it. Raises _Unusual."""
+    """Return the arguments of `produce`. Raises _Unusual, also for an output that keeps a field of a missing record."""
     topic, destinations, passing, out_type, keep, value_of, key_of, _ = target
     value, key, timestamp, partition, headers = item, keep, keep, -1, None
     if type(item) is out_type:
@@ -212,12 +212,12 @@ def _call_of(item: Any, record: Any, target: Target, latest_ms: int = 0) -> Call
 
 
 def _text(value: Any, other: Encode) -> bytes | None:
-    """As UTF-8, or what `other` makes of it."""
+    """Return text as UTF-8, everything else encoded by `other`."""
     return value.encode() if type(value) is str else other(value)
 
 
 def _headers(headers: Any) -> list[Header]:
-    """Of an exact list, tuple or dict of texts."""
+    """Return the headers of an exact list, tuple or dict with text names. Raises _Unusual."""
     if type(headers) not in (list, tuple, dict):
         raise _Unusual
     result: list[Header] = []
@@ -225,7 +225,7 @@ def _headers(headers: Any) -> list[Header]:
         if type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not str:
             raise _Unusual
         name, value = pair
-        if b"\0" in name.encode():  # what UTF-8 cannot hold raises
+        if b"\0" in name.encode():  # raises for text that UTF-8 cannot encode
             raise _Unusual
         if value is not None and type(value) is not bytes:
             value = _text(value, _no_text)
@@ -240,6 +240,6 @@ def _no_text(value: Any) -> NoReturn:
 def _put(call: Call, produce: Callable[..., object], refused: Callable[[Exception, Any], object]) -> None:
     try:
         produce(*call)
-    except Exception as error:  # noqa: BLE001 - it decides
+    except Exception as error:  # noqa: BLE001 - `refused` decides
         topic, value, key, partition, _, _, timestamp, headers = call + (-1, None, None, 0, None)[len(call) - 3 :]
         refused(error, (topic, value, key, partition, timestamp, headers))

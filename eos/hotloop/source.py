@@ -1,7 +1,7 @@
-"""Which source a compiled loop was made of: a checksum, built into it and compared when it is imported.
+"""The checksum of the source of a compiled loop, built into it and compared when it is imported.
 
-Owns the checksum, for build.py (which runs it by its path, before the package is installed) and for the import. It must
-import nothing that takes time: a worker's start waits for it.
+Used by build.py (by its path, before the package is installed) and by the import. It must import nothing that takes
+time, because a worker's start waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def checksum(folder: Path) -> int | None:
-    """Of _native.c in the package's folder; None where a wheel was installed without it, or from no folder at all."""
+    """Return the checksum of _native.c in the package's folder; None if a wheel was installed without the file."""
     try:
         return zlib.crc32((folder / "_native.c").read_bytes())
     except OSError:

@@ -15,10 +15,9 @@ from eos.kafka.admin.group_history import GroupHistory
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Committed, parse_metadata, read_metadata
-from eos.session.committer import Commit
 from eos.session.consumer.positions import Positions
 from eos.session.consumer.positions import TopicPartition as Partition
-from eos.session.outcomes import Outcome, Participant
+from eos.session.outcomes import Commit, Outcome, Participant
 from eos.session.producer.ownership import OwnerInfo
 from eos.session.producer.producer import TransactionalProducer
 

@@ -6,44 +6,17 @@ commit (eos/session/loop.py does).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from confluent_kafka import TopicPartition
 
 from eos.kafka.client.watchdog import Job, Watchdog
 from eos.kafka.client.world import World
 from eos.observe import Pulse
-from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.producer.producer import TransactionalProducer
 
-if TYPE_CHECKING:
-    from eos.session.transaction import Transaction
-
 _BEAT_S = 0.5
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A commit that was started, with everything needed to finish it."""
-
-    transaction: Transaction
-    offsets: Mapping[Partition, int]
-    taken: int
-    started_at: float  # World.now()
-    job: Job
-    """Its result is the World.now() of the commit's success."""
-
-    @property
-    def open_s(self) -> float:
-        """For how long the transaction was open, once it is committed."""
-        return float(self.job.result) - self.transaction.began_at
-
-    @property
-    def sending_s(self) -> float:
-        """For how long of that time its outputs were sent."""
-        return self.open_s - (self.transaction.handling_s or 0.0)
 
 
 class Committer:

@@ -21,10 +21,9 @@ from eos import log
 from eos.errors import Action, CallFailed, IllegalState, PoisonRecord
 from eos.records import Feed, FeedResult, Record
 from eos.session.commit_offsets import IDLE_REFRESH_S
-from eos.session.committer import Commit
 from eos.session.consumer.group_consumer import GroupConsumer
 from eos.session.consumer.positions import TopicPartition as Partition
-from eos.session.outcomes import Outcome
+from eos.session.outcomes import Commit, Outcome
 from eos.session.parts import Parts
 from eos.session.recovery import Recovery, Trouble
 from eos.session.transaction import Phase, Transaction

@@ -9,14 +9,15 @@ methods it needs. Neither may touch a transaction's clients. This module never d
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from eos.errors import CallFailed, PoisonRecord
+from eos.kafka.client.watchdog import Job
 from eos.kafka.client.world import World
 from eos.observe import Counters
 from eos.records import Record, format_position
-from eos.session.committer import Commit
 from eos.session.consumer.fetcher import Follower
 from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.transaction import Phase, Transaction
@@ -30,6 +31,28 @@ class Outcome(Enum):
     """Its records are handed out again, to the present owners of their partitions."""
     UNKNOWN = "unknown"
     """Its commit was not answered. Each partition continues at the group's committed offset."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit that was started, with everything needed to finish it."""
+
+    transaction: Transaction
+    offsets: Mapping[Partition, int]
+    taken: int
+    started_at: float  # World.now()
+    job: Job
+    """Its result is the World.now() of the commit's success."""
+
+    @property
+    def open_s(self) -> float:
+        """For how long the transaction was open, once it is committed."""
+        return float(self.job.result) - self.transaction.began_at
+
+    @property
+    def sending_s(self) -> float:
+        """For how long of that time its outputs were sent."""
+        return self.open_s - (self.transaction.handling_s or 0.0)
 
 
 class Participant(Follower, Protocol):

@@ -15,9 +15,8 @@ from eos import log
 from eos.errors import Action, CallFailed, PoisonRecord, Temporary, stop_error
 from eos.kafka.client.failures import describe_rebalance
 from eos.records import Record
-from eos.session.committer import Commit
 from eos.session.consumer.positions import TopicPartition as Partition
-from eos.session.outcomes import Outcome
+from eos.session.outcomes import Commit, Outcome
 from eos.session.parts import Parts
 
 

@@ -28,8 +28,8 @@ from eos.session.loop import Loop
 from eos.session.outcomes import Listener, Participant
 from eos.session.parts import Parts
 from eos.session.producer.producer import OLD_TRANSACTIONS, TransactionalProducer
-from eos.session.signals import ShutdownExpired, StopSignals, took_too_long
 from eos.session.transaction import Transaction
+from eos.signals import ShutdownExpired, StopSignals, took_too_long
 
 _IDENTITY_S = 0.5
 
@@ -169,7 +169,7 @@ class TransactSession:
         if threading.current_thread() is not threading.main_thread():
             raise IllegalState("only the main thread receives signals: handle them there, and call `session.stop()`")
         try:
-            with StopSignals(self):
+            with StopSignals(self, self.settings["eos.shutdown.timeout.ms"] / 1000):
                 yield
         except ShutdownExpired as expired:
             raise took_too_long(expired) from expired

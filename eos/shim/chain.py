@@ -17,7 +17,7 @@ from eos.shim.pipeline import Job, Traffic
 from eos.shim.server import Shim
 from eos.shim.settings import ShimSettings
 
-_INSIDE = ("127.0.0.1", 0)
+_INTERNAL = ("127.0.0.1", 0)
 
 
 class Chain:
@@ -49,10 +49,10 @@ class Chain:
         return self.front.traffic if self.shims else Traffic()
 
     @property
-    def not_ready(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         if not self.shims:
             return "not listening yet"
-        return next((reason for shim in self.shims if (reason := shim.not_ready) is not None), None)
+        return next((reason for shim in self.shims if (reason := shim.not_ready_reason) is not None), None)
 
     async def start(self) -> None:
         stages = self._stages()
@@ -64,12 +64,12 @@ class Chain:
                 if not last:
                     settings = replace(
                         settings,
-                        listen=_INSIDE,
+                        listen=_INTERNAL,
                         advertise=None,
                         tls=None,
-                        inside=True,
+                        is_internal=True,
                         most_connections=sys.maxsize,
-                        most_of_an_address=sys.maxsize,
+                        most_per_address=sys.maxsize,
                     )
                 for job in jobs:
                     if isinstance(job, FaultJob):

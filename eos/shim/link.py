@@ -24,12 +24,12 @@ from typing import Any, Protocol
 
 from eos.shim.addresses.book import Endpoint
 from eos.shim.errors import Malformed, ProtocolError
-from eos.shim.memory import Memory
+from eos.shim.memory import MemoryBudget
 from eos.shim.pipeline import Connection, Exchange, Pipeline
 from eos.shim.send_queue import SendQueue
 from eos.shim.wire import api
-from eos.shim.wire.frames import FrameSplitter, Passage, Piece
-from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, AcksReader, implausible, request_head
+from eos.shim.wire.frames import FrameSplitter, Handling, Piece
+from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, AcksReader, implausible_reason, request_head
 
 # The time to deliver the last bytes to a side that reads slowly, after the other side has closed.
 LINGER_S = 30.0
@@ -41,7 +41,7 @@ _BEFORE_A_LOGIN = frozenset({api.API_VERSIONS, api.SASL_HANDSHAKE, api.SASL_AUTH
 # Limits of one connection: unanswered requests, and bytes of responses by jobs that wait for the broker's responses to
 # earlier requests. Brokers handle one request of a connection at a time, so pausing the client costs nothing.
 MOST_UNANSWERED = 1_024
-MOST_OWED_BYTES = 1024 * 1024
+MOST_OWN_RESPONSE_BYTES = 1024 * 1024
 # SO_LINGER on, for 0 seconds: closing sends a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
 # A side with more unsent bytes than this is full. The limit is small because the sockets' own buffers hold megabytes
@@ -56,22 +56,22 @@ _EXCHANGE_BYTES = 320
 _JOINED_BYTES = 64 * 1024  # up to this size a copy costs less than another system call or a new read buffer
 
 
-class Ends(Protocol):
+class LinkObserver(Protocol):
     """Receive the events of a link."""
 
-    def began(self, link: Link) -> None:
+    def link_opened(self, link: Link) -> None:
         """Note that the client has connected and has completed its TLS handshake, if any."""
 
-    def asks(self, link: Link) -> None:
+    def link_needs_broker(self, link: Link) -> None:
         """Connect to the broker: the client's first request has begun."""
 
-    def let_in(self, link: Link) -> None:
+    def link_logged_in(self, link: Link) -> None:
         """Note that the broker has answered a request that needs a login where the broker requires one."""
 
-    def failed(self, link: Link, whose: str, error: Exception) -> None:
-        """Report invalid bytes that end the link. `whose` is "client" or the broker's name."""
+    def link_failed(self, link: Link, sender: str, error: Exception) -> None:
+        """Report invalid bytes that end the link. `sender` is "client" or the broker's name."""
 
-    def ended(self, link: Link) -> None:
+    def link_closed(self, link: Link) -> None:
         """Note that both sides are closed."""
 
 
@@ -82,9 +82,9 @@ class Link:
         endpoint: Endpoint,
         pipeline: Pipeline,
         largest_frame: int,
-        shim: Ends,
+        shim: LinkObserver,
         buffer: ReadBuffer,
-        memory: Memory,
+        memory: MemoryBudget,
     ) -> None:
         self.number, self.endpoint, self._pipeline, self._largest = number, endpoint, pipeline, largest_frame
         self.shim = shim
@@ -99,15 +99,15 @@ class Link:
         self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response)
         self._acks: AcksReader | None = None  # of a Produce whose head is not complete yet
         self._pending: deque[Exchange] = deque()
-        self.asked = False  # true once the first request has begun
-        self.is_let_in = False
-        self.began_at = self.heard_at = 0.0  # monotonic; `heard_at` is the time of the last read from either side
+        self.has_request = False  # true once the first request has begun
+        self.is_logged_in = False
+        self.opened_at = self.last_read_at = 0.0  # monotonic; the last read is from either side
         self._draining = False
-        self._over = False
+        self._is_closed = False
         self.memory = memory
-        self._account = memory.open(self._held, self._evict)
+        self._account = memory.open(self._held_bytes, self._evict)
         self.connecting: asyncio.Task[None] | None = None
-        self.patience: asyncio.TimerHandle | None = None  # ends an idle link
+        self.timeout_check: asyncio.TimerHandle | None = None  # ends an idle link
 
     # Called by the server.
 
@@ -123,10 +123,10 @@ class Link:
         except OSError as error:  # TimeoutError and ssl.SSLError are OSErrors
             self.close()
             return error
-        if self._over:
+        if self._is_closed:
             self.upstream.abort()
         else:
-            self.client.let_go(Hold.CONNECTING)
+            self.client.resume_from(PauseReason.CONNECTING)
         return None
 
     def drain(self) -> None:
@@ -139,12 +139,12 @@ class Link:
         """Close both sides after the written bytes have been sent."""
         self.client.close()
         self.upstream.close()
-        self._end_if_over()
+        self._finish_if_closed()
 
     def abort(self) -> None:
         self.client.abort()
         self.upstream.abort()
-        self._end_if_over()
+        self._finish_if_closed()
 
     # From the client to the broker.
 
@@ -157,8 +157,8 @@ class Link:
         if pieces:
             self._up.send(pieces)
         self._send_own_answers()
-        if len(self._pending) >= MOST_UNANSWERED or self.connection.owed >= MOST_OWED_BYTES:
-            self.client.hold(Hold.UNANSWERED)
+        if len(self._pending) >= MOST_UNANSWERED or self.connection.own_response_bytes >= MOST_OWN_RESPONSE_BYTES:
+            self.client.pause_for(PauseReason.UNANSWERED)
         if self._draining:
             self._stop_reading_between_requests()
             self._close_if_drained()
@@ -166,42 +166,42 @@ class Link:
 
     def _stop_reading_between_requests(self) -> None:
         if not self._requests.left:
-            self.client.hold(Hold.STOPPED)
+            self.client.pause_for(PauseReason.STOPPED)
 
-    def _open_request(self, data: Piece, pos: int) -> Passage | None:
+    def _open_request(self, data: Piece, pos: int) -> Handling | None:
         head = request_head(data, pos)
-        reason = implausible(head, self._largest)
+        reason = implausible_reason(head, self._largest)
         if reason is not None:
             raise Malformed(f"not a Kafka client: {reason}")
-        awaited = True
+        expects_response = True
         if head.api_key == api.PRODUCE:
             reader = self._acks or AcksReader(head.version)
             acks = reader.read(data, pos)
             self._acks = reader if acks is None else None
             if acks is None:
                 return None
-            awaited = acks != 0
+            expects_response = acks != 0
         elif head.api_key == api.SASL_HANDSHAKE and head.version == 0:
             # Tokens without headers would follow, and the stream could no longer be split into frames.
             raise ProtocolError("SaslHandshake v0 is not supported: the client must use v1 (Kafka 1.0 and later)")
-        if not self.asked:
-            self._ask()
+        if not self.has_request:
+            self._request_broker()
         exchange = Exchange(self.connection, head.api_key, head.version, head.correlation_id)
-        exchange.awaited = awaited
-        passage = self._pipeline.request(exchange, head.size + 4)
-        self._account.renew()
-        if awaited:
+        exchange.expects_response = expects_response
+        handling = self._pipeline.request(exchange, head.size + 4)
+        self._account.start_request()
+        if expects_response:
             # Jobs may keep what they read of a request, but not records.
-            read = head.size if callable(passage) and head.api_key != api.PRODUCE else 0
-            exchange.remember(_EXCHANGE_BYTES + read)
+            read = head.size if callable(handling) and head.api_key != api.PRODUCE else 0
+            exchange.count_bytes(_EXCHANGE_BYTES + read)
             self._pending.append(exchange)
-        return passage
+        return handling
 
-    def _ask(self) -> None:
-        self.asked = True
+    def _request_broker(self) -> None:
+        self.has_request = True
         if self.upstream.never_connected:
-            self.client.hold(Hold.CONNECTING)
-        self.shim.asks(self)
+            self.client.pause_for(PauseReason.CONNECTING)
+        self.shim.link_needs_broker(self)
 
     # From the broker to the client.
 
@@ -211,15 +211,15 @@ class Link:
         if pieces:
             self._down.send(pieces)
         self._send_own_answers()
-        if len(self._pending) < MOST_UNANSWERED and self.connection.owed < MOST_OWED_BYTES:
-            self.client.let_go(Hold.UNANSWERED)
+        if len(self._pending) < MOST_UNANSWERED and self.connection.own_response_bytes < MOST_OWN_RESPONSE_BYTES:
+            self.client.resume_from(PauseReason.UNANSWERED)
         if self._reset_before is not None:
             self._reset_if_due()
         if self._draining:
             self._close_if_drained()
         return responses.rest
 
-    def _open_response(self, data: Piece, pos: int) -> Passage | None:
+    def _open_response(self, data: Piece, pos: int) -> Handling | None:
         size, correlation_id = RESPONSE_HEAD.unpack_from(data, pos)
         pending = self._pending
         while pending and pending[0].answer is not None:
@@ -227,9 +227,9 @@ class Link:
         if not pending or pending[0].correlation_id != correlation_id:
             raise Malformed(f"the broker answered request {correlation_id} out of order")
         exchange = self._next_answered()
-        if not self.is_let_in and exchange.api_key not in _BEFORE_A_LOGIN:
-            self.is_let_in = True
-            self.shim.let_in(self)
+        if not self.is_logged_in and exchange.api_key not in _BEFORE_A_LOGIN:
+            self.is_logged_in = True
+            self.shim.link_logged_in(self)
         return self._pipeline.response(exchange, size + 4)
 
     def _send_own_answers(self) -> None:
@@ -240,12 +240,12 @@ class Link:
 
     def _next_own_answer(self) -> bytes:
         answer = self._next_answered().answer or b""
-        self.connection.owed -= len(answer)
+        self.connection.own_response_bytes -= len(answer)
         return answer
 
     def _next_answered(self) -> Exchange:
         exchange = self._pending.popleft()
-        exchange.forget()
+        exchange.release_bytes()
         return exchange
 
     # Memory.
@@ -253,33 +253,33 @@ class Link:
     def count(self) -> None:
         self._account.count()
 
-    def _held(self) -> int:
+    def _held_bytes(self) -> int:
         ways = self._requests, self._responses, self._up, self._down, self.client, self.upstream
-        return sum(way.kept for way in ways) + self.connection.kept + self.connection.owed
+        return sum(way.held_bytes for way in ways) + self.connection.held_bytes + self.connection.own_response_bytes
 
     # Closing.
 
     def failed(self, side: _Side, error: Exception) -> None:
         """Close both sides at once: after an error nothing more is sent to the client."""
-        self.shim.failed(self, "client" if side is self.client else self.endpoint.name, error)
+        self.shim.link_failed(self, "client" if side is self.client else self.endpoint.name, error)
         self._account.close()
         self.abort()
 
     def _evict(self) -> None:
-        reason = f"connections have used up their memory, and this one has held its {self._held()} bytes longest"
+        reason = f"connections have used up their memory, and this one has held its {self._held_bytes()} bytes longest"
         self.failed(self.client, ProtocolError(reason))
 
     @property
-    def is_owed(self) -> bool:
+    def is_waiting_for_broker(self) -> bool:
         """Return whether the broker has a complete request that it has not answered."""
         whole = len(self._pending) - (1 if self._requests.left else 0)
         return any(exchange.answer is None for exchange in islice(self._pending, whole))
 
-    def give_up(self, after: str) -> None:
+    def close_early(self, after: str) -> None:
         """Close a link whose time is over, or which makes room for a new connection."""
-        if not self.asked:
+        if not self.has_request:
             reason = "the client sent no request"
-        elif self.is_let_in:
+        elif self.is_logged_in:
             reason = "the connection is idle"
         else:
             reason = "the client did not complete its login"
@@ -288,10 +288,10 @@ class Link:
     def side_closed(self, side: _Side) -> None:
         other = self.upstream if side is self.client else self.client
         other.close()
-        self._end_if_over()
+        self._finish_if_closed()
 
     def _close_if_drained(self) -> None:
-        if self._up.is_held or self._down.is_held:
+        if self._up.is_blocked or self._down.is_blocked:
             self.abort()  # a job holds a frame for an unknown time
         elif not self._pending and not self._requests.left and self._responses.between_frames:
             self.close()
@@ -299,16 +299,16 @@ class Link:
     # Called by jobs (pipeline.Control).
 
     @property
-    def takes_requests(self) -> bool:
-        return self.upstream.takes_more
+    def can_send_requests(self) -> bool:
+        return self.upstream.is_writable
 
     def reset(self) -> None:
         """Break the client's connection as a network would, and drop all bytes in transit."""
-        self._up.drop()
-        self._down.drop()
+        self._up.clear()
+        self._down.clear()
         self.client.reset()
         self.upstream.abort()
-        self._end_if_over()
+        self._finish_if_closed()
 
     def reset_before(self, exchange: Exchange) -> None:
         """Reset the connection once the requests before `exchange` are answered, so that they do not fail too."""
@@ -319,25 +319,25 @@ class Link:
     def _reset_if_due(self) -> None:
         # A response leaves the pending ones when its first byte arrives; the rest may still be in transit.
         is_next = not self._pending or self._pending[0] is self._reset_before
-        if is_next and self._responses.between_frames and not self._down.is_held:
+        if is_next and self._responses.between_frames and not self._down.is_blocked:
             self.reset()
 
     def _reset_if_late(self) -> None:
-        if not self._over:
+        if not self._is_closed:
             self.reset()
 
-    def _end_if_over(self) -> None:
-        if not self._over and self.client.gone and (self.upstream.gone or self.upstream.never_connected):
-            self._over = True
+    def _finish_if_closed(self) -> None:
+        if not self._is_closed and self.client.is_closed and (self.upstream.is_closed or self.upstream.never_connected):
+            self._is_closed = True
             if self.connecting is not None:
                 self.connecting.cancel()
-            if self.patience is not None:
-                self.patience.cancel()
+            if self.timeout_check is not None:
+                self.timeout_check.cancel()
             self._account.close()
-            self._pipeline.closed(self.connection)
-            self.shim.ended(self)
+            self._pipeline.connection_closed(self.connection)
+            self.shim.link_closed(self)
             # These refer back to the link. Without the cycle its memory is freed now, not by the garbage collector.
-            del self.connection, self._requests, self._responses, self._account, self.patience
+            del self.connection, self._requests, self._responses, self._account, self.timeout_check
 
 
 class ReadBuffer:
@@ -351,7 +351,7 @@ class ReadBuffer:
         self.view = memoryview(bytearray(_READ_BYTES))
 
 
-class Hold:
+class PauseReason:
     """List the reasons to pause reading from a side, one bit each. An `enum` would cost a microsecond per response."""
 
     CONNECTING = 1  # the other side is not connected yet
@@ -373,39 +373,39 @@ class _Side(asyncio.BufferedProtocol):
     def __init__(self, link: Link, received: Callable[[Piece], Piece | None], buffer: ReadBuffer) -> None:
         self._link, self._received, self._buffer = link, received, buffer
         self._transport: asyncio.Transport | None = None
-        self._beneath: asyncio.Transport | None = None  # with TLS the transport of the TCP socket
+        self._raw_transport: asyncio.Transport | None = None  # with TLS the transport of the TCP socket
         self._unsent: list[bytes] = []
         self._keeps_buffer = False  # unsent bytes may be a view of a read buffer
-        self._ended = False  # true after `write_end`
-        self._holds = 0
-        self._rest: Piece | None = None  # bytes read and not handled yet
-        self._turn: asyncio.Handle | None = None  # the callback that handles `_rest`
-        self._reads = True  # false once the shim has closed this side
-        self._lost = False  # the connection has ended, and `_rest` is not handled yet
-        self.gone = False
+        self._has_ended_writing = False  # true after `write_end`
+        self._pause_reasons = 0
+        self._unhandled: Piece | None = None  # bytes read and not handled yet
+        self._turn: asyncio.Handle | None = None  # the callback that handles `_unhandled`
+        self._is_reading = True  # false once the shim has closed this side
+        self._has_disconnected = False  # the connection has ended, and `_unhandled` is not handled yet
+        self.is_closed = False
 
     @property
     def never_connected(self) -> bool:
-        return self._transport is None and not self.gone
+        return self._transport is None and not self.is_closed
 
     @property
-    def kept(self) -> int:
-        rest = 0 if self._rest is None else len(self._rest)
+    def held_bytes(self) -> int:
+        rest = 0 if self._unhandled is None else len(self._unhandled)
         if self._transport is None:
             return rest + sum(map(len, self._unsent))
         unsent = self._transport.get_write_buffer_size()
-        if self._beneath is not None:
-            unsent += self._beneath.get_write_buffer_size()
+        if self._raw_transport is not None:
+            unsent += self._raw_transport.get_write_buffer_size()
         if not unsent:
             self._keeps_buffer = False
         return rest + max(unsent, _READ_BYTES * self._keeps_buffer)
 
     @property
-    def takes_more(self) -> bool:
+    def is_writable(self) -> bool:
         """Return whether bytes written now can still be sent, as far as this side knows."""
         transport = self._transport
-        closed = self.gone if transport is None else transport.is_closing()
-        return not closed and not self._ended
+        closed = self.is_closed if transport is None else transport.is_closing()
+        return not closed and not self._has_ended_writing
 
     # Called by asyncio.
 
@@ -413,34 +413,34 @@ class _Side(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         # The size of the TLS transport's buffer excludes the bytes it has encrypted. No public attribute leads to them.
-        self._beneath = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
+        self._raw_transport = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         if self is self._link.client:
             self._link.connection.client = _peer(transport)
-            self._link.shim.began(self._link)
+            self._link.shim.link_opened(self._link)
             return
         if self._unsent:
             transport.writelines(self._unsent)
             self._unsent = []
-        if self._ended:
+        if self._has_ended_writing:
             self.write_end()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         view = self._buffer.view
-        return view[:_TIGHT_READ_BYTES] if self._link.memory.is_tight and self._beneath is None else view
+        return view[:_TIGHT_READ_BYTES] if self._link.memory.is_tight and self._raw_transport is None else view
 
     def buffer_updated(self, count: int) -> None:
         read = self._buffer.view[:count]
-        if self._rest is not None:  # a paused transport may still deliver bytes it has read
-            self._rest = memoryview(bytearray().join((self._rest, read)))
-        elif (rest := self._take(read)) is not None:
-            self._rest = memoryview(bytearray(rest))
+        if self._unhandled is not None:  # a paused transport may still deliver bytes it has read
+            self._unhandled = memoryview(bytearray().join((self._unhandled, read)))
+        elif (rest := self._handle(read)) is not None:
+            self._unhandled = memoryview(bytearray(rest))
             self._pause()
-            self._go_on()
+            self._continue()
         self._link.count()
-        self._link.heard_at = time.monotonic()
+        self._link.last_read_at = time.monotonic()
 
-    def _take(self, data: Piece) -> Piece | None:
+    def _handle(self, data: Piece) -> Piece | None:
         try:
             rest = self._received(data)
         except ProtocolError as error:
@@ -450,44 +450,44 @@ class _Side(asyncio.BufferedProtocol):
             # After a defect in a job the connection must not stay open with half of a frame sent.
             self._link.failed(self, error)
             raise
-        return rest if self._reads else None
+        return rest if self._is_reading else None
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         """Handle the remaining bytes in this side's next turn, or resume reading if there are none."""
-        if self._holds:
+        if self._pause_reasons:
             return
-        if self._rest is None:
+        if self._unhandled is None:
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
         elif self._turn is None:
-            self._turn = asyncio.get_running_loop().call_soon(self._take_rest)
+            self._turn = asyncio.get_running_loop().call_soon(self._handle_rest)
 
-    def _take_rest(self) -> None:
+    def _handle_rest(self) -> None:
         self._turn = None
-        if self._rest is not None and not self._holds:
-            self._rest = self._take(self._rest)
+        if self._unhandled is not None and not self._pause_reasons:
+            self._unhandled = self._handle(self._unhandled)
             self._link.count()
-            if self._rest is None and self._lost:
-                self._lose()
+            if self._unhandled is None and self._has_disconnected:
+                self._finish()
             else:
-                self._go_on()
+                self._continue()
 
     def pause_writing(self) -> None:
-        self.other.hold(Hold.FULL)
+        self.other.pause_for(PauseReason.FULL)
         if self is self._link.client:
             # Requests answered by jobs would fill memory with unread responses. The broker's side must not be paused:
             # a broker reads no request before its response is read, so both would wait for each other.
-            self.hold(Hold.UNREAD)
+            self.pause_for(PauseReason.UNREAD)
 
     def resume_writing(self) -> None:
         self._link.count()
-        self.other.let_go(Hold.FULL)
-        self.let_go(Hold.UNREAD)
+        self.other.resume_from(PauseReason.FULL)
+        self.resume_from(PauseReason.UNREAD)
 
     def eof_received(self) -> bool:
-        if self._rest is not None:
+        if self._unhandled is not None:
             return False  # only with TLS, which closes now; `connection_lost` handles the rest
-        if self is self._link.upstream or not self._link.asked:
+        if self is self._link.upstream or not self._link.has_request:
             return (
                 False  # a broker ends both directions at once: asyncio closes this side, and then the link the client
             )
@@ -496,21 +496,21 @@ class _Side(asyncio.BufferedProtocol):
         return self._transport is not None and self._transport.get_extra_info("sslcontext") is None
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._rest is not None and (error is None or self is self._link.upstream):
+        if self._unhandled is not None and (error is None or self is self._link.upstream):
             # The last bytes are still handled, in turns as usual.
-            self._lost = True
-            self.let_go(Hold.UNREAD)
-            self._go_on()
+            self._has_disconnected = True
+            self.resume_from(PauseReason.UNREAD)
+            self._continue()
             return
-        self._rest = None
-        self._lose()
+        self._unhandled = None
+        self._finish()
 
-    def _lose(self) -> None:
-        self._lost, self.gone = False, True
+    def _finish(self) -> None:
+        self._has_disconnected, self.is_closed = False, True
         link = self._link
         # Neither asyncio nor the link needs these any more. Deleting them breaks the reference cycle: a TLS transport
         # holds a read buffer of 256 KiB, and the link may stay alive with its other side.
-        self._transport = self._beneath = None
+        self._transport = self._raw_transport = None
         del self._link, self._received, self.other
         link.side_closed(self)
 
@@ -519,10 +519,10 @@ class _Side(asyncio.BufferedProtocol):
     def write(self, pieces: Sequence[Piece]) -> None:
         transport = self._transport
         if transport is None:
-            if self.takes_more:
+            if self.is_writable:
                 self._unsent += map(bytes, pieces)  # these arrived before reading could be paused
             return
-        if self._ended:
+        if self._has_ended_writing:
             return
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED_BYTES:
             pieces = [b"".join(pieces)]
@@ -544,7 +544,7 @@ class _Side(asyncio.BufferedProtocol):
 
         Nothing is written after it. A fault that releases a held request then sends it on a separate connection.
         """
-        self._ended = True
+        self._has_ended_writing = True
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -553,28 +553,28 @@ class _Side(asyncio.BufferedProtocol):
         else:
             transport.close()  # TLS has no half-closed connections
 
-    def hold(self, why: int) -> None:
-        """Pause reading until `let_go` has been called for each reason."""
-        self._holds |= why
+    def pause_for(self, why: int) -> None:
+        """Pause reading until `resume_from` has been called for each reason."""
+        self._pause_reasons |= why
         self._pause()
 
-    def let_go(self, why: int) -> None:
-        if self._holds & why:
-            self._holds &= ~why
-            self._go_on()
+    def resume_from(self, why: int) -> None:
+        if self._pause_reasons & why:
+            self._pause_reasons &= ~why
+            self._continue()
 
     def _pause(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
-    def _read_no_more(self) -> None:
-        self._reads, self._rest = False, None
-        if self._lost:
-            self._lost = False
-            asyncio.get_running_loop().call_soon(self._lose)
+    def _stop_reading(self) -> None:
+        self._is_reading, self._unhandled = False, None
+        if self._has_disconnected:
+            self._has_disconnected = False
+            asyncio.get_running_loop().call_soon(self._finish)
 
     def close(self) -> None:
-        self._read_no_more()
+        self._stop_reading()
         transport = self._transport
         if transport is not None and not transport.is_closing():
             transport.close()
@@ -582,12 +582,12 @@ class _Side(asyncio.BufferedProtocol):
                 asyncio.get_running_loop().call_later(LINGER_S, self.abort)  # the transport may be closed by then
 
     def abort(self) -> None:
-        self._read_no_more()
+        self._stop_reading()
         if self._transport is not None:
             self._transport.abort()
 
     def reset(self) -> None:
-        self._read_no_more()
+        self._stop_reading()
         if self._transport is not None:
             if not self._transport.get_write_buffer_size():
                 self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 # Added to the size of the largest frame.
-BESIDE_A_FRAME_BYTES = 32 * 1024 * 1024
+SHARED_BYTES = 32 * 1024 * 1024
 # Measuring all connections must be worth it: it frees this much, or an eighth of the limit if that is less.
-_FREED_BYTES = BESIDE_A_FRAME_BYTES // 2
+_FREED_BYTES = SHARED_BYTES // 2
 
 
-class Memory:
+class MemoryBudget:
     """Enforce `limit` bytes for a number of connections.
 
     Above the limit, connections with more than their share are closed, beginning with the one that has been above it
@@ -26,31 +26,33 @@ class Memory:
         self.limit, self.share = limit, limit // connections
         self._enough = limit - min(limit // 8, _FREED_BYTES)
         self.total = 0
-        self._accounts: dict[Account, None] = {}
-        self._large: dict[Account, None] = {}  # accounts above their share, in the order in which they exceeded it
+        self._accounts: dict[MemoryAccount, None] = {}
+        self._large: dict[
+            MemoryAccount, None
+        ] = {}  # accounts above their share, in the order in which they exceeded it
 
     @property
     def is_tight(self) -> bool:
         return self.total > self.limit // 4
 
-    def open(self, measure: Callable[[], int], evict: Callable[[], None]) -> Account:
-        account = Account(self, measure, evict)
+    def open(self, measure: Callable[[], int], evict: Callable[[], None]) -> MemoryAccount:
+        account = MemoryAccount(self, measure, evict)
         self._accounts[account] = None
         return account
 
-    def count(self, account: Account) -> None:
+    def count(self, account: MemoryAccount) -> None:
         self._set(account, account.measure())
         if self.total > self.limit:
-            self._make_room()
+            self._evict_largest()
 
-    def renew(self, account: Account) -> None:
+    def start_request(self, account: MemoryAccount) -> None:
         self._large.pop(account, None)  # the next count puts it last
 
-    def close(self, account: Account) -> None:
+    def close(self, account: MemoryAccount) -> None:
         self._set(account, 0)
         self._accounts.pop(account, None)
 
-    def _set(self, account: Account, held: int) -> None:
+    def _set(self, account: MemoryAccount, held: int) -> None:
         self.total += held - account.held
         account.held = held
         if held > self.share:
@@ -58,7 +60,7 @@ class Memory:
         else:
             self._large.pop(account, None)
 
-    def _make_room(self) -> None:
+    def _evict_largest(self) -> None:
         for account in self._accounts:  # bytes may have been sent since the last count
             self._set(account, account.measure())
         while self.total > self._enough and self._large:
@@ -67,12 +69,12 @@ class Memory:
             longest.evict()
 
 
-class Account:
+class MemoryAccount:
     """Track the memory of one connection. `measure` returns its bytes; `evict` closes it, even in mid-transfer."""
 
     __slots__ = ("_is_open", "_memory", "evict", "held", "measure")
 
-    def __init__(self, memory: Memory, measure: Callable[[], int], evict: Callable[[], None]) -> None:
+    def __init__(self, memory: MemoryBudget, measure: Callable[[], int], evict: Callable[[], None]) -> None:
         self._memory, self.measure, self.evict = memory, measure, evict
         self._is_open = True
         self.held = 0
@@ -81,9 +83,9 @@ class Account:
         if self._is_open:
             self._memory.count(self)
 
-    def renew(self) -> None:
+    def start_request(self) -> None:
         """Note that a new request has begun."""
-        self._memory.renew(self)
+        self._memory.start_request(self)
 
     def close(self) -> None:
         self._is_open = False

@@ -15,10 +15,10 @@ from eos.shim.addresses.book import Endpoint
 from eos.shim.errors import ProtocolError
 from eos.shim.settings import CONTROL_BYTES
 from eos.shim.wire import api
-from eos.shim.wire.frames import PASSING, Passage, Piece, Stream
+from eos.shim.wire.frames import UNCHANGED, Handling, Piece, Stream
 
 # Later versions are not cached: none exist, and a client may send any number.
-_VERSIONS_REMEMBERED = 32
+_VERSIONS_CACHED = 32
 
 
 class Control(Protocol):
@@ -28,7 +28,7 @@ class Control(Protocol):
     def endpoint(self) -> Endpoint: ...
 
     @property
-    def takes_requests(self) -> bool:
+    def can_send_requests(self) -> bool:
         """Return whether a request sent now can still reach the broker."""
         ...
 
@@ -40,33 +40,33 @@ class Control(Protocol):
 class Connection:
     """Describe a client connection to jobs. `number` counts from 1 over the shim's life.
 
-    `kept` counts the bytes held by streams of its requests and for requests until their responses arrive. `owed` counts
-    the bytes of responses by jobs that wait for the broker's responses to earlier requests.
+    `held_bytes` counts the bytes held by streams of its requests and for requests until their responses arrive.
+    `own_response_bytes` counts responses by jobs that wait for the broker's responses to earlier requests.
     """
 
-    __slots__ = ("broker", "client", "kept", "link", "node_id", "number", "owed")
+    __slots__ = ("broker", "client", "held_bytes", "link", "node_id", "number", "own_response_bytes")
 
     link: Control
 
     def __init__(self, number: int, client: str, broker: str, node_id: int | None) -> None:
         self.number, self.client, self.broker, self.node_id = number, client, broker, node_id
-        self.kept = self.owed = 0
+        self.held_bytes = self.own_response_bytes = 0
 
 
 class Exchange:
     """Hold one request and its response. `version` is the client's, even if a job sends another one upstream.
 
-    `awaited` is true if the client expects a response (not with acks=0).
+    `expects_response` is true if the client expects a response (not with acks=0).
     """
 
     __slots__ = (
         "_answer",
         "api_key",
-        "awaited",
         "connection",
         "correlation_id",
+        "counted_bytes",
+        "expects_response",
         "notes",
-        "remembered",
         "started",
         "version",
     )
@@ -75,18 +75,18 @@ class Exchange:
         self.connection = connection
         self.api_key, self.version, self.correlation_id = api_key, version, correlation_id
         self.started = time.monotonic()
-        self.awaited = False
+        self.expects_response = False
         self._answer: bytes | None = None
         self.notes: dict[Job, Any] = {}  # data of jobs, kept until the response arrives
-        self.remembered = 0  # bytes of the notes and of this object
+        self.counted_bytes = 0  # bytes of the notes and of this object
 
-    def remember(self, count: int) -> None:
+    def count_bytes(self, count: int) -> None:
         """Count more bytes that are held until the response arrives."""
-        self.remembered += count
-        self.connection.kept += count
+        self.counted_bytes += count
+        self.connection.held_bytes += count
 
-    def forget(self) -> None:
-        self.remember(-self.remembered)
+    def release_bytes(self) -> None:
+        self.count_bytes(-self.counted_bytes)
 
     @property
     def answer(self) -> bytes | None:
@@ -95,8 +95,8 @@ class Exchange:
 
     @answer.setter
     def answer(self, answer: bytes | None) -> None:
-        if self.awaited:
-            self.connection.owed += len(answer or b"") - len(self._answer or b"")
+        if self.expects_response:
+            self.connection.own_response_bytes += len(answer or b"") - len(self._answer or b"")
         self._answer = answer
 
 
@@ -134,26 +134,27 @@ class Job:
     def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
         return None
 
-    def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
+    def on_broker_versions(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
         """Take the newest version of each API that each broker offers, or None for a broker that does not answer.
 
-        Called before clients are served, and again while `asks_again` is true. The job may want other frames after it.
+        Called before clients are served, and again while `wants_versions_again` is true. The job may want other frames
+        after it.
         """
 
     @property
-    def asks_again(self) -> bool:
-        """Return whether the brokers do not offer enough yet, so that `upstream` must be called again."""
+    def wants_versions_again(self) -> bool:
+        """Return whether the brokers do not offer enough yet, so that `on_broker_versions` must be called again."""
         return False
 
     @property
-    def not_ready(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         """Return why a new client would not be served, or None."""
         return None
 
-    def closed(self, connection: Connection) -> None:
+    def connection_closed(self, connection: Connection) -> None:
         """Forget a closed connection and its unanswered requests."""
 
-    def stopped(self) -> None:
+    def shim_stopped(self) -> None:
         """Clean up after the shim and all connections have ended."""
 
 
@@ -178,54 +179,54 @@ class Pipeline:
         self._for_response: dict[tuple[int, int], tuple[Job, ...]] = {}
 
     @property
-    def wants_upstream(self) -> bool:
+    def wants_broker_versions(self) -> bool:
         """Return whether a job needs the API versions of the brokers."""
-        return any(type(job).upstream is not Job.upstream for job in self.jobs)
+        return any(type(job).on_broker_versions is not Job.on_broker_versions for job in self.jobs)
 
     @property
-    def asks_again(self) -> bool:
-        return any(job.asks_again for job in self.jobs)
+    def wants_versions_again(self) -> bool:
+        return any(job.wants_versions_again for job in self.jobs)
 
     @property
-    def not_ready(self) -> str | None:
-        return next((reason for job in self.jobs if (reason := job.not_ready) is not None), None)
+    def not_ready_reason(self) -> str | None:
+        return next((reason for job in self.jobs if (reason := job.not_ready_reason) is not None), None)
 
-    def request(self, exchange: Exchange, size: int) -> Passage:
+    def request(self, exchange: Exchange, size: int) -> Handling:
         """Return how to forward a request of `size` bytes."""
         _count(self.traffic.requests, exchange, size)
         key = (exchange.api_key, exchange.version)
         jobs = self._for_request.get(key)
         if jobs is None:
             jobs = tuple(job for job in self.jobs if job.wants_request(*key))
-            if _is_remembered(key):
+            if _is_cached(key):
                 self._for_request[key] = jobs
         if not jobs:
-            return PASSING
+            return UNCHANGED
         streams = [job.request_stream(exchange, size) for job in jobs]
         limit = self._whole_limit if exchange.api_key == api.PRODUCE else self._control_limit
-        return self._passage(exchange, jobs, streams, size, limit, [job.request for job in jobs])
+        return self._handling(exchange, jobs, streams, size, limit, [job.request for job in jobs])
 
-    def response(self, exchange: Exchange, size: int) -> Passage:
+    def response(self, exchange: Exchange, size: int) -> Handling:
         """Return how to forward the response to `exchange`, which has `size` bytes."""
         _count(self.traffic.answers, exchange, size)
         key = (exchange.api_key, exchange.version)
         jobs = self._for_response.get(key)
         if jobs is None:
             jobs = tuple(job for job in reversed(self.jobs) if job.wants_response(*key))
-            if _is_remembered(key):
+            if _is_cached(key):
                 self._for_response[key] = jobs
         if not jobs:
-            return PASSING
+            return UNCHANGED
         streams = [job.response_stream(exchange, size) for job in jobs]
-        return self._passage(exchange, jobs, streams, size, self._whole_limit, [job.response for job in jobs])
+        return self._handling(exchange, jobs, streams, size, self._whole_limit, [job.response for job in jobs])
 
-    def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
+    def on_broker_versions(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
         for job in self.jobs:
-            job.upstream(newest)
+            job.on_broker_versions(newest)
         self._for_request.clear()
         self._for_response.clear()
 
-    def _shown(self, exchange: Exchange, answer: bytes, by: Job) -> bytes:
+    def _show_to_jobs(self, exchange: Exchange, answer: bytes, by: Job) -> bytes:
         """Run a job's own response through the jobs on its client's side, and return the result."""
         for job in reversed(self.jobs[: self.jobs.index(by)]):
             if job.wants_response(exchange.api_key, exchange.version):
@@ -233,15 +234,15 @@ class Pipeline:
                 answer = job.response(exchange, answer) if stream is None else _whole(stream, answer)
         return answer
 
-    def closed(self, connection: Connection) -> None:
+    def connection_closed(self, connection: Connection) -> None:
         for job in self.jobs:
-            job.closed(connection)
+            job.connection_closed(connection)
 
-    def stopped(self) -> None:
+    def shim_stopped(self) -> None:
         for job in self.jobs:
-            job.stopped()
+            job.shim_stopped()
 
-    def _passage(
+    def _handling(
         self,
         exchange: Exchange,
         jobs: Sequence[Job],
@@ -249,7 +250,7 @@ class Pipeline:
         size: int,
         limit: int,
         whole: Sequence[Callable[[Exchange, bytes], bytes]],
-    ) -> Passage:
+    ) -> Handling:
         streaming = None not in streams
         if streaming and len(jobs) == 1 and jobs[0] is self.jobs[0]:
             assert streams[0] is not None
@@ -264,7 +265,7 @@ class Pipeline:
                 piece = step(piece)
                 if not piece:
                     if exchange.answer is not None:
-                        exchange.answer = self._shown(exchange, exchange.answer, job)
+                        exchange.answer = self._show_to_jobs(exchange, exchange.answer, job)
                     break
             return piece
 
@@ -282,8 +283,8 @@ def _count(traffic: dict[int, tuple[int, int]], exchange: Exchange, size: int) -
     traffic[key] = frames + 1, in_all + size
 
 
-def _is_remembered(key: tuple[int, int]) -> bool:
-    return key[0] <= api.NEWEST_KNOWN and key[1] < _VERSIONS_REMEMBERED
+def _is_cached(key: tuple[int, int]) -> bool:
+    return key[0] <= api.NEWEST_KNOWN and key[1] < _VERSIONS_CACHED
 
 
 def _whole(stream: Stream, frame: bytes) -> bytes:

@@ -27,14 +27,14 @@ _CLIENT_ID = "eos-shim"
 _TLS_ALERT = b"\x15\x03"  # the first bytes of a TLS listener's response to plain text
 
 
-async def brokers(
+async def discover_brokers(
     addresses: Sequence[Address], context: ssl.SSLContext | None, timeout_s: float
 ) -> set[tuple[int, str, int]]:
     """Return (node id, host, port) of every broker, or an empty set if the cluster requires a login first.
 
     Raises Unavailable with a reason per address if none of them answers as Kafka does.
     """
-    results = await asyncio.gather(*(_ask(address, context, timeout_s) for address in addresses))
+    results = await asyncio.gather(*(_discover_from(address, context, timeout_s) for address in addresses))
     if all(isinstance(result, Exception) for result in results):
         reasons = [f"{host}:{port} ({result})" for (host, port), result in zip(addresses, results, strict=True)]
         raise Unavailable(f"no upstream broker answered: {', '.join(reasons)}")
@@ -47,7 +47,7 @@ async def brokers(
     return found
 
 
-async def newest_versions(
+async def fetch_newest_versions(
     addresses: Iterable[Address], context: ssl.SSLContext | None, timeout_s: float, again: bool = False
 ) -> dict[Address, dict[int, int]]:
     """Return the newest version of every API for each broker that answers.
@@ -60,7 +60,7 @@ async def newest_versions(
             async with asyncio.timeout(timeout_s):
                 reader, writer = await asyncio.open_connection(*address, ssl=context)
                 try:
-                    return address, await _offered(reader, writer)
+                    return address, await _fetch_versions(reader, writer)
                 finally:
                     writer.close()
         except (OSError, asyncio.IncompleteReadError, Malformed, ValueError, IndexError) as error:
@@ -72,14 +72,14 @@ async def newest_versions(
     return {address: offered for address, offered in answers if offered is not None}
 
 
-async def _ask(
+async def _discover_from(
     address: Address, context: ssl.SSLContext | None, timeout_s: float
 ) -> set[tuple[int, str, int]] | Exception:
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(*address, ssl=context)
             try:
-                await _offered(reader, writer)
+                await _fetch_versions(reader, writer)
                 return await _metadata(reader, writer)
             finally:
                 writer.close()
@@ -95,7 +95,7 @@ async def _ask(
         return Malformed(f"the response is not Kafka's: {error}")
 
 
-async def _offered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> dict[int, int]:
+async def _fetch_versions(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> dict[int, int]:
     answer = await _exchange(reader, writer, ApiVersionsRequest(version=0), 1)
     try:
         response = ApiVersionsResponse.decode(answer, version=0, header=True, framed=True)

@@ -13,17 +13,17 @@ from eos.shim.wire.frames import Piece
 
 
 class HeldFrame(bytes):
-    """Hold a frame that must not be sent yet. `reached` is called when all frames before it have been sent."""
+    """Hold a frame that must not be sent yet. `on_turn` is called when all frames before it have been sent."""
 
-    reached: Callable[[], None] | None = None
-    is_open = False
+    on_turn: Callable[[], None] | None = None
+    is_released = False
     _queue: SendQueue | None = None
 
     def release(self) -> None:
         """Send the frame now, or as soon as it is the next one. A second call changes nothing."""
-        self.is_open = True
+        self.is_released = True
         if self._queue is not None:
-            self._queue.go_on()
+            self._queue.resume()
 
 
 class SendQueue:
@@ -32,44 +32,44 @@ class SendQueue:
     def __init__(self, write: Callable[[Sequence[Piece]], None]) -> None:
         self._write = write
         self._waiting: deque[bytes] = deque()
-        self.kept = 0  # bytes in the queue
+        self.held_bytes = 0  # bytes in the queue
 
     @property
-    def is_held(self) -> bool:
+    def is_blocked(self) -> bool:
         return bool(self._waiting)
 
     def send(self, pieces: Sequence[Piece]) -> None:
         if self._waiting:
-            self._keep(pieces)
+            self._enqueue(pieces)
             return
         for at, piece in enumerate(pieces):
             if type(piece) is HeldFrame:
                 self._write(pieces[:at])
-                self._keep(pieces[at:])
-                self.go_on()
+                self._enqueue(pieces[at:])
+                self.resume()
                 return
         self._write(pieces)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         waiting = self._waiting
         while waiting:
             head = waiting[0]
-            if type(head) is HeldFrame and not head.is_open:
+            if type(head) is HeldFrame and not head.is_released:
                 if head._queue is None:
                     head._queue = self
-                    if head.reached is not None:
-                        head.reached()
+                    if head.on_turn is not None:
+                        head.on_turn()
                         continue  # the callback may have released it or cleared the queue
                 return
-            self.kept -= len(head)
+            self.held_bytes -= len(head)
             self._write([waiting.popleft()])
 
-    def _keep(self, pieces: Iterable[Piece]) -> None:
+    def _enqueue(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
-            self.kept += len(piece)
+            self.held_bytes += len(piece)
             self._waiting.append(piece if isinstance(piece, bytes) else bytes(piece))
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """Discard all queued frames."""
         self._waiting.clear()
-        self.kept = 0
+        self.held_bytes = 0

@@ -20,7 +20,7 @@ from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import AddressJob
 from eos.shim.limited_warnings import LimitedWarnings
 from eos.shim.link import Link, ReadBuffer
-from eos.shim.memory import BESIDE_A_FRAME_BYTES, Memory
+from eos.shim.memory import SHARED_BYTES, MemoryBudget
 from eos.shim.pipeline import Job, Pipeline, Traffic
 from eos.shim.settings import ShimSettings
 from eos.shim.versions import VersionsJob
@@ -45,19 +45,21 @@ class Shim:
         self.settings = settings
         self.connections_made = 0
         self._links: set[Link] = set()
-        self._strangers: dict[Link, None] = {}  # links without a completed login, the oldest first
+        self._links_without_login: dict[Link, None] = {}  # links without a completed login, the oldest first
         self._addresses: dict[Link, str] = {}  # of all links, including those in their TLS handshake
-        self._places: Counter[str] = Counter()  # connections by address
-        self._arriving: set[asyncio.Task[None]] = set()  # mostly TLS handshakes
+        self._connections_by_address: Counter[str] = Counter()  # connections by address
+        self._handshakes: set[asyncio.Task[None]] = set()  # mostly TLS handshakes
         self._warnings = LimitedWarnings("connection closed", "more connections closed")
-        self._memory = Memory(settings.largest_frame + BESIDE_A_FRAME_BYTES, settings.most_connections)
+        self._memory = MemoryBudget(settings.largest_frame + SHARED_BYTES, settings.most_connections)
         self._buffer = ReadBuffer()
         self._sockets: dict[Endpoint, socket.socket] = {}
         self._accepting: dict[asyncio.Task[None], socket.socket] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._unreachable: set[Endpoint] = set()
         self._waiting: asyncio.Task[None] | None = None  # runs while no broker can be reached
-        self._asking: asyncio.Task[None] | None = None  # runs while the brokers do not offer the versions a job needs
+        self._version_queries: asyncio.Task[None] | None = (
+            None  # runs while the brokers do not offer the versions a job needs
+        )
         self._stopping = False
         self._all_links_ended = asyncio.Event()
         self._next_port = settings.listen[1]
@@ -85,7 +87,7 @@ class Shim:
         return self._pipeline.traffic
 
     @property
-    def not_ready(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         """Return why a new client would not be served, or None."""
         if self._stopping:
             return "stopping"
@@ -93,12 +95,12 @@ class Shim:
             return "not listening yet"
         if self._none_reachable:
             return "no broker can be reached"
-        return self._pipeline.not_ready
+        return self._pipeline.not_ready_reason
 
     async def start(self) -> None:
         """Discover the brokers and listen. If it requires a login, brokers are discovered in later responses."""
         try:
-            brokers = await probe.brokers(
+            brokers = await probe.discover_brokers(
                 self.settings.upstream, self.settings.upstream_tls, self.settings.connect_timeout_s
             )
         except BaseException:
@@ -106,32 +108,32 @@ class Shim:
             raise
         for node_id, host, port in sorted(brokers):
             self.book.translate(node_id, host, port)
-        if self._pipeline.wants_upstream:
-            self._pipeline.upstream(await self._newest_versions())
+        if self._pipeline.wants_broker_versions:
+            self._pipeline.on_broker_versions(await self._newest_versions())
         for endpoint in self.book.endpoints:
             await self._serve(endpoint)
-        self._asking = asyncio.get_running_loop().create_task(self._ask_again())
+        self._version_queries = asyncio.get_running_loop().create_task(self._query_versions_until_complete())
 
     async def _newest_versions(self, again: bool = False) -> dict[str, dict[int, int] | None]:
         names = {endpoint.upstream: endpoint.name for endpoint in self.book.endpoints}
         tls, timeout_s = self.settings.upstream_tls, self.settings.connect_timeout_s
-        offered = await probe.newest_versions(names, tls, timeout_s, again)
+        offered = await probe.fetch_newest_versions(names, tls, timeout_s, again)
         return {name: offered.get(address) for address, name in names.items()}
 
-    async def _ask_again(self) -> None:
+    async def _query_versions_until_complete(self) -> None:
         """Query the versions until they suffice: brokers may start late, or be upgraded while the shim runs."""
-        while self._pipeline.asks_again:
-            await asyncio.sleep(self.settings.ask_again_s)
-            self._pipeline.upstream(await self._newest_versions(again=True))
+        while self._pipeline.wants_versions_again:
+            await asyncio.sleep(self.settings.version_query_interval_s)
+            self._pipeline.on_broker_versions(await self._newest_versions(again=True))
 
     async def stop(self) -> None:
         """Accept no connections and requests, deliver pending responses for `drain_timeout_s`, and close."""
         self._stopping = True
         if self._waiting is not None:
             self._waiting.cancel()
-        coming = [*self._accepting, *self._arriving]
-        if self._asking is not None:
-            coming.append(self._asking)
+        coming = [*self._accepting, *self._handshakes]
+        if self._version_queries is not None:
+            coming.append(self._version_queries)
         for task in coming:
             task.cancel()
         await asyncio.gather(*coming, return_exceptions=True)
@@ -150,7 +152,7 @@ class Shim:
         # Aborted transports report their end in the next turn of the loop.
         await asyncio.sleep(0)
         self._warnings.flush()
-        self._pipeline.stopped()
+        self._pipeline.shim_stopped()
 
     def _bind(self, endpoint: Endpoint) -> None:
         """Bind the next local port at once for the address book, and listen as soon as the loop can."""
@@ -194,9 +196,9 @@ class Shim:
         bound.listen(_BACKLOG)
         self._accepting[asyncio.get_running_loop().create_task(self._accept(endpoint, bound))] = bound
         host, port = endpoint.advertised
-        log = events.debug if self.settings.inside else events.info
+        log = events.debug if self.settings.is_internal else events.info
         log(
-            "internal listener started" if self.settings.inside else "listening",
+            "internal listener started" if self.settings.is_internal else "listening",
             address=f"{host}:{port}",
             upstream=endpoint.name,
         )
@@ -216,96 +218,98 @@ class Shim:
                 continue
             is_logged = False
             self.connections_made += 1
-            address = whose(peer[0])
-            reason = self._no_place(address)
+            address = counted_address(peer[0])
+            reason = self._refusal_reason(address)
             if reason is None:
-                task = loop.create_task(self._arrive(endpoint, connection, self.connections_made, address))
-                self._arriving.add(task)
-                task.add_done_callback(self._arriving.discard)
+                task = loop.create_task(self._open_link(endpoint, connection, self.connections_made, address))
+                self._handshakes.add(task)
+                task.add_done_callback(self._handshakes.discard)
             else:
-                self._complain(self.connections_made, _peer(connection), "shim", reason)
+                self._warn(self.connections_made, _peer(connection), "shim", reason)
                 connection.close()
             await asyncio.sleep(0)  # give existing connections a turn
 
-    def _no_place(self, address: str) -> str | None:
+    def _refusal_reason(self, address: str) -> str | None:
         """Return why a new connection must be refused, or None. A connection without a login may be closed for it."""
-        most, of_one = self.settings.most_connections, self.settings.places_of_an_address
-        if self._places[address] >= of_one and not self._make_room(address):
+        most, of_one = self.settings.most_connections, self.settings.limit_per_address
+        if self._connections_by_address[address] >= of_one and not self._close_oldest_without_login(address):
             return f"{of_one} connections from {address} are open (--max-connections-per-address)"
-        if len(self._addresses) >= most and not self._make_room():
+        if len(self._addresses) >= most and not self._close_oldest_without_login():
             return f"{most} connections are open (--max-connections)"
         return None
 
-    def _make_room(self, address: str | None = None) -> bool:
+    def _close_oldest_without_login(self, address: str | None = None) -> bool:
         """Close the oldest connection without a login that does not wait for its broker. Return whether one exists."""
-        for link in self._strangers:
-            if address in (None, self._addresses[link]) and not link.is_owed:
-                link.give_up("another client connected")
+        for link in self._links_without_login:
+            if address in (None, self._addresses[link]) and not link.is_waiting_for_broker:
+                link.close_early("another client connected")
                 return True
         return False
 
-    async def _arrive(self, endpoint: Endpoint, connection: socket.socket, number: int, address: str) -> None:
+    async def _open_link(self, endpoint: Endpoint, connection: socket.socket, number: int, address: str) -> None:
         peer, tls = _peer(connection), self.settings.tls
         link = Link(number, endpoint, self._pipeline, self.settings.largest_frame, self, self._buffer, self._memory)
         self._addresses[link] = address
-        self._places[address] += 1
+        self._connections_by_address[address] += 1
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: link.client, connection, ssl=tls, ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if tls else None
             )
         except OSError as error:  # ssl.SSLError and ConnectionAbortedError are OSErrors
             why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error
-            self._complain(number, peer, "client", f"TLS handshake failed: {why}")
-            self._leave(link)
+            self._warn(number, peer, "client", f"TLS handshake failed: {why}")
+            self._release_address(link)
 
-    def _leave(self, link: Link) -> None:
+    def _release_address(self, link: Link) -> None:
         address = self._addresses.pop(link, None)
         if address is not None:
-            self._places[address] -= 1
-            if not self._places[address]:
-                del self._places[address]
+            self._connections_by_address[address] -= 1
+            if not self._connections_by_address[address]:
+                del self._connections_by_address[address]
 
-    def _complain(self, connection: int, client: str, by: str, reason: object) -> None:
+    def _warn(self, connection: int, client: str, by: str, reason: object) -> None:
         self._warnings.warn(client, reason, connection=connection, by=by)
 
-    # Called by links (link.Ends).
+    # Called by links (link.LinkObserver).
 
-    def began(self, link: Link) -> None:
+    def link_opened(self, link: Link) -> None:
         self._links.add(link)
-        self._strangers[link] = None
-        link.began_at = link.heard_at = time.monotonic()
-        self._look_after(link)
+        self._links_without_login[link] = None
+        link.opened_at = link.last_read_at = time.monotonic()
+        self._check_timeout(link)
 
-    def let_in(self, link: Link) -> None:
-        self._strangers.pop(link, None)
-        self._look_after(link)
+    def link_logged_in(self, link: Link) -> None:
+        self._links_without_login.pop(link, None)
+        self._check_timeout(link)
 
-    def _look_after(self, link: Link) -> None:
+    def _check_timeout(self, link: Link) -> None:
         """Close a link that is idle or has not completed its login in time, or check again when it could be."""
-        if link.patience is not None:
-            link.patience.cancel()
+        if link.timeout_check is not None:
+            link.timeout_check.cancel()
         settings, loop = self.settings, asyncio.get_running_loop()
         limit_s, since = (
-            (settings.idle_timeout_s, link.heard_at) if link.is_let_in else (settings.login_timeout_s, link.began_at)
+            (settings.idle_timeout_s, link.last_read_at)
+            if link.is_logged_in
+            else (settings.login_timeout_s, link.opened_at)
         )
         left_s = since + limit_s - time.monotonic()
-        if left_s > 0 or link.is_owed:
-            link.patience = loop.call_later(left_s if left_s > 0 else limit_s, self._look_after, link)
+        if left_s > 0 or link.is_waiting_for_broker:
+            link.timeout_check = loop.call_later(left_s if left_s > 0 else limit_s, self._check_timeout, link)
         else:
-            link.give_up(f"{limit_s:g} s")
+            link.close_early(f"{limit_s:g} s")
 
-    def asks(self, link: Link) -> None:
+    def link_needs_broker(self, link: Link) -> None:
         link.connecting = asyncio.get_running_loop().create_task(self._connect(link))
 
-    def failed(self, link: Link, whose: str, error: Exception) -> None:
-        self._strangers.pop(link, None)
-        self._leave(link)
-        self._complain(link.number, link.connection.client, whose, error)
+    def link_failed(self, link: Link, sender: str, error: Exception) -> None:
+        self._links_without_login.pop(link, None)
+        self._release_address(link)
+        self._warn(link.number, link.connection.client, sender, error)
 
-    def ended(self, link: Link) -> None:
-        self._strangers.pop(link, None)
+    def link_closed(self, link: Link) -> None:
+        self._links_without_login.pop(link, None)
         self._links.discard(link)
-        self._leave(link)
+        self._release_address(link)
         if not self._links:
             self._all_links_ended.set()
 
@@ -313,7 +317,7 @@ class Shim:
         error = await link.connect(self.settings.upstream_tls, self.settings.connect_timeout_s)
         endpoint = link.endpoint
         if error is None:
-            self._reached(endpoint)
+            self._note_reachable(endpoint)
         elif endpoint not in self._unreachable:
             # Clients retry several times a second, so this is logged once until the broker is reachable again.
             self._unreachable.add(endpoint)
@@ -321,7 +325,7 @@ class Shim:
         if self._none_reachable and not self._stopping and (self._waiting is None or self._waiting.done()):
             self._waiting = asyncio.get_running_loop().create_task(self._wait_for_a_broker())
 
-    def _reached(self, endpoint: Endpoint) -> None:
+    def _note_reachable(self, endpoint: Endpoint) -> None:
         if endpoint in self._unreachable:
             self._unreachable.discard(endpoint)
             events.info("broker reachable again", broker=endpoint.name)
@@ -334,16 +338,16 @@ class Shim:
         """Try all brokers until one is reachable: a load balancer that reads /readyz may send no clients meanwhile."""
         while self._none_reachable:
             await asyncio.sleep(_TRY_AGAIN_S)
-            await asyncio.gather(*map(self._try, self.book.endpoints))
+            await asyncio.gather(*map(self._try_broker, self.book.endpoints))
 
-    async def _try(self, endpoint: Endpoint) -> None:
+    async def _try_broker(self, endpoint: Endpoint) -> None:
         try:
             async with asyncio.timeout(self.settings.connect_timeout_s):
                 _, writer = await asyncio.open_connection(*endpoint.upstream, ssl=self.settings.upstream_tls)
         except OSError:  # TimeoutError and ssl.SSLError are OSErrors
             return
         writer.transport.abort()
-        self._reached(endpoint)
+        self._note_reachable(endpoint)
 
     def _close_sockets(self) -> None:
         for bound in (*self._sockets.values(), *self._accepting.values()):
@@ -352,7 +356,7 @@ class Shim:
         self._accepting.clear()
 
 
-def whose(host: str) -> str:
+def counted_address(host: str) -> str:
     """Return the address that a connection counts for. An IPv6 /64 counts as one, since a client may own all of it."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.version == 4 or address.ipv4_mapped:

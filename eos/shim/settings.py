@@ -44,7 +44,7 @@ class ShimSettings:
     `upstream` are the first brokers to connect to. `listen` is the first local port and the others follow it (port 0
     takes free ones). Clients get `advertise` instead of `listen` (a name or a mapped port: the n-th local port is
     advertised as its port + n). `tls` is for clients, `upstream_tls` for brokers. `largest_frame` bounds requests and
-    responses, `largest_control` requests other than Produce that are read whole. `most_of_an_address` is three quarters
+    responses, `largest_control` requests other than Produce that are read whole. `most_per_address` is three quarters
     of `most_connections` by default, which leaves a quarter for other addresses.
     """
 
@@ -56,13 +56,13 @@ class ShimSettings:
     largest_frame: int = LARGEST_FRAME_BYTES
     largest_control: int = CONTROL_BYTES
     most_connections: int = MOST_CONNECTIONS
-    most_of_an_address: int | None = None
+    most_per_address: int | None = None
     login_timeout_s: float = LOGIN_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
     connect_timeout_s: float = 10.0
     drain_timeout_s: float = 10.0
-    ask_again_s: float = 5.0  # between two queries of brokers that lack a needed version
-    inside: bool = False  # true between two shims of one process: its ports are internal
+    version_query_interval_s: float = 5.0  # between two queries of brokers that lack a needed version
+    is_internal: bool = False  # true between two shims of one process: its ports are internal
 
     def __post_init__(self) -> None:
         if not self.upstream:
@@ -77,8 +77,8 @@ class ShimSettings:
             raise ConfigurationError(f"--max-control-bytes {self.largest_control}: Kafka needs at least 1024")
         if self.most_connections < 1:
             raise ConfigurationError(f"--max-connections {self.most_connections}: must be at least 1")
-        if self.most_of_an_address is not None and self.most_of_an_address < 1:
-            raise ConfigurationError(f"--max-connections-per-address {self.most_of_an_address}: must be at least 1")
+        if self.most_per_address is not None and self.most_per_address < 1:
+            raise ConfigurationError(f"--max-connections-per-address {self.most_per_address}: must be at least 1")
         if min(self.login_timeout_s, self.idle_timeout_s) <= 0:
             raise ConfigurationError("--login-timeout and --idle-timeout must be above 0")
         host, _ = self.advertise or self.listen
@@ -89,8 +89,8 @@ class ShimSettings:
             )
 
     @property
-    def places_of_an_address(self) -> int:
-        return self.most_of_an_address or max(1, self.most_connections * 3 // 4)
+    def limit_per_address(self) -> int:
+        return self.most_per_address or max(1, self.most_connections * 3 // 4)
 
 
 def server_tls(certificate: str | None, key: str | None, client_ca: str | None = None) -> ssl.SSLContext | None:

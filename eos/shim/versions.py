@@ -27,20 +27,20 @@ class VersionsJob(Job):
         return api_key == api.API_VERSIONS and version <= _NEWEST
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
-        exchange.answer = unsupported(exchange.correlation_id)
+        exchange.answer = unsupported_response(exchange.correlation_id)
         return b""
 
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
-        return clamped(frame, exchange.version)
+        return clamp_versions(frame, exchange.version)
 
 
-def unsupported(correlation_id: int) -> bytes:
+def unsupported_response(correlation_id: int) -> bytes:
     """Return the v0 response to an unknown version of ApiVersions, with the versions that clients may use (KIP-511)."""
     ours = struct.pack(">ihi", correlation_id, _UNSUPPORTED_VERSION, 1) + _RANGE.pack(api.API_VERSIONS, 0, _NEWEST)
     return len(ours).to_bytes(4, "big") + ours
 
 
-def clamped(frame: bytes, version: int) -> bytes:
+def clamp_versions(frame: bytes, version: int) -> bytes:
     """Return an ApiVersions response without APIs and versions newer than `api.NEWEST`, and otherwise unchanged.
 
     Raises Malformed if the response cannot be read.

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
+from eos.engine.handling import Collector
 from eos.errors import ConfigurationError, IllegalState
 from eos.kafka.client.world import REAL
 from eos.records import Feed, FeedResult, Record, Send
 from eos.session.transaction import Transaction
 from eos.testing.offline import Ran, make_records, to_sent
-from eos.worker.handling import Kept
 
 _MAX_IDLE = 1_000  # transactions in a row that took no record or were aborted
 
@@ -109,7 +109,7 @@ class _Loop:
         self.records, self._size, self._destinations = records, size, destinations
         self._committed = 0
         self._open: Transaction | None = None
-        self._kept = Kept()
+        self._kept = Collector()
         self._idle = 0
 
     @property
@@ -184,4 +184,4 @@ class _Loop:
         self._reset()
 
     def _reset(self) -> None:
-        self._open, self._kept, self.taken = None, Kept(), 0
+        self._open, self._kept, self.taken = None, Collector(), 0

@@ -1,7 +1,7 @@
 """Runs an App's functions without a broker: decoding, policies and outputs as in a worker.
 
 Owns the form of the results. It must never import a Kafka client. The worker's own modules (eos/app/routes.py,
-eos/worker/handling.py) decide the outputs of a record, never this one. Effects of a cluster do not appear: no record is
+eos/engine/handling.py) decide the outputs of a record, never this one. Effects of a cluster do not appear: no record is
 refused, no transaction aborts.
 """
 
@@ -22,12 +22,12 @@ from eos.app.routes import Route
 from eos.app.stores import to_plain
 from eos.encoding.dead_letters import dead_letter_topic
 from eos.encoding.serde import encode, encode_key
+from eos.engine.handling import Collector, Handler
+from eos.engine.hooks import Hooks
 from eos.errors import ConfigurationError
 from eos.kafka.client.settings import Settings
 from eos.records import Header, Record, Send
 from eos.state.tasks import Task
-from eos.worker.handling import Handler, Kept
-from eos.worker.hooks import Hooks
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]], *, order: Order =
     for record in given:
         if record.topic not in app.routes:
             raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")
-    kept, ran, hooks = Kept(), Ran(topics=output_topics(app)), Hooks(app)
+    kept, ran, hooks = Collector(), Ran(topics=output_topics(app)), Hooks(app)
     tasks = {route.sources[0]: Task(ttls=route.ttls) for route in app.stateful}
     handler = Handler(app, passing=Settings({}).passed_headers, cells_of=lambda _: lambda record: tasks[record.topic])
     finished = False

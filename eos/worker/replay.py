@@ -6,10 +6,10 @@ the topic's end at the start. A letter that fails again becomes a new dead lette
 number of replays. The new letter lies after that end, so a run cannot meet it twice. A dropped letter is done without a
 call of a function (`DROPPING`); it stays in its topic.
 
-eos/worker/letters.py owns which letters are done. The transactional id, which equals the group's name, separates two
-simultaneous replays of one App: the newer fences the older. But an older replay whose producer is replaced takes the id
-back, and no group protects these offsets. So after each of its own initialisations a replay reads the committed offsets
-again, and exits with 79 if another process has changed them. No transaction is open while the user's code runs.
+eos/worker/dead_letters.py owns which letters are done. The transactional id, which equals the group's name, separates
+two simultaneous replays of one App: the newer fences the older. But an older replay whose producer is replaced takes
+the id back, and no group protects these offsets. So after each of its own initialisations a replay reads the committed
+offsets again, and exits with 79 if another process has changed them. No transaction is open while the user's code runs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ from eos.app.definition import App
 from eos.app.policies import dlq
 from eos.app.routes import Route
 from eos.encoding.dead_letters import dead_letter_topic, split_headers
+from eos.engine.handling import Collector, Handler
+from eos.engine.hooks import Hooks
 from eos.errors import PoisonRecord, UsageError
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.plain import Transactions
 from eos.records import Send
-from eos.worker.handling import Handler, Kept
-from eos.worker.hooks import Hooks
-from eos.worker.letters import Letter, Place, Run, again, group_of, letters, offsets_of
+from eos.worker.dead_letters import (
+    DeadLetter,
+    ReplayProgress,
+    Run,
+    failed_again,
+    group_of,
+    offsets_of,
+    read_dead_letters,
+)
 
 _MOST = 100  # letters in one transaction
 
@@ -39,29 +47,29 @@ _MOST = 100  # letters in one transaction
 class Settled:
     """A settled letter and its outputs; if `failed` names an exception class, the only output is a new dead letter."""
 
-    letter: Letter
+    letter: DeadLetter
     sends: list[Send]
     failed: str = ""
 
 
 @dataclass
-class Told:
+class ReplayResult:
     """The results of settling the letters of one topic."""
 
     handled: int = 0
     outputs: int = 0
     failed: dict[str, int] = field(default_factory=dict)
     """The number of new dead letters by exception."""
-    strangers: dict[str, int] = field(default_factory=dict)
+    of_other_apps: dict[str, int] = field(default_factory=dict)
     """The number of letters of other Apps, by App; their own replays process them."""
 
 
 class Settler(Protocol):
     """The processing of a single letter."""
 
-    def settle(self, letter: Letter) -> Settled: ...
+    def settle(self, letter: DeadLetter) -> Settled: ...
 
-    def refused(self, letter: Letter, error: PoisonRecord) -> Settled:
+    def on_refused(self, letter: DeadLetter, error: PoisonRecord) -> Settled:
         """Return the letter's new result after Kafka refused one of its outputs."""
 
     def committed(self) -> None:
@@ -69,10 +77,10 @@ class Settler(Protocol):
 
 
 class _Dropping:
-    def settle(self, letter: Letter) -> Settled:
+    def settle(self, letter: DeadLetter) -> Settled:
         return Settled(letter, [])
 
-    def refused(self, letter: Letter, error: PoisonRecord) -> Settled:
+    def on_refused(self, letter: DeadLetter, error: PoisonRecord) -> Settled:
         raise error  # a dropped letter has no outputs
 
     def committed(self) -> None: ...
@@ -80,11 +88,11 @@ class _Dropping:
 
 DROPPING: Settler = _Dropping()
 
-Choose = Callable[[Letter], Letter | None]
+Choose = Callable[[DeadLetter], DeadLetter | None]
 """Returns the letter to settle, possibly with corrections; None: the letter keeps waiting."""
 
 
-def everyone(letter: Letter) -> Letter:
+def choose_all(letter: DeadLetter) -> DeadLetter:
     return letter
 
 
@@ -105,7 +113,7 @@ def _without_state(route: Route) -> Route:
     """Return the route, or raise UsageError if it has state: a replay owns no partition, and so no state."""
     if route.stores:
         raise UsageError(
-            f"{route.name} has state, which only the worker that has the partition may change",
+            f"{route.name} has state, which only the worker that owns the partition may change",
             remedy="send the record to its topic again, or name a --function without state",
         )
     return route
@@ -141,44 +149,44 @@ class Settling:
         # are read.
         self._transactions.__enter__()
         try:
-            self._place = Place(self._settings, self._group, self._world)
+            self._progress = ReplayProgress(self._settings, self._group, self._world)
         except BaseException:
             self._transactions.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._place.close()
+        self._progress.close()
         self._transactions.__exit__()
 
     def topic(
         self,
         source: str,
         settler: Settler,
-        choose: Choose = everyone,
+        choose: Choose = choose_all,
         limit: int | None = None,
         from_earliest: bool = False,
-        told: Told | None = None,
-    ) -> Told:
+        result: ReplayResult | None = None,
+    ) -> ReplayResult:
         """Settle the chosen dead letters of one source topic, at most `limit`.
 
-        `told` has the committed results even if this raises. Raises UsageError if letters may have been settled before
-        and the committed offset has expired, unless `from_earliest`.
+        `result` has the committed results even if this raises. Raises UsageError if letters may have been settled
+        before and the committed offset has expired, unless `from_earliest`.
         """
 
         def refuse(sentence: str) -> None:
             if not from_earliest:
-                raise UsageError(sentence, remedy="`--from earliest` takes all that is there, once you know")
+                raise UsageError(sentence, remedy="`--from earliest` takes all of them, once you have checked")
 
-        told, topic = Told() if told is None else told, dead_letter_topic(source)
-        waiting = letters(self._settings, topic, self._place, refuse)
-        for batch in self._batches(waiting, settler, choose, limit, told):
-            self._commit(topic, batch, settler, told)
+        result, topic = ReplayResult() if result is None else result, dead_letter_topic(source)
+        waiting = read_dead_letters(self._settings, topic, self._progress, refuse)
+        for batch in self._batches(waiting, settler, choose, limit, result):
+            self._commit(topic, batch, settler, result)
             settler.committed()
-        return told
+        return result
 
     def _batches(
-        self, waiting: Iterator[Letter], settler: Settler, choose: Choose, limit: int | None, told: Told
+        self, waiting: Iterator[DeadLetter], settler: Settler, choose: Choose, limit: int | None, result: ReplayResult
     ) -> Iterator[list[_Step]]:
         """Yield batches of settled letters, each for one transaction interval.
 
@@ -186,16 +194,16 @@ class Settling:
         last commit.
         """
         batch, passed, left = list[_Step](), dict[int, int](), limit
-        behind: dict[int, Letter] = {}  # other Apps' letters, which this run skips
+        skipped: dict[int, DeadLetter] = {}  # other Apps' letters, which this run skips
         until = self._world.now() + self._interval_s
         for letter in waiting:
             if not letter.is_of(self._whose):
-                told.strangers[letter.app] = told.strangers.get(letter.app, 0) + 1
-                behind[letter.partition] = letter
+                result.of_other_apps[letter.app] = result.of_other_apps.get(letter.app, 0) + 1
+                skipped[letter.partition] = letter
                 continue
             first = passed.get(letter.partition, -1) + 1  # no letter of this App lies between
             passed[letter.partition] = letter.offset
-            behind.pop(letter.partition, None)
+            skipped.pop(letter.partition, None)
             if (chosen := choose(letter)) is not None:
                 batch.append(_Step(first, settler.settle(chosen)))
                 left = None if left is None else left - 1
@@ -205,47 +213,47 @@ class Settling:
             if len(batch) >= _MOST or (batch and self._world.now() >= until):
                 yield batch
                 batch, until = [], self._world.now() + self._interval_s
-        for partition, stranger in behind.items():
-            batch.append(_Step(passed.get(partition, -1) + 1, Settled(stranger, [])))
+        for partition, letter in skipped.items():
+            batch.append(_Step(passed.get(partition, -1) + 1, Settled(letter, [])))
         yield batch
 
-    def _commit(self, topic: str, batch: list[_Step], settler: Settler, told: Told) -> None:
+    def _commit(self, topic: str, batch: list[_Step], settler: Settler, result: ReplayResult) -> None:
         try:
             self._send(topic, batch)
         except PoisonRecord as refused:
             # Nothing was committed. Settle the letters one by one: the refused one becomes a dead letter again.
             if len(batch) > 1:
                 for step in batch:
-                    self._commit(topic, [step], settler, told)
+                    self._commit(topic, [step], settler, result)
                 return
             ((first, one),) = batch
             if one.failed:
                 raise  # its own dead letter is refused
-            batch = [_Step(first, settler.refused(one.letter, refused))]
+            batch = [_Step(first, settler.on_refused(one.letter, refused))]
             self._send(topic, batch)
         for one in (step.settled for step in batch):
             if one.failed:
-                told.failed[one.failed] = told.failed.get(one.failed, 0) + 1
+                result.failed[one.failed] = result.failed.get(one.failed, 0) + 1
             elif one.letter.is_of(self._whose):
-                told.handled += 1
-                told.outputs += len(one.sends)
+                result.handled += 1
+                result.outputs += len(one.sends)
 
     def _send(self, topic: str, batch: list[_Step]) -> None:
         """Send outputs, new dead letters and the offsets of done letters in one transaction."""
         settled: defaultdict[int, list[Run]] = defaultdict(list)
         for first, one in batch:
             settled[one.letter.partition].append((first, one.letter.offset))
-        after = {partition: done.plus(*settled[partition]) for partition, done in self._place.done[topic].items()}
+        after = {partition: done.add(*settled[partition]) for partition, done in self._progress.done[topic].items()}
         offsets = offsets_of(topic, after)
         with self._transactions.begin() as txn:
             if txn.renewed:
-                self._place.confirm(topic)
+                self._progress.confirm(topic)
             for _, one in batch:
                 for to, value, key, partition, timestamp_ms, headers in one.sends:
                     where = None if partition < 0 else partition
                     txn.send(to, value, key=key, partition=where, timestamp_ms=timestamp_ms, headers=headers or ())
-            txn.send_offsets(offsets, self._place.metadata())
-        self._place.moved(topic, after)
+            txn.send_offsets(offsets, self._progress.metadata())
+        self._progress.note_committed(topic, after)
 
 
 class Replay:
@@ -280,14 +288,14 @@ class Replay:
         self,
         source: str,
         function: str | None = None,
-        choose: Choose = everyone,
+        choose: Choose = choose_all,
         limit: int | None = None,
         from_earliest: bool = False,
-        told: Told | None = None,
-    ) -> Told:
+        result: ReplayResult | None = None,
+    ) -> ReplayResult:
         """Replay dead letters as Settling.topic does, with the function that failed or the one that is named."""
         running = _Running(self._handler, route_of(self._app, source, function))
-        return self._settling.topic(source, running, choose, limit, from_earliest, told)
+        return self._settling.topic(source, running, choose, limit, from_earliest, result)
 
 
 @dataclass
@@ -297,17 +305,17 @@ class _Running:
     handler: Handler
     route: Route
 
-    def settle(self, letter: Letter) -> Settled:
-        kept = Kept()
+    def settle(self, letter: DeadLetter) -> Settled:
+        kept = Collector()
         halt = self.handler.handle_route(kept, self.route, [letter.record])
         if halt is not None and halt.error is not None:
             raise halt.error
         if not kept.dead_letters:
             return Settled(letter, kept.sends)
         failed = split_headers(kept.sends[0][-1] or [])[1]["exception"]
-        return Settled(letter, [again(letter, kept.sends[0])], failed)
+        return Settled(letter, [failed_again(letter, kept.sends[0])], failed)
 
-    def refused(self, letter: Letter, error: PoisonRecord) -> Settled:
+    def on_refused(self, letter: DeadLetter, error: PoisonRecord) -> Settled:
         self.handler.refused(letter.record, error)
         return self.settle(letter)
 

@@ -10,7 +10,7 @@ from typing import Any
 from eos.app.definition import App
 from eos.kafka.admin import preflight
 from eos.kafka.client.settings import Settings, to_settings
-from eos.session.signals import StopSignals
+from eos.signals import StopSignals
 from eos.worker import chains
 from eos.worker.loading import refuse_ids
 from eos.worker.worker import Worker
@@ -33,7 +33,8 @@ def run(app: App, settings: Settings | Mapping[str, Any] | None = None, *, until
     worker = Worker(app, values, until_end=until_end)
     prepare(worker)
     in_main = threading.current_thread() is threading.main_thread()
-    with StopSignals(worker.session) if in_main else contextlib.nullcontext():
+    timeout_s = worker.settings["eos.shutdown.timeout.ms"] / 1000
+    with StopSignals(worker.session, timeout_s) if in_main else contextlib.nullcontext():
         worker.run()
 
 

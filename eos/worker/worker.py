@@ -1,7 +1,7 @@
-"""Runs an App on a session: slices of records, hooks, slow functions, signals and the live line.
+"""Run an App on a session: slices of records, hooks, slow functions and spans.
 
 It never decides whether to commit or abort (eos/session/loop.py does), never touches a Kafka client, and leaves failed
-records to eos/worker/handling.py. It adds one rule to the session's loop: where the handler stops, the transaction ends
+records to eos/engine/handling.py. It adds one rule to the session's loop: where the handler stops, the transaction ends
 just before that record. So all earlier records are committed, and nothing of that record is visible.
 """
 
@@ -17,27 +17,25 @@ from eos import log
 from eos.app.definition import App
 from eos.app.lineage import Ledger
 from eos.app.routes import Route
+from eos.engine.handling import Halt, Handler
+from eos.engine.hooks import Hooks
+from eos.engine.slices import SliceSizes, by_route
+from eos.engine.slow_functions import SlowFunctions
 from eos.errors import CallFailed, PoisonRecord
 from eos.kafka.client.settings import FUNCTION_OPTIONS, Settings
 from eos.kafka.client.world import REAL, World
 from eos.records import Record
 from eos.session.outcomes import Listener, Outcome
 from eos.session.session import TransactSession
-from eos.session.signals import ShutdownExpired, took_too_long
 from eos.session.transaction import Transaction
-from eos.worker.handling import Halt, Handler, by_route
-from eos.worker.hooks import Hooks
+from eos.signals import ShutdownExpired, took_too_long
 from eos.worker.new_topics import NewTopics
 from eos.worker.retention import Retention
-from eos.worker.slowness import Slowness
 from eos.worker.spans import Spans
 
 if TYPE_CHECKING:
     from eos.kafka.admin.facts import Topic
     from eos.state.keeper import Keeper
-
-_SLICE_TARGET_S = 0.005
-_LARGEST_SLICE = 2_000
 
 
 class Worker(Listener):
@@ -50,7 +48,7 @@ class Worker(Listener):
     def __init__(self, app: App, settings: Settings, *, until_end: bool = False, world: World = REAL) -> None:
         app.check()
         self._world = world
-        self.app = app = copy.copy(app)  # a copy, because it takes in topics
+        self.app = app = copy.copy(app)  # a copy, because it adds topics
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
@@ -66,12 +64,11 @@ class Worker(Listener):
                 self.settings = self.settings.with_values(**{"allow.auto.create.topics": False})
             self._keeper = Keeper(app, self.settings, world)
         cells_of = None if self._keeper is None else self._keeper.cells_of
-        self._concurrent_most: int = self.settings["eos.async.max.records"]
-        self._batch_most: int = self.settings["eos.batch.max.records"]
+        concurrent_most: int = self.settings["eos.async.max.records"]
+        batch_most: int = self.settings["eos.batch.max.records"]
+        self._sizes = SliceSizes(batch_most, concurrent_most)
         passing = self.settings.passed_headers
-        self._handler = Handler(
-            app, ledger, self._concurrent_most, self._batch_most, passing, now=world.now, cells_of=cells_of
-        )
+        self._handler = Handler(app, ledger, concurrent_most, batch_most, passing, now=world.now, cells_of=cells_of)
         self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
         self._found_topics = False
         self.session = TransactSession(
@@ -81,14 +78,13 @@ class Worker(Listener):
             destinations=sorted(app.destinations),
             participants=[one for one in (ledger, self._keeper) if one is not None],
             listener=self,
-            together=self._batch_most if any(function.batch for function in app.functions) else 1,
+            together=batch_most if any(function.batch for function in app.functions) else 1,
             world=world,
         )
-        self._slice = 1
         functions = app.functions
         self._single_route: Route | None = functions[0] if len(functions) == 1 else None
-        self._slowness = Slowness(self.settings)
-        self._not_before = 0.0  # World.now() at which a failed record may be retried
+        self._slow_functions = SlowFunctions(self.settings)
+        self._retry_at = 0.0  # World.now() at which a failed record may be retried
         self.on_tick: Callable[[], None] = lambda: None
         """Called after each transaction, and about every 100 ms without records."""
         self._retention: Retention | None = None
@@ -125,7 +121,7 @@ class Worker(Listener):
             session.start()
             if self._new_topics is not None and not session.until_end:
                 self._new_topics.watch()
-            with _rare_garbage_collection():
+            with _collecting_garbage_rarely():
                 for txn in session:
                     with self._span():
                         halt = self._handle(txn)
@@ -144,7 +140,7 @@ class Worker(Listener):
                 # A finished process leaves the group. A failed one stays a member, because it is expected back soon.
                 session.close(leave_group=finished)
             except ShutdownExpired as expired:
-                log.warning("the stop took too long: the clients are left behind", reason=str(expired))
+                log.warning("clients abandoned: the stop took too long", reason=str(expired))
             finally:
                 if self._keeper is not None:
                     self._keeper.close()
@@ -176,7 +172,7 @@ class Worker(Listener):
 
     def on_end(self, transaction: Transaction, outcome: Outcome) -> None:
         self._handler.ended(self.session.assignment, self.session.committed)
-        self._slowness.ended(outcome, self.session.committed)
+        self._slow_functions.ended(outcome is Outcome.COMMITTED, self.session.committed)
         if self._spans is not None:
             self._spans.ended(outcome)
 
@@ -210,19 +206,23 @@ class Worker(Listener):
 
     def _handle(self, txn: Transaction) -> Halt | None:
         """Handle records until the transaction's interval is over, or until the handler stops."""
-        if self._world.now() < self._not_before:
-            self._wait_on()
+        if self._world.now() < self._retry_at:
+            self._resume_pause()
             return None
-        self._slowness.check()
+        self._slow_functions.check()
         self._handler.begun()
         handled = 0
         while True:
-            batch = txn.take(self._slice_size())
+            batch = txn.take(1 if self._slow_functions.runs_one_by_one else self._sizes.most_of(self._single_route))
             if not batch:
                 return None
-            known = self._slowness.known(batch, self.session.assignment) if self._slowness.knows else None
+            known = (
+                self._slow_functions.find_slow(batch, self.session.assignment)
+                if self._slow_functions.has_slow_records
+                else None
+            )
             if known is not None:
-                size = self._apart(batch, known, first=not handled)
+                size = self._isolate_slow(batch, known, first=not handled)
                 txn.give_back(len(batch) - size)
                 batch = batch[:size]
                 if not batch:
@@ -235,18 +235,18 @@ class Worker(Listener):
             halt = self._handle_batch(txn, batch)
             ended = self._world.now()
             open_s = self._handler.open_s(txn, ended)
-            if self._slowness.too_slow(open_s, ended - began):
-                self._suspect(batch, open_s, ended - began)
-            elif self._slowness.one_by_one:
-                self._slowness.passed(batch[-1], self.session.assignment)
+            if self._slow_functions.is_too_slow(open_s, ended - began):
+                self._note_slow(batch, open_s, ended - began)
+            elif self._slow_functions.runs_one_by_one:
+                self._slow_functions.note_in_time(batch[-1], self.session.assignment)
             if halt is not None:
                 return halt
             if known is not None:
                 return Halt(len(batch))
             handled += len(batch)
-            self._adapt(ended - began, len(batch))
+            self._sizes.adapt(ended - began, len(batch))
 
-    def _apart(self, batch: list[Record], known: int, first: bool) -> int:
+    def _isolate_slow(self, batch: list[Record], known: int, first: bool) -> int:
         """Return how many of these records to handle in this transaction.
 
         Those are all records before the known slow one, which is then called alone in a transaction of its own, before
@@ -255,40 +255,23 @@ class Worker(Listener):
         if known or not first:
             return known
         route, run = next(by_route(self.app, batch))
-        return min(len(run), self._most_of(route, 1))
+        return min(len(run), self._sizes.together(route, 1))
 
-    def _wait_on(self) -> None:
+    def _resume_pause(self) -> None:
         """Continue a wait before a retry that an abort or a stop ended early; a stop must not use up a retry."""
         if not self.session.stop_requested:
-            self.session.pause(self._not_before - self._world.now())
+            self.session.pause(self._retry_at - self._world.now())
 
-    def _suspect(self, batch: list[Record], open_s: float, took_s: float) -> None:
+    def _note_slow(self, batch: list[Record], open_s: float, took_s: float) -> None:
         """Report a call that was too slow: in a slice of several calls the longest, if it alone was too slow."""
         who, longest = self.session.who(), self._handler.longest
         routes = {self.app.routes[record.topic] for record in batch}
         if self._single_route is not None or len(batch) == 1:
-            self._slowness.suspect(who, routes.pop(), batch, took_s)
-        elif longest and self._slowness.too_slow(open_s - took_s + longest.seconds, longest.seconds):
-            self._slowness.suspect(who, longest.route, longest.records, longest.seconds)
+            self._slow_functions.note_slow(who, routes.pop(), batch, took_s)
+        elif longest and self._slow_functions.is_too_slow(open_s - took_s + longest.seconds, longest.seconds):
+            self._slow_functions.note_slow(who, longest.route, longest.records, longest.seconds)
         else:
-            self._slowness.suspect_nobody(who, sorted(route.name for route in routes), batch, took_s)
-
-    def _slice_size(self) -> int:
-        if self._slowness.one_by_one:
-            return 1
-        return self._slice if self._single_route is None else self._most_of(self._single_route, self._slice)
-
-    def _most_of(self, route: Route, single: int) -> int:
-        if route.batch:
-            return self._batch_most
-        return self._concurrent_most if route.concurrent else single
-
-    def _adapt(self, took_s: float, size: int) -> None:
-        """Adapt the slice to about 5 ms, so that a slow function still ends its transaction in time."""
-        if took_s < _SLICE_TARGET_S and size >= self._slice:
-            self._slice = min(_LARGEST_SLICE, self._slice * 2)
-        elif took_s > 2 * _SLICE_TARGET_S:
-            self._slice = max(1, self._slice // 2)
+            self._slow_functions.note_slow_together(who, sorted(route.name for route in routes), batch, took_s)
 
     def _handle_batch(self, txn: Transaction, batch: list[Record]) -> Halt | None:
         if self._single_route is not None:
@@ -300,21 +283,19 @@ class Worker(Listener):
         return halt
 
     def _end_at(self, txn: Transaction, halt: Halt) -> None:
-        """Commit the records before the one that stops the handler, then raise its error or wait.
-
-        After an abort the records come again.
-        """
+        """Commit the records before the one that stops the handler, then raise its error or schedule its retry. After
+        an abort the records are handed out again."""
         committed = txn.commit()
         if halt.error is not None and (committed or not isinstance(halt.error, PoisonRecord)):
             raise halt.error
         if halt.pause_s is not None:
             self.session.counters.count_retry()
-            self._not_before = self._world.now() + halt.pause_s
+            self._retry_at = self._world.now() + halt.pause_s
             self.session.pause(halt.pause_s)
 
 
 @contextlib.contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
+def _collecting_garbage_rarely() -> Iterator[None]:
     """Collect garbage rarely: the hot loop makes no cycles, and the default thresholds cost 3 to 18 % of its time."""
     thresholds = gc.get_threshold()
     gc.collect()

@@ -21,9 +21,9 @@ from eos.app import concurrent
 from eos.app.lineage import Ledger, with_lineage
 from eos.app.routes import Route, feed_from
 from eos.encoding.lineage import HEADER, decode
+from eos.engine.handling import Collector, Halt, Handler
 from eos.errors import ConfigurationError, IllegalState, Interruption, PoisonRecord, Temporary
 from eos.records import FeedResult
-from eos.worker.handling import Halt, Handler, Kept
 from eos.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("loop_ends")
@@ -40,7 +40,7 @@ def records(*values: bytes) -> list[Record]:
 
 
 def feed(made: Route, given: list[Record]) -> tuple[list[bytes | None], FeedResult]:
-    kept = Kept()
+    kept = Collector()
     fed = made.feed(given, kept)
     return [send[1] for send in kept.sends], fed
 
@@ -137,7 +137,7 @@ def test_async_lineage_matches_outputs_to_records() -> None:
         await asyncio.sleep(0.01 / len(value))
         return [value] * len(value)
 
-    ledger, kept = Ledger(), Kept()
+    ledger, kept = Ledger(), Collector()
     ledger.begin(("in", 0), 0, None)
     assert feed_from(with_lineage(route(f).each, ledger))(records(b"a", b"bb"), kept) == FeedResult(3, 2, None)
     last = [headers[-1] for *_, headers in kept.sends if headers]
@@ -149,7 +149,7 @@ def test_async_lineage_matches_outputs_to_records() -> None:
 
 
 def test_async_feed_limits_concurrency() -> None:
-    from eos.worker.handling import Handler
+    from eos.engine.handling import Handler
     from tests.unit.test_policies import Txn
 
     app = App("app")
@@ -283,7 +283,7 @@ def test_async_worker_in_running_loop_is_refused_before_connecting() -> None:
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_async_running_loop_later_is_no_record_failure(batch: bool) -> None:
-    kept = Kept()
+    kept = Collector()
 
     async def around() -> Halt | None:
         return Handler(an_app(batch)).handle(kept, records(b"a", b"b"))

@@ -14,10 +14,10 @@ import pytest
 import eos.testing
 from eos import App, Out, PoisonRecord, Record, State, dlq, retry, skip
 from eos.cli import invoke
+from eos.engine.hooks import HookFailed
 from eos.errors import Interruption, Temporary, safe_str
 from eos.kafka.client.client_calls import guard_callbacks
-from eos.session.signals import ShutdownExpired
-from eos.worker.hooks import HookFailed
+from eos.signals import ShutdownExpired
 
 GOOD, BAD = ("in", "good", "key"), ("in", "bad", "key")
 

@@ -15,7 +15,7 @@ import eos
 from eos import App, Record
 from eos.encoding.dead_letters import make_dead_letter
 from eos.encoding.frames import MAX_FRAMES, MAX_TEXT_BYTES, format_frames, frames_of
-from eos.worker.handling import Handler, Kept
+from eos.engine.handling import Collector, Handler
 
 pytestmark = pytest.mark.usefixtures("loop_ends")
 
@@ -24,7 +24,7 @@ def failure(function: Callable[[Any], Any], **more: Any) -> BaseException:
     """What reaches the policy."""
     app = App("app")
     app.process("in", to="out", **more)(function)
-    error = app.routes["in"].feed([Record("in", 0, 0, value=b"v")], Kept()).error
+    error = app.routes["in"].feed([Record("in", 0, 0, value=b"v")], Collector()).error
     assert error is not None
     return error
 
@@ -103,8 +103,8 @@ def test_frame_text_is_bounded_and_keeps_the_innermost() -> None:
     assert set(text.splitlines()) == {f"wide.py:2 in {name}"}
 
 
-def test_dead_letter_has_frames_one_per_line() -> None:
-    app, kept = App("app"), Kept()
+def test_a_dead_letter_says_where_with_its_frames_one_per_line() -> None:
+    app, kept = App("app"), Collector()
     app.process("in", to="out", on_error=eos.dlq)(later)
     assert Handler(app).handle(kept, [Record("in", 0, 0, value=b"v")]) is None
     trace = (dict(kept.sends[0][5] or [])["eos-dlq-trace"] or b"").decode()

@@ -8,8 +8,8 @@ import pytest
 
 import eos.testing
 from eos import App
+from eos.engine.hooks import HookFailed, Hooks
 from eos.errors import ConfigurationError, PoisonRecord
-from eos.worker.hooks import HookFailed, Hooks
 
 
 def noting(app: App, told: list[str], *fails: str) -> App:

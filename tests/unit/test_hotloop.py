@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 import eos
 from eos import App, hotloop
+from eos.engine.handling import Collector
 from eos.errors import ConfigurationError
 from eos.hotloop import python
 from eos.records import KEEP, Out, Record
-from eos.worker.handling import Kept
 
 try:
     from eos.hotloop import _native as native
@@ -441,7 +441,7 @@ def test_usual_results_match_the_full_rules(loop: Any, record: Record, made: Any
         wanted: Any = list(route.outputs(record))
     except (ConfigurationError, TypeError, ValueError) as error:
         wanted = isinstance(error, ConfigurationError)
-    kept = Kept()
+    kept = Collector()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hotloop, "feed_values", loop.feed_values)
         fed = kept.feed(route.feed, [record])
@@ -805,6 +805,6 @@ def test_compiled_loop_of_other_source_is_reported_and_not_used(tmp_path: Path, 
     assert done.stdout == f"{tmp_path}/eos/hotloop/__init__.py {form}\n"
     told = done.stderr.splitlines()
     assert len(told) == (0 if used else 1)
-    assert used or told[0].endswith("is not used: build it again with `pip install -e .`")
+    assert used or told[0].endswith("is not used: rebuild it with `pip install -e .`")
     (tmp_path / "eos" / "hotloop" / "_native.c").unlink()  # as in a wheel without it
     assert "True eos.hotloop._native" in imported().stdout

@@ -12,8 +12,8 @@ import eos.testing
 from eos import App, Out, Record, Settings
 from eos.app.lineage import Ledger
 from eos.encoding.lineage import HEADER
+from eos.engine.handling import Collector, Handler
 from eos.kafka.client.settings import OPTIONS
-from eos.worker.handling import Handler, Kept
 
 TRACE = [("traceparent", b"00-1"), ("tracestate", b"v=1")]
 HEADERS = [("other", b"x"), *TRACE, ("more", None)]
@@ -93,8 +93,8 @@ def test_dead_letter_has_all_headers_once() -> None:
     assert {name.startswith("eos-dlq-") for name, _ in headers[len(HEADERS) :]} == {True}
 
 
-def test_passed_headers_and_lineage_are_both_sent() -> None:
-    app, ledger, kept = app_of(raw), Ledger(), Kept()
+def test_with_lineage_both_are_there() -> None:
+    app, ledger, kept = app_of(raw), Ledger(), Collector()
     ledger.begin(("in", 0), 0, None)
     assert Handler(app, ledger, passing=["traceparent"]).handle(kept, records(HEADERS)) is None
     assert [name for name, _ in kept.sends[0][5] or []] == ["traceparent", HEADER]
@@ -112,8 +112,8 @@ def test_only_traces_are_passed_by_default() -> None:
     assert OPTIONS["eos.headers.pass"].default == "traceparent,tracestate"
 
 
-def test_no_names_pass_no_headers() -> None:
-    kept = Kept()
+def test_without_names_nothing_is_passed() -> None:
+    kept = Collector()
     assert Handler(app_of(raw), passing=()).handle(kept, records(HEADERS)) is None
     assert kept.sends[0][5] is None
 

@@ -19,17 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eos
+import eos.engine.handling
 import eos.testing
-import eos.worker.handling
 from eos import App, Out, Record, dlq, retry, skip, stop
 from eos.app.lineage import Ledger
 from eos.app.policies import Policy, policy_of
 from eos.encoding.dead_letters import MAX_MESSAGE_BYTES, make_dead_letter
 from eos.encoding.lineage import HEADER, decode
 from eos.encoding.serde import DecodeError
+from eos.engine.handling import DeadLetterRefused, Halt, Handler, RecordRefused
 from eos.errors import Action, CallFailed, ConfigurationError, PoisonRecord, Temporary
 from eos.records import Feed, FeedResult, Send, UnreadableHeaders, readable_headers
-from eos.worker.handling import DeadLetterRefused, Halt, Handler, RecordRefused
 
 
 class Order(msgspec.Struct):
@@ -54,6 +54,10 @@ class Txn:
         fed = feed(records, self)
         self.failure = fed.failure
         return fed if self.failure is None else FeedResult(fed.sent, len(records), None)
+
+    def count(self, *, skipped: int = 0, dead_letters: int = 0) -> None:
+        self.skipped += skipped
+        self.dead_letters += dead_letters
 
     def produce(self, *send: Any) -> None:
         topic, value, key = send[:3]
@@ -270,7 +274,7 @@ def test_what_the_limit_kept_back_is_told_at_the_next_interval_and_at_the_end(ca
     handler.tick()
     (line,) = caplog.messages[10:]
     assert line == (
-        "more records failed not_told=21 of=record skipped: 20, dead letter: 1 last=other[0]@10 "
+        "more records failed unlogged=21 of=record skipped: 20, dead letter: 1 last=other[0]@10 "
         "error=ValueError: no bad 2"
     )
     clock.now += 60
@@ -279,7 +283,7 @@ def test_what_the_limit_kept_back_is_told_at_the_next_interval_and_at_the_end(ca
     assert len(caplog.messages) == 11, "nothing is told twice"
     handler.handle(Txn(), records(*[b"bad"] * 12))
     handler.end()
-    assert caplog.messages[-1].startswith("more records failed not_told=2 of=record skipped: 2 last=in[0]@21 ")
+    assert caplog.messages[-1].startswith("more records failed unlogged=2 of=record skipped: 2 last=in[0]@21 ")
 
 
 @pytest.mark.parametrize("fails_at_the_end", [False, True])
@@ -291,7 +295,7 @@ def test_a_run_tells_the_rest_at_its_end_however_it_ends(
     given: list[Any] = [("in", b"bad")] * 12 + [("other", b"bad" if fails_at_the_end else b"a")]
     with pytest.raises(PoisonRecord) if fails_at_the_end else contextlib.nullcontext():
         eos.testing.run(app, given)
-    assert caplog.messages[-1].startswith("more records failed not_told=2 ")
+    assert caplog.messages[-1].startswith("more records failed unlogged=2 ")
 
 
 def test_what_does_not_decode_is_treated_by_the_policy_too() -> None:

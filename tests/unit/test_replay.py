@@ -15,8 +15,8 @@ from eos.encoding.dead_letters import make_dead_letter
 from eos.errors import ConfigurationError, UsageError
 from eos.kafka.client.world import REAL
 from eos.records import Record
-from eos.worker.letters import Done, Letter, again, letter_of, offsets_of
-from eos.worker.replay import DROPPING, Settling, Told, everyone, route_of, sources_of
+from eos.worker.dead_letters import DeadLetter, Done, failed_again, letter_of, offsets_of
+from eos.worker.replay import DROPPING, ReplayResult, Settling, choose_all, route_of, sources_of
 
 RECORD = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", [("trace", b"t"), ("trace", None)])
 
@@ -41,18 +41,18 @@ def app_of() -> App:
     return app
 
 
-def summary(letter: Letter) -> tuple[str, str, str, str, int]:
+def summary(letter: DeadLetter) -> tuple[str, str, str, str, int]:
     return letter.source, letter.app, letter.exception, letter.message, letter.replays
 
 
 def test_a_letter_is_the_record_that_failed_again_and_again() -> None:
     letter = letter_of(read(make_dead_letter(RECORD, ValueError("why"), app="shop")))
-    assert (letter.place, letter.record) == ("orders.dlq[1]@5", RECORD)
+    assert (letter.position, letter.record) == ("orders.dlq[1]@5", RECORD)
     assert summary(letter) == ("orders[3]@17", "shop", "ValueError", "why", 0)
     for replays in (1, 2, 3):
         failed = make_dead_letter(letter.record, KeyError(replays))
-        letter = letter_of(read(again(letter, failed), 5 + replays))
-        assert (letter.place, letter.record) == (f"orders.dlq[1]@{5 + replays}", RECORD)
+        letter = letter_of(read(failed_again(letter, failed), 5 + replays))
+        assert (letter.position, letter.record) == (f"orders.dlq[1]@{5 + replays}", RECORD)
         assert summary(letter) == ("orders[3]@17", "", "KeyError", str(replays), replays)
 
 
@@ -92,14 +92,14 @@ def test_the_function_is_the_one_that_failed_or_the_one_that_is_named() -> None:
 def test_letters_that_are_done_in_any_order_are_known_and_no_other(low: int, order: list[int], chance: Random) -> None:
     """As settling tells them: each with the gap before it, in which no letter lies."""
     there = sorted(chance.sample(range(25), chance.randint(0, 25)))
-    done, expected = Done().since(low), set(range(low))
+    done, expected = Done().starting_at(low), set(range(low))
     for offset in order:
         if offset in there:
             before = max((each for each in there if each < offset), default=-1)
-            done = done.plus((before + 1, offset))
+            done = done.add((before + 1, offset))
             expected.add(offset)
         done = Done.read(done.offset, done.metadata())
-        assert {each for each in there if done.has(each)} == {each for each in there if each in expected}
+        assert {each for each in there if done.contains(each)} == {each for each in there if each in expected}
         edges = [done.offset, *(edge for first, last in done.runs for edge in (first, last + 1))]
         assert edges == sorted(set(edges)), "as few pieces as can be"
     if set(there) <= expected:
@@ -111,22 +111,32 @@ def test_more_pieces_than_the_brokers_take_beside_an_offset_are_refused() -> Non
     (place,) = offsets_of("orders.dlq", {3: Done(0, runs)})
     assert (place.partition, place.offset, place.metadata) == (3, 0, Done(0, runs).metadata())
     with pytest.raises(
-        UsageError, match=r"orders.dlq\[3\]: the letters that are done lie in 2000 pieces, more than can"
+        UsageError, match=r"orders.dlq\[3\]: the done letters form 2000 separate ranges, more than offset metadata"
     ):
         offsets_of("orders.dlq", {3: Done(0, tuple((3 * n, 3 * n) for n in range(1, 2_001)))})
 
 
 def test_what_is_noted_beside_an_offset_is_read_by_this_version_only() -> None:
     assert Done(3, ((5, 9), (11, 11))).metadata() == '{"v":1,"done":[2,5,1,1]}'
-    strangers = (None, "", "{", "[]", '{"v":1}', '{"done":[]}', '{"v":"x","done":1}', '{"v":1,"done":[5]}', "[" * 9_000)
-    for strange in strangers:
+    foreign = (
+        None,
+        "",
+        "{",
+        "[]",
+        '{"v":1}',
+        '{"done":[]}',
+        '{"v":"x","done":1}',
+        '{"v":1,"done":[5]}',
+        "[" * 9_000,
+    )
+    for strange in foreign:
         assert Done.read(3, strange) == Done(3)
-    with pytest.raises(ConfigurationError, match="noted in format 2, this version reads 1"):
+    with pytest.raises(ConfigurationError, match="stored in format 2, this version reads 1"):
         Done.read(3, '{"v":2,"more":1}')
 
 
 def test_letters_of_other_apps_lie_in_our_pieces_and_take_no_room_of_their_own() -> None:
-    def at(offset: int, app: str) -> Letter:
+    def at(offset: int, app: str) -> DeadLetter:
         sent = make_dead_letter(msgspec.structs.replace(RECORD, offset=offset), ValueError("why"), app=app)
         return letter_of(read(sent, offset))
 
@@ -134,19 +144,19 @@ def test_letters_of_other_apps_lie_in_our_pieces_and_take_no_room_of_their_own()
     settling = Settling.__new__(Settling)
     settling._whose, settling._world, settling._interval_s = "shop", REAL, 60.0
     for chosen, runs in (({37}, ((36, 38),)), ({5, 7, 37}, ((4, 8), (36, 38))), (set(), ((40, 39),))):
-        told = Told()
+        told = ReplayResult()
         choose = lambda letter, chosen=chosen: letter if letter.offset in chosen else None  # noqa: E731
         done = Done(0)
         for batch in settling._batches(iter(there), DROPPING, choose, None, told):
-            done = done.plus(*((step.first, step.settled.letter.offset) for step in batch))
-        waiting = [letter.offset for letter in there if letter.is_of("shop") and not done.has(letter.offset)]
+            done = done.add(*((step.first, step.settled.letter.offset) for step in batch))
+        waiting = [letter.offset for letter in there if letter.is_of("shop") and not done.contains(letter.offset)]
         assert waiting == [offset for offset in range(1, 40, 2) if offset not in chosen]
         assert len(done.runs) <= len(runs)
-        assert told.strangers == {"billing": 20}
-    everything = Done(0).plus(
+        assert told.of_other_apps == {"billing": 20}
+    everything = Done(0).add(
         *(
             (s.first, s.settled.letter.offset)
-            for b in settling._batches(iter(there), DROPPING, everyone, None, Told())
+            for b in settling._batches(iter(there), DROPPING, choose_all, None, ReplayResult())
             for s in b
         )
     )

@@ -39,10 +39,11 @@ BELOW = {
     "plain": "session encoding kafka records",
     "health": "probes session observe kafka",
     "state": "app encoding kafka records",
-    "worker": "state health plain session app encoding kafka records",
-    "testing": "worker state plain session app encoding kafka records broker shim",
-    "demo": "testing worker app kafka broker",
-    "cli": "demo testing worker state health plain session app encoding kafka records hotloop broker shim",
+    "engine": "app encoding kafka records hotloop",
+    "worker": "engine state health plain session app encoding kafka records",
+    "testing": "worker engine state plain session app encoding kafka records broker shim",
+    "demo": "testing worker engine app kafka broker",
+    "cli": "demo testing worker engine state health plain session app encoding kafka records hotloop broker shim",
     "__main__": "cli",
 }
 
@@ -113,7 +114,7 @@ def test_app_and_encoding_import_msgspec_and_sortedcontainers_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["eos.app.definition", "eos.worker.handling", "spark_connector.apply", "eos.testing"]
+    "module", ["eos.app.definition", "eos.engine.handling", "spark_connector.apply", "eos.testing"]
 )
 def test_what_runs_an_app_without_a_cluster_loads_no_kafka_client(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m.split('.')[0] in ('confluent_kafka', 'kafka')])"

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from eos import KEEP, App, Out, Record
+from eos.engine.handling import Collector
 from eos.errors import ConfigurationError
 from eos.plain import PlainTransaction
 from eos.session.producer.states import State
 from eos.session.transaction import Transaction
-from eos.worker.handling import Kept
 
 
 class Point(msgspec.Struct):
@@ -138,7 +138,7 @@ def test_batch_out_without_timestamp_gets_latest_of_batch(times: tuple[int, ...]
 
     app = App("app")
     app.process_batch("in", to="out")(f)
-    kept = Kept()
+    kept = Collector()
     app.routes["in"].feed(records, kept)
     assert kept.sends == app.routes["in"].outputs_batch(records)
     assert [send[4] for send in kept.sends] == [latest, max(times[0], 0), 0]

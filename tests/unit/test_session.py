@@ -12,8 +12,7 @@ from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
 from eos.kafka.client.settings import FUNCTION_OPTIONS, OPTIONS
 from eos.records import FeedResult
-from eos.session.committer import Commit
-from eos.session.outcomes import Listener
+from eos.session.outcomes import Commit, Listener
 from eos.session.recovery import MOST_REBUILDS, Trouble
 from eos.session.session import TransactSession
 from eos.session.transaction import Transaction

@@ -10,18 +10,18 @@ import pytest
 # Each sets handlers around the block in which `body` runs, as a worker's function does.
 AROUND = {
     "worker": """
-from eos.session.signals import StopSignals
-session = SimpleNamespace(settings={"eos.shutdown.timeout.ms": 30_000}, stop_requested=False)
+from eos.signals import StopSignals
+session = SimpleNamespace(stop_requested=False)
 session.stop = lambda: vars(session).update(stop_requested=True)
-with StopSignals(session):
+with StopSignals(session, 30.0):
     body()
 assert not session.stop_requested
 """,
     "worker that stops": """
-from eos.session.signals import StopSignals
-session = SimpleNamespace(settings={"eos.shutdown.timeout.ms": 30_000}, stop_requested=False)
+from eos.signals import StopSignals
+session = SimpleNamespace(stop_requested=False)
 session.stop = lambda: vars(session).update(stop_requested=True)
-with StopSignals(session):
+with StopSignals(session, 30.0):
     os.kill(os.getpid(), signal.SIGTERM)
     body()
     assert signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL
@@ -42,10 +42,10 @@ assert not supervisor._signals
 """,
     "one in the other": """
 from eos.cli.run import _stop_before_start
-from eos.session.signals import StopSignals
-session = SimpleNamespace(settings={"eos.shutdown.timeout.ms": 30_000}, stop_requested=False)
+from eos.signals import StopSignals
+session = SimpleNamespace(stop_requested=False)
 session.stop = lambda: vars(session).update(stop_requested=True)
-with _stop_before_start() as begun, StopSignals(session):
+with _stop_before_start() as begun, StopSignals(session, 30.0):
     body()
 assert not session.stop_requested
 """,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from eos import App, Record, Settings
+from eos.engine.handling import Collector, Handler
+from eos.engine.hooks import Hooks
 from eos.errors import ConfigurationError
 from eos.session.outcomes import Outcome
-from eos.worker.handling import Handler, Kept
-from eos.worker.hooks import Hooks
 from eos.worker.spans import Spans
 from eos.worker.worker import Worker
 
@@ -90,7 +90,7 @@ def test_spans_of_coroutines_lie_in_no_transaction_s_rather_than_in_that_of_an_e
     hooks.start()
     for _ in range(2):
         with spans.handling():
-            handler.handle(Kept(), records(()))
+            handler.handle(Collector(), records(()))
         spans.ended(Outcome.COMMITTED)
     hooks.stop(failed=False)
     assert [span.parent for span in exported() if span.name == "query"] == [None, None]

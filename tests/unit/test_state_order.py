@@ -16,11 +16,11 @@ from eos import App, ListState, MapState, Record, State
 from eos.app.cells import cell_of, encode_key
 from eos.app.layers import Bounds, Overlay, Span, Value
 from eos.app.state import CompiledStore, Store
+from eos.engine.handling import Collector, Handler
 from eos.state import tasks
 from eos.state.engines import ENGINES
 from eos.state.tasks import Task
 from eos.state.values import InMemory
-from eos.worker.handling import Handler, Kept
 
 MAP = CompiledStore(Store("map", MapState, (int, int)))
 LIST = CompiledStore(Store("list", ListState, (int,)))
@@ -213,7 +213,7 @@ def walked(shape: Shape, entries: int) -> tuple[int, int]:
 
     def handle(first: int, many: int) -> None:
         records = [Record("in", 0, n, 1, b"hot", b"%d" % n) for n in range(first, first + many)]
-        assert handler.handle(Kept(), records) is None
+        assert handler.handle(Collector(), records) is None
         task.committed(0.0)
 
     for first in range(entries, 3 * entries, 200):  # finds where the row begins and ends, and takes new numbers
@@ -269,7 +269,7 @@ def test_counting_never_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
         pages[value] = pages.get(value, 0) + 1
 
     handler = Handler(app, cells_of=lambda _: lambda record: task)
-    assert handler.handle(Kept(), [Record("in", 0, n, 1, b"k%d" % (n % 99), b"x") for n in range(999)]) is None
+    assert handler.handle(Collector(), [Record("in", 0, n, 1, b"k%d" % (n % 99), b"x") for n in range(999)]) is None
     assert len(task.changed) == 2 * 99
     assert task._rows is None
 
@@ -343,7 +343,7 @@ def test_failed_record_does_not_change_bounds() -> None:
         held[int(value)] = 1
         return f"{list(held)}"
 
-    handler, kept = Handler(app, cells_of=lambda _: lambda record: task), Kept()
+    handler, kept = Handler(app, cells_of=lambda _: lambda record: task), Collector()
     records = [Record("in", 0, n, 1, b"k", value) for n, value in enumerate([b"3", b"bad", b"bad", b"1"])]
     assert handler.handle(kept, records) is None
     assert [value for _, value, *_ in kept.sends] == [b"[3]", b"[1, 3]"]

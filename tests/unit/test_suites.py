@@ -114,7 +114,7 @@ def test_suites_that_share_brokers_and_are_equally_deep_are_run_as_one(deep: tup
     ("changed", "asked"),
     [
         (["docs/howto/shim.md", "README.md", "tests/unit/test_cli.py"], set()),
-        (["eos/shim/lane.py"], {"shim"}),
+        (["eos/shim/chain.py"], {"shim"}),
         (["eos/session/session.py"], {"broker", "containers", "spark", "state"}),
         (["spark_connector/sink.py", "docs/howto/spark.md"], {"spark"}),
         (["tests/broker/test_topic.py", "tests/shim/test_trace.py"], {"broker", "shim"}),

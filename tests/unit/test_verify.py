@@ -24,13 +24,13 @@ from eos.app.lineage import Ledger, check_route, with_lineage
 from eos.app.routes import feed_from
 from eos.cli.verify import NothingToExamine, _print_result
 from eos.encoding.lineage import HEADER, Source, Tally, decode, encode, tally_of
+from eos.engine.handling import Collector
 from eos.errors import ConfigurationError
 from eos.records import FeedResult, Out, Record
 from eos.testing import verify as verifying
 from eos.testing.checker import Ends
 from eos.testing.history import Log
 from eos.testing.verify import Committed, Verification, extract_marks, judge, verify
-from eos.worker.handling import Kept
 
 # ---- formats ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ def test_restarted_partition_drops_open_counts() -> None:
 
 
 def feed(function: Callable[[Record], Any], records: list[Record]) -> tuple[list[Any], FeedResult, Ledger]:
-    app, ledger, kept = App("app"), Ledger(), Kept()
+    app, ledger, kept = App("app"), Ledger(), Collector()
     app.process("a", to="out")(function)
     ledger.begin(A, 0, None)
     fed = feed_from(with_lineage(app.routes["a"].each, ledger))(records, kept)

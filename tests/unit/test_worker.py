@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-import eos.worker.handling
+import eos.engine.handling
 import eos.worker.worker
 from eos import App, Out, Record
+from eos.engine.handling import Collector
 from eos.errors import ConfigurationError
 from eos.kafka.client.world import World
 from eos.session.outcomes import Outcome
-from eos.worker.handling import Kept
 from eos.worker.worker import Worker
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "transaction.timeout.ms": 2_000} | {
@@ -31,7 +31,7 @@ class Clock:
         self.now = 0.0
 
 
-class Txn(Kept):
+class Txn(Collector):
     """A transaction of 100 ms in which these records wait, handed out as the worker asks for them."""
 
     def __init__(self, clock: Clock, records: list[Record]) -> None:
@@ -74,7 +74,7 @@ def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
     )
     session._parts.producer = SimpleNamespace(who=dict)
     session._parts.positions.committed = {("a", 0): 0, ("b", 0): 0}
-    worker._slice = 100
+    worker._sizes._single = 100
     return worker
 
 
@@ -106,13 +106,13 @@ def test_what_comes_before_a_known_slow_batch_is_committed_and_the_batch_is_firs
     left = attempt(worker, clock, left, Outcome.COMMITTED)
     assert left == given[5:], "one call, which is the last of its transaction too"
     assert caplog.messages == [], "what it takes before its outputs costs nothing"
-    assert not worker._slowness.knows
+    assert not worker._slow_functions.has_slow_records
 
 
 def test_a_known_slow_record_is_run_alone_even_where_it_is_fast_this_time(clock: Clock) -> None:
     worker = worker_of(clock, {"quick": 0.001, "batches": 0.001})
     given = [*records("b", 3), *records("a", 3)]
-    worker._slowness._slow = {("a", 0): 1}
+    worker._slow_functions._slow = {("a", 0): 1}
     left = attempt(worker, clock, given, Outcome.COMMITTED)
     assert left == given[4:]
     assert attempt(worker, clock, left, Outcome.COMMITTED) == given[5:]
@@ -151,10 +151,10 @@ def test_where_no_call_was_too_slow_by_itself_nobody_is_blamed_and_records_are_r
         attempt(worker, clock, given)
     assert "batches, quick took 3.0 s for 11 records from b[0]@0 on" in caplog.text
     assert "eos.batch.max.records" not in caplog.text
-    assert worker._slice_size() == 1
+    assert worker._slow_functions.runs_one_by_one
     seconds |= {"quick": 0.001, "batches": 0.001}  # what was away for a moment is back
     attempt(worker, clock, given)
-    assert worker._slice_size() > 1
+    assert not worker._slow_functions.runs_one_by_one
 
 
 def test_a_slice_of_one_of_several_functions_is_not_blamed_on_a_batch_that_was_fast_enough(
@@ -172,7 +172,7 @@ def test_a_slow_first_record_of_a_transaction_loses_nothing_and_is_not_told(
 ) -> None:
     """The broker's clock begins with the first output."""
     worker = worker_of(clock, {"quick": 3.0, "batches": 3.0})
-    worker._slice = 1
+    worker._sizes._single = 1
     with caplog.at_level(logging.WARNING, "eos"):
         for number in range(20):
             worker._handle(Txn(clock, records("a", 1)))  # type: ignore[arg-type]
@@ -192,6 +192,4 @@ def test_a_slow_record_behind_one_that_was_sent_may_be_lost_and_is_told_so_until
             worker._handle(Txn(clock, given))  # type: ignore[arg-type]
             worker.session._parts.positions.committed = {("a", 0): 2, ("b", 0): 3}
             given = [Record(r.topic, 0, r.offset, value=b"v") for r in given]
-    assert {line.partition(" why=")[0] for line in caplog.messages} == {
-        "too slow: the transaction may be lost, then its records come again"
-    }
+    assert {line.partition(" why=")[0] for line in caplog.messages} == {"transaction may exceed its timeout"}

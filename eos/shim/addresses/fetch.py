@@ -10,7 +10,7 @@ from __future__ import annotations
 from eos.shim.addresses.layouts import Found, tagged_endpoints
 from eos.shim.errors import Malformed
 from eos.shim.wire import walk
-from eos.shim.wire.cursor import Cursor, checked_tags
+from eos.shim.wire.cursor import Cursor, check_tag_count
 from eos.shim.wire.frames import Piece
 from eos.shim.wire.headers import RESPONSE_HEAD
 from eos.shim.wire.walk import Layout, Walk
@@ -62,7 +62,7 @@ class HideEndpoints:
 
     def _layout(self, at: Walk) -> Layout:
         yield from _up_to_tags(at)
-        for _ in range(checked_tags((yield from walk.uvarint()))):
+        for _ in range(check_tag_count((yield from walk.uvarint()))):
             tag_at = at.position
             tag = yield from walk.uvarint()
             if tag == 0:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from eos.shim.wire import api
-from eos.shim.wire.cursor import Cursor, checked_tags, string, uvarint
+from eos.shim.wire.cursor import Cursor, check_tag_count, string, uvarint
 from eos.shim.wire.headers import response_body
 
 
@@ -131,7 +131,7 @@ def _produce(cursor: Cursor, version: int) -> Found:
 
 def tagged_endpoints(cursor: Cursor) -> Found:
     """Return the NodeEndpoints (tag 0) among the tagged fields at the end of a response."""
-    for _ in range(checked_tags(cursor.uvarint())):
+    for _ in range(check_tag_count(cursor.uvarint())):
         tag, size_at = cursor.uvarint(), cursor.pos
         size, value_at = cursor.uvarint(), cursor.pos
         cursor.skip(size)

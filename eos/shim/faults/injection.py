@@ -41,9 +41,9 @@ class Injection:
     def link(self) -> Any:
         return self.exchange.connection.link
 
-    def hold(self, frame: bytes, reached: Callable[[], None] | None = None) -> HeldFrame:
+    def hold(self, frame: bytes, on_turn: Callable[[], None] | None = None) -> HeldFrame:
         held = HeldFrame(frame)
-        held.reached = reached
+        held.on_turn = on_turn
         return held
 
     def hold_response(self, frame: bytes) -> HeldFrame:
@@ -65,7 +65,7 @@ class Injection:
 
     async def send_held(self, held: HeldFrame, what: str) -> None:
         """Send the request on its client's connection, or on a separate one if that connection has closed."""
-        if self.link.takes_requests:
+        if self.link.can_send_requests:
             held.release()
         else:
             await self.deliver_copy(what)

@@ -32,7 +32,7 @@ _NOT_LEADER = 6  # for the other partitions of a rejected Produce, so that the c
 _WITH_TOPIC_IDS = range(10, MetadataResponse.max_version + 1)  # versions of Metadata; newer ones cannot be read
 _BATCHED = 4  # AddPartitionsToTxn
 _READ_UNCOMMITTED = 0
-_NAMED = frozenset(
+_WITH_TRANSACTIONAL_ID = frozenset(
     {
         api.INIT_PRODUCER_ID,
         api.ADD_PARTITIONS_TO_TXN,
@@ -71,7 +71,7 @@ class GuardJob(Job):
             api.OFFSET_COMMIT: bool(policy.transactional_groups),
             api.INIT_PRODUCER_ID: policy.max_timeout_ms is not None,
         }
-        named = bool(policy.prefixes) and api_key in _NAMED
+        named = bool(policy.prefixes) and api_key in _WITH_TRANSACTIONAL_ID
         logs_in = bool(policy.prefixes) and api_key in (api.SASL_HANDSHAKE, api.SASL_AUTHENTICATE)
         return wanted.get(api_key, False) or named or logs_in
 
@@ -98,15 +98,15 @@ class GuardJob(Job):
         if key == api.SASL_AUTHENTICATE:
             asked = messages.decode(SaslAuthenticateRequest, frame, version)
             mechanism = self._mechanisms.get(exchange.connection)
-            exchange.notes[self] = name_of(mechanism, bytes(asked.auth_bytes))
+            exchange.notes[self] = read_user_name(mechanism, bytes(asked.auth_bytes))
             return frame
         if not messages.can_read(key, version):
             raise ProtocolError(f"{api.api_name(key)} v{version} is too new for the policy to check")
         request = messages.read_request(frame, key, version)
         try:
-            self._judge(exchange, request)
+            self._check_policy(exchange, request)
         except _Refused as refused:
-            self._note(exchange, refused)
+            self._log_refusal(exchange, refused)
             if key == api.PRODUCE and request.acks == 0:
                 raise ProtocolError(f"refused without a response (acks=0): {refused.reason}") from refused
             exchange.answer = messages.error_response(frame, key, version, exchange.correlation_id, refused.code)
@@ -126,14 +126,14 @@ class GuardJob(Job):
                 self._principals.setdefault(exchange.connection, name)
         return frame
 
-    def closed(self, connection: Connection) -> None:
+    def connection_closed(self, connection: Connection) -> None:
         self._principals.pop(connection, None)
         self._mechanisms.pop(connection, None)
 
-    def stopped(self) -> None:
+    def shim_stopped(self) -> None:
         self._warnings.flush()
 
-    def _judge(self, exchange: Exchange, request: Any) -> None:
+    def _check_policy(self, exchange: Exchange, request: Any) -> None:
         """Raise _Refused for a request that the policy forbids."""
         policy, key = self.policy, exchange.api_key
         name = getattr(request, "transactional_id", None)
@@ -146,12 +146,12 @@ class GuardJob(Job):
             code = TRANSACTIONAL_ID_AUTHORIZATION_FAILED
             raise _Refused(code, code, f"{principal} may not use transactional.id {name}")
         if key == api.PRODUCE:
-            plain = _plain_topics(request)
-            self._judge_topics(plain, policy.transactional_only, "records only in transactions", _NOT_LEADER)
+            plain = _non_transactional_topics(request)
+            self._check_topics(plain, policy.transactional_only, "records only in transactions", _NOT_LEADER)
         elif key == api.FETCH and getattr(request, "isolation_level", 0) == _READ_UNCOMMITTED:
             # Brokers too read internal topics without an isolation level, but not through a shim.
             topics = (topic for topic, _ in messages.request_partitions(request, key))
-            self._judge_topics(topics, policy.committed_only, "reading only with read_committed", 0)
+            self._check_topics(topics, policy.committed_only, "reading only with read_committed", 0)
         elif key == api.OFFSET_COMMIT and policy.transactional_offsets_only(request.group_id):
             reason = f"group {request.group_id} commits offsets only in transactions"
             raise _Refused(GROUP_AUTHORIZATION_FAILED, GROUP_AUTHORIZATION_FAILED, reason)
@@ -161,7 +161,7 @@ class GuardJob(Job):
                 reason = f"transaction.timeout.ms {asked} of {name} is above {policy.max_timeout_ms}"
                 raise _Refused(INVALID_TRANSACTION_TIMEOUT, INVALID_TRANSACTION_TIMEOUT, reason)
 
-    def _judge_topics(
+    def _check_topics(
         self, topics: Iterable[str | bytes], guarded: Callable[[str], bool], rule: str, others: int
     ) -> None:
         codes: dict[str | bytes, int] = {}
@@ -176,7 +176,7 @@ class GuardJob(Job):
             error = max(codes.values(), key=lambda code: code == TOPIC_AUTHORIZATION_FAILED)
             raise _Refused(lambda topic, _: codes.get(topic, others), error, f"topic {names}: {rule}")
 
-    def _note(self, exchange: Exchange, refused: _Refused) -> None:
+    def _log_refusal(self, exchange: Exchange, refused: _Refused) -> None:
         error = error_name(refused.error)
         if refused.error == UNKNOWN_TOPIC_ID:
             return  # not a rejection: the client looks up the topic and tries again
@@ -190,7 +190,7 @@ class GuardJob(Job):
         )
 
 
-def _plain_topics(request: Any) -> Iterator[str | bytes]:
+def _non_transactional_topics(request: Any) -> Iterator[str | bytes]:
     """Yield the topics that a Produce writes outside a transaction.
 
     A transactional.id is not enough: brokers look at each batch, and append non-transactional ones as such.
@@ -201,7 +201,7 @@ def _plain_topics(request: Any) -> Iterator[str | bytes]:
             yield messages.topic_name_or_id(topic)
 
 
-def name_of(mechanism: str | None, auth_bytes: bytes) -> str | None:
+def read_user_name(mechanism: str | None, auth_bytes: bytes) -> str | None:
     """Return the user name in the first message of PLAIN or SCRAM, or None for any other message.
 
     `mechanism` is the one in SaslHandshake. It is checked because a client could put a false name into the messages of

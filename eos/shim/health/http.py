@@ -24,16 +24,16 @@ LOOP_TIMEOUT_S = 5.0
 def serve(
     address: Address,
     loop: asyncio.AbstractEventLoop,
-    not_ready: Callable[[], str | None],
+    not_ready_reason: Callable[[], str | None],
     sources: metrics.Sources,
 ) -> Iterator[HealthServer]:
-    """Serve the three paths. `not_ready` returns why clients would not be served now, or None.
+    """Serve the three paths. `not_ready_reason` returns why clients would not be served now, or None.
 
-    `not_ready` and the sources are called on `loop`. Raises Unavailable if the port is in use.
+    `not_ready_reason` and the sources are called on `loop`. Raises Unavailable if the port is in use.
     """
 
     def readyz(_: Request) -> Answer:
-        reason = not_ready()
+        reason = not_ready_reason()
         code = HTTPStatus.OK if reason is None else HTTPStatus.SERVICE_UNAVAILABLE
         return Answer(code, f"{reason or 'ok'}\n".encode())
 

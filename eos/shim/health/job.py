@@ -34,7 +34,7 @@ class CountingJob(Job):
     def __init__(self) -> None:
         self.errors: Counter[tuple[str, str]] = Counter()
         self.ends: Counter[str] = Counter()
-        self._complained: set[tuple[int, int]] = set()
+        self._warned: set[tuple[int, int]] = set()
 
     def wants_request(self, api_key: int, version: int) -> bool:
         return api_key == api.END_TXN and messages.can_read(api_key, version)
@@ -46,7 +46,7 @@ class CountingJob(Job):
         try:
             committed = messages.read_request(frame, api.END_TXN, exchange.version).committed
         except Malformed as error:  # for example a transactional.id that is not text, which brokers accept
-            self._complain(exchange, error)
+            self._warn_once(exchange, error)
         else:
             exchange.notes[self] = "commit" if committed else "abort"
         return frame
@@ -56,7 +56,7 @@ class CountingJob(Job):
         try:
             codes = [code for code in messages.error_codes(frame, key, version) if code]
         except Exception as error:  # noqa: BLE001 - counting must not reject a response
-            self._complain(exchange, error)
+            self._warn_once(exchange, error)
             return frame
         if key == api.END_TXN and codes == [api.ABORTED_TAKE_THE_NEXT_IDENTITY]:
             codes = []
@@ -67,8 +67,8 @@ class CountingJob(Job):
             self.ends[str(exchange.notes.pop(self))] += 1
         return frame
 
-    def _complain(self, exchange: Exchange, error: Exception) -> None:
+    def _warn_once(self, exchange: Exchange, error: Exception) -> None:
         key = (exchange.api_key, exchange.version)
-        if key not in self._complained:
-            self._complained.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             events.warning("response not counted", api=f"{api.api_name(key[0])} v{key[1]}", reason=error)

@@ -49,7 +49,7 @@ class _Ending(NamedTuple):
     act: Callable[[], object] | None  # applies the request after the response, if it could not act before
 
 
-class _Waiting(NamedTuple):
+class _Pending(NamedTuple):
     """Hold a request on a connection that the broker has not accepted yet, to apply it after a successful response.
 
     The response may be successful for some partitions only: `act` gets these.
@@ -61,7 +61,7 @@ class _Waiting(NamedTuple):
     size: int = 1
 
 
-class _Proving(NamedTuple):
+class _Renewal(NamedTuple):
     """Hold a request for the next identity until the broker has accepted its connection."""
 
     name: str
@@ -78,37 +78,37 @@ class ProtectJob(Job):
     def __init__(self, machine: Machine | None = None, journal: Journal | None = None, required: bool = False) -> None:
         self.machine = machine or Machine()
         self._journal, self._required = journal, required
-        self._lacking: str | None = None  # the logged reason why it is off
-        self._old: set[str] = set()  # brokers that lacked EndTxn v5 in their last response
+        self._unavailable_reason: str | None = None  # the logged reason why it is off
+        self._old_brokers: set[str] = set()  # brokers that lacked EndTxn v5 in their last response
         # Protection started after clients did. Unknown transactional.ids are older and are forwarded unchanged.
-        self._began_late = False
-        for pair in journal.restored if journal else ():
+        self._started_late = False
+        for pair in journal.restored_pairs if journal else ():
             self.machine.restore(pair)
         self.active = False
         self.counts = {"transactions": 0, "challenged": 0, "fenced": 0, "renewed": 0}
         self._renewing = set[int]()  # connections whose client renews its identity after an abort
         # By connection: the transactional.ids for which the broker has accepted a request on it.
         self._accepted: dict[int, OrderedDict[str, None]] = {}
-        self._waiting: dict[int, int] = {}  # by connection: the number of batches and requests kept for responses
+        self._pending: dict[int, int] = {}  # by connection: the number of batches and requests kept for responses
 
-    def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
+    def on_broker_versions(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
         if self.active:
             return
         versions = {broker: offered.get(api.END_TXN, 0) for broker, offered in newest.items() if offered is not None}
         # An old broker that does not answer now may still be old when it returns.
-        self._old = {name for name in self._old if name in newest and name not in versions}
-        self._old |= {broker for broker, version in versions.items() if version < translate.END_TXN_VERSION}
+        self._old_brokers = {name for name in self._old_brokers if name in newest and name not in versions}
+        self._old_brokers |= {broker for broker, version in versions.items() if version < translate.END_TXN_VERSION}
         silent = sorted(newest.keys() - versions.keys())
-        if not versions or self._old:
-            self._log_unavailable(", ".join(sorted(self._old) or silent), bool(self._old))
+        if not versions or self._old_brokers:
+            self._log_unavailable(", ".join(sorted(self._old_brokers) or silent), bool(self._old_brokers))
             return
-        if self._lacking is not None and not self._required:
-            self._began_late, self.machine = True, Machine()
+        if self._unavailable_reason is not None and not self._required:
+            self._started_late, self.machine = True, Machine()
         self.active = True
         events.info(
             "protection started",
             brokers=len(versions),
-            **({"clients": "those that initialise from now on"} if self._began_late else {}),
+            **({"clients": "those that initialise from now on"} if self._started_late else {}),
         )
         if silent:
             events.warning(
@@ -119,8 +119,8 @@ class ProtectJob(Job):
 
     def _log_unavailable(self, brokers: str, old: bool) -> None:
         reason = "they do not support EndTxn v5 (Kafka 4.0 and later do)" if old else "no broker answered"
-        if self._lacking != (lacking := f"{brokers}: {reason}"):
-            self._lacking = lacking
+        if self._unavailable_reason != (unavailable_reason := f"{brokers}: {reason}"):
+            self._unavailable_reason = unavailable_reason
             effect = (
                 "transactional requests wait for it (--require-protection)"
                 if self._required
@@ -129,14 +129,15 @@ class ProtectJob(Job):
             events.warning("protection unavailable", effect=effect, brokers=brokers, reason=reason)
 
     @property
-    def asks_again(self) -> bool:
+    def wants_versions_again(self) -> bool:
         return not self.active
 
     @property
-    def not_ready(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         if self.active or not self._required:
             return None
-        return f"protection is unavailable (--require-protection): {self._lacking or 'no broker was queried yet'}"
+        reason = self._unavailable_reason or "no broker was queried yet"
+        return f"protection is unavailable (--require-protection): {reason}"
 
     def wants_request(self, api_key: int, version: int) -> bool:
         if api_key == api.API_VERSIONS:
@@ -151,90 +152,92 @@ class ProtectJob(Job):
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         key, version = exchange.api_key, exchange.version
         if key == api.API_VERSIONS:
-            if translate.renews(frame, version):
+            if translate.renews_after_abort(frame, version):
                 self._renewing.add(exchange.connection.number)
             return frame
-        request = translate.identified(frame, key, version)
+        request = translate.read_transactional_request(frame, key, version)
         if request.name is None:
             return frame  # an idempotent producer's InitProducerId
         if not self.active:
-            exchange.answer = translate.refusal(frame, key, version, exchange.correlation_id, _COME_AGAIN[key])
+            exchange.answer = translate.refusal_response(
+                frame, key, version, exchange.correlation_id, _RETRIABLE_ERRORS[key]
+            )
             return b""
-        if self._is_from_before(request.name):
+        if self._is_unprotected(request.name):
             if key == api.INIT_PRODUCER_ID:
                 exchange.notes[self] = _Init(request.name, None)
             return frame
         before = self.machine.state(request.name)
         try:
-            made = self._identified(exchange, frame, request.name, request)
+            made = self._replace_identity(exchange, frame, request.name, request)
             if self._is_accepted(exchange, request.name):
-                self._write_down(request.name, before)
+                self._write_journal(request.name, before)
             return made
         except Refused as refused:
-            self._note(exchange, request.name, refused)
-            exchange.answer = translate.refusal(frame, key, version, exchange.correlation_id, refused.code)
+            self._log_refusal(exchange, request.name, refused)
+            exchange.answer = translate.refusal_response(frame, key, version, exchange.correlation_id, refused.code)
             return b""
 
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         if exchange.api_key == api.DESCRIBE_TRANSACTIONS:
-            return translate.described(frame, self._shown)
-        noted = exchange.notes.pop(self, None)
-        if isinstance(noted, _Waiting):
-            self._answered(exchange, frame, noted)
-        elif isinstance(noted, _Proving):
-            return self._proven(exchange, frame, noted)
-        elif isinstance(noted, _Init):
-            error, identity = translate.initialised(frame, exchange.version)
+            return translate.replace_described_identities(frame, self._identity_to_show)
+        note = exchange.notes.pop(self, None)
+        if isinstance(note, _Pending):
+            self._apply_after_response(exchange, frame, note)
+        elif isinstance(note, _Renewal):
+            return self._finish_renewal(exchange, frame, note)
+        elif isinstance(note, _Init):
+            error, identity = translate.read_init_response(frame, exchange.version)
             if not error:
-                self._accept(exchange, noted.name)
+                self._accept(exchange, note.name)
                 connection = exchange.connection.number
-                before = self.machine.state(noted.name)
-                self.machine.initialised(noted.name, identity, connection, connection in self._renewing, noted.bumped)
-                self._write_down(noted.name, before)
-        elif isinstance(noted, _Ending):
-            throttle_ms, error, following = translate.ended(frame)
+                before = self.machine.state(note.name)
+                self.machine.note_init(note.name, identity, connection, connection in self._renewing, note.bumped)
+                self._write_journal(note.name, before)
+        elif isinstance(note, _Ending):
+            throttle_ms, error, following = translate.read_end_txn_response(frame)
             if error == _NOT_AUTHORIZED:
-                self._accepted.get(exchange.connection.number, OrderedDict()).pop(noted.name, None)
-            if error == _INVALID_TXN_STATE and noted.opened:
+                self._accepted.get(exchange.connection.number, OrderedDict()).pop(note.name, None)
+            if error == _INVALID_TXN_STATE and note.opened:
                 # The broker has ended the transaction at its timeout. It answers only EndTxn v5 with this error, which
                 # is fatal to clients (KAFKA-20785).
                 error = INVALID_PRODUCER_EPOCH
             if not error:
                 self.counts["transactions"] += 1
-                self._accept(exchange, noted.name)
-                before = self.machine.state(noted.name)
-                if noted.act is not None:
-                    self._act(noted.name, noted.number, noted.act)
-                if self.machine.ended(noted.name, noted.end, following):
+                self._accept(exchange, note.name)
+                before = self.machine.state(note.name)
+                if note.act is not None:
+                    self._act(note.name, note.number, note.act)
+                if self.machine.note_end(note.name, note.end, following):
                     error = api.ABORTED_TAKE_THE_NEXT_IDENTITY
-                self._write_down(noted.name, before)
-            return translate.end_txn_answer(exchange.correlation_id, exchange.version, throttle_ms, error)
+                self._write_journal(note.name, before)
+            return translate.end_txn_response(exchange.correlation_id, exchange.version, throttle_ms, error)
         return frame
 
-    def closed(self, connection: Connection) -> None:
+    def connection_closed(self, connection: Connection) -> None:
         number = connection.number
         self._renewing.discard(number)
         self._accepted.pop(number, None)
-        self._waiting.pop(number, None)
-        self.machine.closed(number)
+        self._pending.pop(number, None)
+        self.machine.forget_connection(number)
 
     def request_stream(self, exchange: Exchange, size: int) -> Stream | None:
-        return _PassingProduce(self, exchange, size) if exchange.api_key == api.PRODUCE else None
+        return _ProduceStream(self, exchange, size) if exchange.api_key == api.PRODUCE else None
 
     def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
         if exchange.api_key == api.DESCRIBE_TRANSACTIONS or self in exchange.notes:
             return None
-        return _AS_IT_IS
+        return _UNCHANGED_STREAM
 
-    def produce(
+    def decide_produce(
         self, exchange: Exchange, request: translate.Produce
     ) -> tuple[Identity, dict[Partition, int]] | bytes | None:
         """Return the identity and base sequences of a Produce, an error response, or None to forward it unchanged."""
         if request.name is None:
             return None
         if not self.active:
-            return self._refuse(exchange, request, _COME_AGAIN[api.PRODUCE])
-        if not request.batches or self._is_from_before(request.name):
+            return self._refuse(exchange, request, _RETRIABLE_ERRORS[api.PRODUCE])
+        if not request.batches or self._is_unprotected(request.name):
             return None
         try:
             virtual, *others = request.identities
@@ -247,23 +250,23 @@ class ProtectJob(Job):
                 request.written,
             )
             if self._is_accepted(exchange, name):
-                return self.machine.produces(name, virtual, connection, broker, written)
+                return self.machine.check_produce(name, virtual, connection, broker, written)
             if not request.transactional:
                 # For such batches brokers do not check the right to the transactional.id, so success proves nothing.
                 raise Refused(_INVALID_TXN_STATE, "records outside of the transaction")
-            if (waiting := self._waiting.get(connection, 0)) and waiting + len(written) > _MOST_WAITING:
+            if (pending := self._pending.get(connection, 0)) and pending + len(written) > _MOST_PENDING:
                 raise Refused(NOT_ENOUGH_REPLICAS, "too many batches before the broker accepted this connection")
-            change = self.machine.produces(name, virtual, connection, broker, written, Authority.UNKNOWN)
+            change = self.machine.check_produce(name, virtual, connection, broker, written, Authority.UNKNOWN)
 
             def act(done: set[Partition]) -> object:
                 appended = [batch for batch in written if batch.partition in done]
-                return self.machine.produces(name, virtual, connection, broker, appended, Authority.ANSWERED)
+                return self.machine.check_produce(name, virtual, connection, broker, appended, Authority.ANSWERED)
 
-            self._wait(exchange, name, act, len(written))
-            exchange.remember(sum(_WRITTEN_BYTES + len(batch.partition[0]) for batch in written))
+            self._apply_later(exchange, name, act, len(written))
+            exchange.count_bytes(sum(_WRITTEN_BYTES + len(batch.partition[0]) for batch in written))
             return change
         except Refused as refused:
-            self._note(exchange, request.name, refused)
+            self._log_refusal(exchange, request.name, refused)
             return self._refuse(exchange, request, refused.code)
 
     def _refuse(self, exchange: Exchange, request: translate.Produce, code: int) -> bytes:
@@ -271,31 +274,36 @@ class ProtectJob(Job):
             api.PRODUCE, exchange.version, exchange.correlation_id, code, request.partitions
         )
 
-    def _identified(self, exchange: Exchange, frame: bytes, name: str, request: translate.Identified) -> bytes:
+    def _replace_identity(
+        self, exchange: Exchange, frame: bytes, name: str, request: translate.TransactionalRequest
+    ) -> bytes:
         """Return the request with its real identity. Raises Refused."""
         key, connection, virtual = exchange.api_key, exchange.connection.number, request.identity
         if key == api.INIT_PRODUCER_ID:
-            return self._init(exchange, frame, name, request)
+            return self._prepare_init(exchange, frame, name, request)
         mark = (key, hashlib.blake2b(request.body, digest_size=16).digest())
         accepted = self._is_accepted(exchange, name)
         authority = Authority.ACCEPTED if accepted else Authority.UNKNOWN
         if key == api.END_TXN:
-            ends = partial(self.machine.ends, name, virtual, connection, request.committed, mark)
-            number, opened = self.machine.number(name), self.machine.state(name) in (State.OPEN, State.ENDING)
+            ends = partial(self.machine.check_end, name, virtual, connection, request.committed, mark)
+            number, opened = (
+                self.machine.transaction_number(name),
+                self.machine.state(name) in (State.OPEN, State.ENDING),
+            )
             end = ends(authority)
             act_when_answered = None if accepted else partial(ends, Authority.ANSWERED)
             exchange.notes[self] = _Ending(name, end, number, opened, act_when_answered)
-            return translate.end_txn(frame, exchange.version, name, end.identity, end.committed)
+            return translate.end_txn_v5(frame, exchange.version, name, end.identity, end.committed)
         act: Callable[[Authority], Identity]
         if key == api.TXN_OFFSET_COMMIT:
-            commits = self.machine.commits_offsets
+            commits = self.machine.check_offset_commit
             act = partial(commits, name, virtual, connection, request.group, _broker(exchange), mark)
         else:
-            act = partial(self.machine.opens, name, virtual, connection, mark)
+            act = partial(self.machine.check_open, name, virtual, connection, mark)
         real = act(authority)
         if not accepted:
-            self._wait(exchange, name, lambda _: act(Authority.ANSWERED))
-        return translate.with_identity(frame, request.at, real)
+            self._apply_later(exchange, name, lambda _: act(Authority.ANSWERED))
+        return translate.replace_identity(frame, request.at, real)
 
     # Connections and transactional.ids that the broker has accepted.
 
@@ -309,53 +317,57 @@ class ProtectJob(Job):
         if len(names) > _MOST_ACCEPTED:
             names.popitem(last=False)
 
-    def _wait(self, exchange: Exchange, name: str, act: Callable[[set[Partition]], object], size: int = 1) -> None:
-        if exchange.awaited:
+    def _apply_later(
+        self, exchange: Exchange, name: str, act: Callable[[set[Partition]], object], size: int = 1
+    ) -> None:
+        if exchange.expects_response:
             number = exchange.connection.number
-            self._waiting[number] = self._waiting.get(number, 0) + size
-            exchange.notes[self] = _Waiting(name, self.machine.number(name), act, size)
+            self._pending[number] = self._pending.get(number, 0) + size
+            exchange.notes[self] = _Pending(name, self.machine.transaction_number(name), act, size)
 
-    def _answered(self, exchange: Exchange, frame: bytes, noted: _Waiting) -> None:
-        self._waiting[exchange.connection.number] -= noted.size
+    def _apply_after_response(self, exchange: Exchange, frame: bytes, note: _Pending) -> None:
+        self._pending[exchange.connection.number] -= note.size
         key, done = exchange.api_key, set[Partition]()
         if key == api.ADD_OFFSETS_TO_TXN:
-            accepted = translate.added_offsets(frame, exchange.version) == 0
+            accepted = translate.read_add_offsets_error(frame, exchange.version) == 0
         else:
-            results = translate.results(frame, key, exchange.version)
+            results = translate.read_partition_errors(frame, key, exchange.version)
             done = {partition for partition, code in results if code in (0, _DUPLICATE_SEQUENCE_NUMBER)}
             # A broker opens a transaction for all partitions or for none. It may accept some of the records or offsets.
             accepted = len(done) == len(results) > 0 if key == api.ADD_PARTITIONS_TO_TXN else bool(done)
         if accepted:
-            self._accept(exchange, noted.name)
-            before = self.machine.state(noted.name)
-            self._act(noted.name, noted.number, partial(noted.act, done))
-            self._write_down(noted.name, before)
+            self._accept(exchange, note.name)
+            before = self.machine.state(note.name)
+            self._act(note.name, note.number, partial(note.act, done))
+            self._write_journal(note.name, before)
 
     def _act(self, name: str, number: int | None, act: Callable[[], object]) -> None:
         """Apply an accepted request, unless another one has ended its transaction meanwhile."""
-        if self.machine.number(name) != number:
+        if self.machine.transaction_number(name) != number:
             return
         try:
             act()
         except Refused as refused:
             events.debug("request outdated", transactional_id=name, reason=refused.reason)
 
-    def _proven(self, exchange: Exchange, frame: bytes, noted: _Proving) -> bytes:
-        _, error, _ = translate.ended(frame)
-        if error not in _OF_AN_OWNER:
-            return translate.init_answer(exchange.correlation_id, exchange.version, translate.NONE, error)
-        self._accept(exchange, noted.name)
-        before = self.machine.state(noted.name)
-        following = self.machine.renewed(noted.name, noted.virtual, exchange.connection.number)
+    def _finish_renewal(self, exchange: Exchange, frame: bytes, note: _Renewal) -> bytes:
+        _, error, _ = translate.read_end_txn_response(frame)
+        if error not in _OWNER_ERRORS:
+            return translate.init_response(exchange.correlation_id, exchange.version, translate.NONE, error)
+        self._accept(exchange, note.name)
+        before = self.machine.state(note.name)
+        following = self.machine.renew(note.name, note.virtual, exchange.connection.number)
         if following is None:  # another request was faster, so the client must retry this one
-            return translate.init_answer(
+            return translate.init_response(
                 exchange.correlation_id, exchange.version, translate.NONE, CONCURRENT_TRANSACTIONS
             )
         self.counts["renewed"] += 1
-        self._write_down(noted.name, before)
-        return translate.init_answer(exchange.correlation_id, exchange.version, following)
+        self._write_journal(note.name, before)
+        return translate.init_response(exchange.correlation_id, exchange.version, following)
 
-    def _init(self, exchange: Exchange, frame: bytes, name: str, request: translate.Identified) -> bytes:
+    def _prepare_init(
+        self, exchange: Exchange, frame: bytes, name: str, request: translate.TransactionalRequest
+    ) -> bytes:
         virtual = request.identity
         if virtual == translate.NONE:
             exchange.notes[self] = _Init(name, None)
@@ -364,42 +376,42 @@ class ProtectJob(Job):
             # Only the broker knows whether this connection may have the next identity. An InitProducerId would bump the
             # epoch once more and abort an open transaction. This EndTxn ends nothing, because the broker checks the
             # right to the transactional.id before the identity.
-            exchange.notes[self] = _Proving(name, virtual)
-            return translate.end_txn(frame, exchange.version, name, translate.NONE, False, api.INIT_PRODUCER_ID)
-        following = self.machine.renewed(name, virtual, exchange.connection.number)
+            exchange.notes[self] = _Renewal(name, virtual)
+            return translate.end_txn_v5(frame, exchange.version, name, translate.NONE, False, api.INIT_PRODUCER_ID)
+        following = self.machine.renew(name, virtual, exchange.connection.number)
         if following is not None:
             self.counts["renewed"] += 1
-            exchange.answer = translate.init_answer(exchange.correlation_id, exchange.version, following)
+            exchange.answer = translate.init_response(exchange.correlation_id, exchange.version, following)
             return b""
         try:
-            real = self.machine.bumps(name, virtual)
+            real = self.machine.identity_to_bump(name, virtual)
         except Refused:
-            if exchange.version < _SPOKEN_BY_V2_CLIENTS:
+            if exchange.version < _V2_CLIENT_VERSION:
                 raise
             # A client that supports part 2 itself has identities that the shim has not seen.
             exchange.notes[self] = _Init(name, None)
             return frame
         exchange.notes[self] = _Init(name, virtual)
-        return translate.with_identity(frame, request.at, real)
+        return translate.replace_identity(frame, request.at, real)
 
-    def _is_from_before(self, name: str) -> bool:
-        return self._began_late and self.machine.state(name) is None
+    def _is_unprotected(self, name: str) -> bool:
+        return self._started_late and self.machine.state(name) is None
 
-    def _shown(self, name: str, seen: Identity, state: str) -> Identity:
-        return seen if self._is_from_before(name) else self.machine.shown(name, seen, state)
+    def _identity_to_show(self, name: str, seen: Identity, state: str) -> Identity:
+        return seen if self._is_unprotected(name) else self.machine.identity_to_show(name, seen, state)
 
-    def _write_down(self, name: str, before: State | None) -> None:
+    def _write_journal(self, name: str, before: State | None) -> None:
         """Write the change to the journal before the client or the broker sees it."""
         if self._journal is None:
             return
         under_way = (State.OPEN, State.ENDING)
         pair = self.machine.pair(name)
         if pair is not None:
-            self._journal.pair(pair)
+            self._journal.write_pair(pair)
         elif before not in under_way:
-            self._journal.opened(name)
+            self._journal.write_opened(name)
 
-    def _note(self, exchange: Exchange, name: str, refused: Refused) -> None:
+    def _log_refusal(self, exchange: Exchange, name: str, refused: Refused) -> None:
         self.counts["fenced" if refused.code == INVALID_PRODUCER_EPOCH else "challenged"] += 1
         events.debug(
             "request refused",
@@ -411,17 +423,17 @@ class ProtectJob(Job):
         )
 
 
-class _AsItIs:
+class _UnchangedStream:
     """Forward the pieces of a response unchanged."""
 
     def feed(self, piece: Piece) -> Piece:
         return piece
 
 
-_AS_IT_IS = _AsItIs()
+_UNCHANGED_STREAM = _UnchangedStream()
 
 
-class _PassingProduce:
+class _ProduceStream:
     """Forward a stream of one Produce of `size` bytes, changed as soon as enough of its head has arrived.
 
     A refused request is discarded and answered after the client has sent all of it, because clients read no response
@@ -432,13 +444,13 @@ class _PassingProduce:
         self._job, self._exchange, self._size = job, exchange, size
         self._seen = 0
         self._held = bytearray()  # bytes kept until the decision
-        self._look_at = 0  # the number of bytes at which the head is read again
-        self._decided = False
+        self._retry_at = 0  # the number of bytes at which the head is read again
+        self._is_decided = False
         self._refusal: bytes | None = None
 
     def feed(self, piece: Piece) -> Piece:
         self._seen += len(piece)
-        if not self._decided:
+        if not self._is_decided:
             piece = self._decide(piece)
         if self._refusal is not None:
             if self._seen == self._size:
@@ -451,8 +463,8 @@ class _PassingProduce:
         connection = self._exchange.connection
         if self._held:
             self._held += piece
-            connection.kept += len(piece)
-            if self._seen < self._look_at:
+            connection.held_bytes += len(piece)
+            if self._seen < self._retry_at:
                 return b""
             piece = memoryview(self._held)
         request = self._read(piece)
@@ -462,42 +474,42 @@ class _PassingProduce:
                 piece.release()  # a bytearray with a view cannot grow
             else:
                 self._held += piece
-                connection.kept += len(piece)
+                connection.held_bytes += len(piece)
             return b""
-        self._decided = True
-        connection.kept -= len(self._held)
+        self._is_decided = True
+        connection.held_bytes -= len(self._held)
         self._held = bytearray()  # free the memory now: the stream exists until the next request begins
-        result = self._job.produce(self._exchange, request)
+        result = self._job.decide_produce(self._exchange, request)
         if isinstance(result, bytes):
             self._refusal = result
             return b""
-        return piece if result is None else translate.produce_as(piece, request, *result)
+        return piece if result is None else translate.rewrite_produce(piece, request, *result)
 
     def _read(self, piece: Piece) -> translate.Produce | None:
         try:
-            return translate.produce(piece, self._exchange.version, self._size)
+            return translate.read_produce(piece, self._exchange.version, self._size)
         except Malformed:
             if self._seen == self._size:
                 raise
             # Either more bytes are needed or the request is invalid, which shows when it is complete. Read it again
             # when twice as many bytes have arrived, so that a client that sends single bytes causes few reads.
-            self._look_at = self._size if self._seen > LONGEST_HEAD_BYTES else min(2 * self._seen, self._size)
+            self._retry_at = self._size if self._seen > LONGEST_HEAD_BYTES else min(2 * self._seen, self._size)
             return None
 
 
-_SPOKEN_BY_V2_CLIENTS = 5  # InitProducerId
+_V2_CLIENT_VERSION = 5  # InitProducerId
 _NOT_AUTHORIZED = 53  # TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 _INVALID_TXN_STATE = 48
 _DUPLICATE_SEQUENCE_NUMBER = 46  # the records are appended: clients treat it as an acknowledgement
 # The errors for an EndTxn without a valid identity from a client with the right to the transactional.id:
 # INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED.
-_OF_AN_OWNER = (INVALID_PRODUCER_EPOCH, 49, 90)
+_OWNER_ERRORS = (INVALID_PRODUCER_EPOCH, 49, 90)
 _MOST_ACCEPTED = 100  # transactional.ids per connection; a forgotten one must be accepted again
 _WRITTEN_BYTES = 300  # the size of a batch with its partition and list entries
-_MOST_WAITING = 1_000  # batches and requests per connection; a single request may have more
+_MOST_PENDING = 1_000  # batches and requests per connection; a single request may have more
 
 # The retriable errors while required protection is unavailable. A live client sends the request again.
-_COME_AGAIN = {
+_RETRIABLE_ERRORS = {
     api.PRODUCE: NOT_ENOUGH_REPLICAS,
     api.INIT_PRODUCER_ID: CONCURRENT_TRANSACTIONS,
     api.ADD_PARTITIONS_TO_TXN: CONCURRENT_TRANSACTIONS,

@@ -40,8 +40,8 @@ class Journal:
             raise ConfigurationError(f"the journal {path} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.restored = self._read()
-            self._file = self._rewritten()
+            self.restored_pairs = self._read()
+            self._file = self._rewrite()
         except BlockingIOError as error:
             os.close(self._lock)
             raise ConfigurationError(f"the journal {path} is in use by another shim") from error
@@ -52,14 +52,14 @@ class Journal:
             os.close(self._lock)
             raise
 
-    def opened(self, name: str) -> None:
+    def write_opened(self, name: str) -> None:
         """Note that the transaction of `name` is about to open upstream."""
         self._pairs.pop(name, None)
         line = _line(name)
         if line is not None:
             self._write(line)
 
-    def pair(self, pair: Pair) -> None:
+    def write_pair(self, pair: Pair) -> None:
         line = _line(pair)
         if line is not None:
             self._pairs[pair.name] = line
@@ -92,7 +92,7 @@ class Journal:
         self._pairs = {name: msgspec.json.encode(pair) + b"\n" for name, pair in found.items()}
         return list(found.values())
 
-    def _rewritten(self) -> int:
+    def _rewrite(self) -> int:
         """Replace the file by one with only the current pairs, and return its descriptor."""
         part = Path(f"{self._path}.part")
         number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -112,12 +112,12 @@ class Journal:
             _write_all(self._file, [line])
             self._lines += 1
             if self._lines > _FEW_LINES + _MOST_LINES_PER_PAIR * len(self._pairs):
-                old, self._file = self._file, self._rewritten()
+                old, self._file = self._file, self._rewrite()
                 os.close(old)
         except OSError as error:
-            self._give_up(error)
+            self._disable(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _disable(self, error: OSError) -> None:
         """Disable and empty the journal: one with missing lines must not be read again."""
         events.warning(
             "journal disabled",

@@ -176,10 +176,10 @@ class Machine:
         self._keep = keep
         self._challenged: dict[int, _Challenged] = {}  # by connection
 
-    def closed(self, connection: int) -> None:
+    def forget_connection(self, connection: int) -> None:
         self._challenged.pop(connection, None)
 
-    def number(self, name: str) -> int | None:
+    def transaction_number(self, name: str) -> int | None:
         """Return the number of the open or next transaction, which is unique per transactional.id."""
         known = self._known.get(name)
         return None if known is None else known.number
@@ -192,7 +192,7 @@ class Machine:
         known = self._known.get(name)
         return None if known is None else known.real
 
-    def shown(self, name: str, seen: Identity, state: str) -> Identity:
+    def identity_to_show(self, name: str, seen: Identity, state: str) -> Identity:
         """Return the identity to show a client for the coordinator's identity `seen` (DescribeTransactions).
 
         A client checks whether its virtual identity is still the newest. The real identity is shown as the virtual one,
@@ -238,7 +238,7 @@ class Machine:
             return False
         return known.before == virtual or (known.virtual == virtual and known.state in (State.ENDED, State.SPENT))
 
-    def renewed(self, name: str, virtual: Identity, connection: int) -> Identity | None:
+    def renew(self, name: str, virtual: Identity, connection: int) -> Identity | None:
         """Return the next identity of a client (KIP-360) if the shim knows it without the broker, else None.
 
         The end of a transaction returned an identity that is still unused. A repeated request gets the same one,
@@ -252,14 +252,14 @@ class Machine:
         self._begin(name, known.real, connection, known.renews, virtual)
         return known.real
 
-    def bumps(self, name: str, virtual: Identity) -> Identity:
+    def identity_to_bump(self, name: str, virtual: Identity) -> Identity:
         """Return the real identity for a KIP-360 request to the broker. Raises Refused."""
         known = self._known.get(name)
         if known is None or known.virtual != virtual:
             raise Refused(INVALID_PRODUCER_EPOCH, "the shim did not issue this identity")
         return known.real
 
-    def initialised(
+    def note_init(
         self,
         name: str,
         identity: Identity,
@@ -288,7 +288,7 @@ class Machine:
 
     # Requests of a transaction.
 
-    def opens(
+    def check_open(
         self,
         name: str,
         virtual: Identity,
@@ -297,15 +297,15 @@ class Machine:
         authority: Authority = Authority.ACCEPTED,
     ) -> Identity:
         """Check AddPartitionsToTxn or AddOffsetsToTxn and return the real identity. A retry has the same `mark`."""
-        known = self._identified(name, virtual)
-        self._in_use(known)
+        known = self._require_identity(name, virtual)
+        self._require_usable(known)
         self._challenge(name, known, COORDINATOR, connection, [mark], CONCURRENT_TRANSACTIONS, authority)
-        self._allow(known, Event.OPENS, CONCURRENT_TRANSACTIONS)
+        self._require_move(known, Event.OPENS, CONCURRENT_TRANSACTIONS)
         if authority is not Authority.UNKNOWN:
             known.move(Event.OPENS)
         return known.real
 
-    def commits_offsets(
+    def check_offset_commit(
         self,
         name: str,
         virtual: Identity,
@@ -315,13 +315,13 @@ class Machine:
         mark: Hashable,
         authority: Authority = Authority.ACCEPTED,
     ) -> Identity:
-        known = self._identified(name, virtual)
-        self._in_use(known)
-        self._allow(known, Event.WRITES, LOAD_IN_PROGRESS)
+        known = self._require_identity(name, virtual)
+        self._require_usable(known)
+        self._require_move(known, Event.WRITES, LOAD_IN_PROGRESS)
         self._challenge(name, known, ("group", group, broker), connection, [mark], LOAD_IN_PROGRESS, authority)
         return known.real
 
-    def produces(
+    def check_produce(
         self,
         name: str,
         virtual: Identity,
@@ -331,10 +331,10 @@ class Machine:
         authority: Authority = Authority.ACCEPTED,
     ) -> tuple[Identity, dict[Partition, int]]:
         """Return the real identity, and per partition the base to subtract from the client's sequences modulo 2**31."""
-        known = self._identified(name, virtual)
-        self._in_use(known)
+        known = self._require_identity(name, virtual)
+        self._require_usable(known)
         # A live client sends no Produce before the transaction is open for its partition.
-        self._allow(known, Event.WRITES, NOT_ENOUGH_REPLICAS)
+        self._require_move(known, Event.WRITES, NOT_ENOUGH_REPLICAS)
         kind = ("produce", broker)
         if not known.renews:
             # A late Produce of a client that renews has an expired identity or sequence, so it needs no challenge. The
@@ -348,7 +348,7 @@ class Machine:
             if partition not in bases:
                 base = known.bases.get(partition)
                 bases[partition] = (
-                    base.sequence if base else self._begins_at(name, known, kind, connection, partition, batches)
+                    base.sequence if base else self._base_sequence(name, known, kind, connection, partition, batches)
                 )
         for batch in batches:
             if (batch.first - bases[batch.partition]) % _SEQUENCES >= _EARLIER:
@@ -360,7 +360,7 @@ class Machine:
             base.sent = max(base.sent, (batch.first - base.sequence) % _SEQUENCES + batch.records)
         return known.real, bases
 
-    def _begins_at(
+    def _base_sequence(
         self,
         name: str,
         known: _Transactional,
@@ -375,11 +375,11 @@ class Machine:
         challenged = self._challenged.get(connection)
         seen = set[Hashable]() if challenged is None else challenged.get((name, known.number, kind), set())
         firsts = [batch.first for batch in batches if batch.partition == partition]
-        return _earliest([*firsts, *_firsts(seen, partition)])
+        return _earliest([*firsts, *_first_sequences(seen, partition)])
 
     # Ends.
 
-    def ends(
+    def check_end(
         self,
         name: str,
         virtual: Identity,
@@ -389,10 +389,10 @@ class Machine:
         authority: Authority = Authority.ACCEPTED,
     ) -> End:
         """Check EndTxn, also a repeated one, and return it with the identity of its transaction. Raises Refused."""
-        known = self._identified(name, virtual)
+        known = self._require_identity(name, virtual)
         again = known.end is not None and known.end.committed == committed
         if known.state is State.SPENT and not again:
-            self._in_use(known)
+            self._require_usable(known)
         self._challenge(name, known, COORDINATOR, connection, [mark], CONCURRENT_TRANSACTIONS, authority)
         if known.state in (State.ENDED, State.SPENT) and known.end is not None and again:
             return known.end  # the response was lost, and the broker repeats it
@@ -406,7 +406,7 @@ class Machine:
             known.move(Event.ENDS)
         return end
 
-    def ended(self, name: str, end: End, following: Identity) -> bool:
+    def note_end(self, name: str, end: End, following: Identity) -> bool:
         """Note that the broker ended the transaction and issued the `following` identity. A repetition changes nothing.
 
         Return whether the client must be told to request its next identity.
@@ -435,18 +435,18 @@ class Machine:
 
     # Rules shared by several requests.
 
-    def _identified(self, name: str, virtual: Identity) -> _Transactional:
+    def _require_identity(self, name: str, virtual: Identity) -> _Transactional:
         known = self._known.get(name)
         if known is None or known.virtual != virtual:
             raise Refused(INVALID_PRODUCER_EPOCH, "the identity is outdated or was not issued by the shim")
         self._known.move_to_end(name)
         return known
 
-    def _in_use(self, known: _Transactional) -> None:
+    def _require_usable(self, known: _Transactional) -> None:
         if known.state is State.SPENT:
             raise Refused(INVALID_PRODUCER_EPOCH, "the identity ended with its aborted transaction")
 
-    def _allow(self, known: _Transactional, event: Event, code: int) -> None:
+    def _require_move(self, known: _Transactional, event: Event, code: int) -> None:
         if (known.state, event) not in MOVES:
             raise Refused(code, f"the transaction is {known.state.name}")
 
@@ -467,12 +467,12 @@ class Machine:
         challenges = trusted is not None or known.revoked
         if challenges and authority is not Authority.ANSWERED:
             most = _MOST_MARKS if authority is Authority.UNKNOWN else _MOST_MARKS_ACCEPTED
-            if not self._comes_again((name, known.number, kind), connection, marks, most):
+            if not self._is_repeated((name, known.number, kind), connection, marks, most):
                 raise Refused(code, "challenged: the client used another connection before")
         if authority is not Authority.UNKNOWN:
             known.trusted[kind] = connection
 
-    def _comes_again(
+    def _is_repeated(
         self, what: tuple[str, int, Hashable], connection: int, marks: Sequence[Hashable], most: int
     ) -> bool:
         challenged = self._challenged.setdefault(connection, OrderedDict())
@@ -487,7 +487,7 @@ class Machine:
         return again
 
 
-def _firsts(marks: Iterable[Hashable], partition: Partition) -> list[int]:
+def _first_sequences(marks: Iterable[Hashable], partition: Partition) -> list[int]:
     return [mark[1] for mark in marks if isinstance(mark, tuple) and mark[0] == partition]
 
 

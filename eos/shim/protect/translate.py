@@ -45,7 +45,7 @@ _CRC_AT, _IDENTITY_AT, _SEQUENCE_AT, _CHANGED_END = 17, 43, 53, 57
 _MOST_BATCHES = 1_000
 
 
-class Identified(NamedTuple):
+class TransactionalRequest(NamedTuple):
     """Hold the fields of a request for a transactional.id. `at` is the position of its identity, or -1 without one."""
 
     name: str | None
@@ -56,7 +56,7 @@ class Identified(NamedTuple):
     committed: bool = False
 
 
-def identified(frame: bytes, api_key: int, version: int) -> Identified:
+def read_transactional_request(frame: bytes, api_key: int, version: int) -> TransactionalRequest:
     """Read the fields of any transactional request except Produce."""
     _, cursor = request_body(frame, api_key, version)
     body = frame[cursor.pos :]
@@ -65,18 +65,18 @@ def identified(frame: bytes, api_key: int, version: int) -> Identified:
     if api_key == api.INIT_PRODUCER_ID:
         cursor.skip(4)  # transaction_timeout_ms
         if version < 3:
-            return Identified(name, NONE, -1, body)
+            return TransactionalRequest(name, NONE, -1, body)
     at = cursor.pos
     identity = Identity(cursor.int64(), cursor.int16())
     committed = bool(cursor.int8()) if api_key == api.END_TXN else False
-    return Identified(name, identity, at, body, group, committed)
+    return TransactionalRequest(name, identity, at, body, group, committed)
 
 
-def with_identity(frame: bytes, at: int, identity: Identity) -> bytes:
+def replace_identity(frame: bytes, at: int, identity: Identity) -> bytes:
     return frame[:at] + _IDENTITY.pack(*identity) + frame[at + _IDENTITY.size :]
 
 
-def end_txn(
+def end_txn_v5(
     frame: bytes, version: int, name: str, identity: Identity, committed: bool, api_key: int = api.END_TXN
 ) -> bytes:
     """Return an EndTxn v5 with `identity`, in place of the EndTxn or other request in `frame`."""
@@ -88,21 +88,21 @@ def end_txn(
     return _framed(head + whose + b"\0" + body + b"\0")
 
 
-def ended(frame: bytes) -> tuple[int, int, Identity]:
+def read_end_txn_response(frame: bytes) -> tuple[int, int, Identity]:
     """Return throttle time, error code and following identity of an EndTxn response v5."""
     cursor = response_body(frame, api.END_TXN, END_TXN_VERSION)
     return cursor.int32(), cursor.int16(), Identity(cursor.int64(), cursor.int16())
 
 
-def end_txn_answer(correlation_id: int, version: int, throttle_ms: int, error: int) -> bytes:
+def end_txn_response(correlation_id: int, version: int, throttle_ms: int, error: int) -> bytes:
     if error == _PRODUCER_FENCED and version < _FENCED_KNOWN_SINCE:
         error = _INVALID_PRODUCER_EPOCH
     tags = _tags(api.END_TXN, version)
     return _framed(struct.pack(">i", correlation_id) + tags + struct.pack(">ih", throttle_ms, error) + tags)
 
 
-def described(frame: bytes, shown: Callable[[str, Identity, str], Identity]) -> bytes:
-    """Replace each identity in a DescribeTransactions response by `shown(transactional_id, identity, state)`."""
+def replace_described_identities(frame: bytes, identity_to_show: Callable[[str, Identity, str], Identity]) -> bytes:
+    """Replace the identities in a DescribeTransactions response: `identity_to_show` gets id, identity and state."""
     cursor = response_body(frame, api.DESCRIBE_TRANSACTIONS, DESCRIBED_VERSION)
     cursor.skip(4)  # throttle_time_ms
     for _ in range(cursor.count()):
@@ -116,26 +116,26 @@ def described(frame: bytes, shown: Callable[[str, Identity, str], Identity]) -> 
             cursor.skip(4 * max(0, cursor.count()))
             cursor.skip_tags()
         cursor.skip_tags()
-        frame = with_identity(frame, at, shown(name, identity, state))
+        frame = replace_identity(frame, at, identity_to_show(name, identity, state))
     cursor.skip_tags()
     return frame
 
 
-def initialised(frame: bytes, version: int) -> tuple[int, Identity]:
+def read_init_response(frame: bytes, version: int) -> tuple[int, Identity]:
     """Return error code and identity of an InitProducerId response."""
     cursor = response_body(frame, api.INIT_PRODUCER_ID, version)
     cursor.skip(4)  # throttle_time_ms
     return cursor.int16(), Identity(cursor.int64(), cursor.int16())
 
 
-def added_offsets(frame: bytes, version: int) -> int:
+def read_add_offsets_error(frame: bytes, version: int) -> int:
     """Return the error code of an AddOffsetsToTxn response."""
     cursor = response_body(frame, api.ADD_OFFSETS_TO_TXN, version)
     cursor.skip(4)  # throttle_time_ms
     return cursor.int16()
 
 
-def results(frame: bytes, api_key: int, version: int) -> list[tuple[Partition, int]]:
+def read_partition_errors(frame: bytes, api_key: int, version: int) -> list[tuple[Partition, int]]:
     """Return the error code of each partition in a response to Produce, AddPartitionsToTxn or TxnOffsetCommit."""
     cursor = response_body(frame, api_key, version)
     if api_key != api.PRODUCE:
@@ -158,7 +158,7 @@ def results(frame: bytes, api_key: int, version: int) -> list[tuple[Partition, i
     return found
 
 
-def init_answer(correlation_id: int, version: int, identity: Identity, error: int = 0) -> bytes:
+def init_response(correlation_id: int, version: int, identity: Identity, error: int = 0) -> bytes:
     """Return an InitProducerId response with `identity`, or with an error."""
     producer_id, epoch = identity
     fields = {"error_code": error, "producer_id": producer_id, "producer_epoch": epoch}
@@ -169,7 +169,7 @@ def init_answer(correlation_id: int, version: int, identity: Identity, error: in
 _LIBRDKAFKA = re.compile(r"rdkafka[-/ ]v?(\d+)\.")
 
 
-def renews(frame: bytes, version: int) -> bool:
+def renews_after_abort(frame: bytes, version: int) -> bool:
     """Return whether the client of this ApiVersions request (v3 and later) requests its next identity after an abort.
 
     librdkafka since 2.0 does so after UNKNOWN_PRODUCER_ID, inside the same call (`rd_kafka_txn_handle_EndTxn`).
@@ -212,7 +212,7 @@ class Produce:
         return [batch.written for batch in self.batches]
 
 
-def produce(frame: Piece, version: int, size: int) -> Produce:
+def read_produce(frame: Piece, version: int, size: int) -> Produce:
     """Read a Produce of `size` bytes. A request without a transactional.id has no partitions in the result.
 
     `frame` may be the beginning of the request. That is enough if there is no transactional.id, or if the sizes before
@@ -233,14 +233,14 @@ def produce(frame: Piece, version: int, size: int) -> Produce:
             records = cursor.uvarint() - 1 if cursor.flexible else cursor.int32()
             start = cursor.pos
             if topics == indexes == 1 and records > 0:
-                batch = _batch(frame, start, start + records, partition)
+                batch = _read_batch(frame, start, start + records, partition)
                 tags = 3 if cursor.flexible else 0  # at least one byte each for partition, topic and request
                 if batch.size == records and start + records + tags <= size:
                     return Produce(name, (partition,), (batch,))
             if records > 0:
                 cursor.skip(records)
-                found = _batches(frame, start, cursor.pos, partition)
-                cursor.took(len(found))
+                found = _read_batches(frame, start, cursor.pos, partition)
+                cursor.count_elements(len(found))
                 batches += found
             elif records < -1:
                 raise Malformed(f"{records} bytes")
@@ -249,17 +249,17 @@ def produce(frame: Piece, version: int, size: int) -> Produce:
     return Produce(name, partitions, batches)
 
 
-def _batches(frame: Piece, at: int, end: int, partition: Partition) -> list[_Batch]:
+def _read_batches(frame: Piece, at: int, end: int, partition: Partition) -> list[_Batch]:
     found = list[_Batch]()
     while at < end:
         if len(found) == _MOST_BATCHES:
             raise Malformed(f"more than {_MOST_BATCHES} record batches in one partition")
-        found.append(_batch(frame, at, end, partition))
+        found.append(_read_batch(frame, at, end, partition))
         at += found[-1].size
     return found
 
 
-def _batch(frame: Piece, at: int, end: int, partition: Partition) -> _Batch:
+def _read_batch(frame: Piece, at: int, end: int, partition: Partition) -> _Batch:
     if min(end, len(frame)) - at < HEADER.size:
         raise Malformed("a record batch ends within its header")
     fields = HEADER.unpack_from(frame, at)
@@ -270,7 +270,7 @@ def _batch(frame: Piece, at: int, end: int, partition: Partition) -> _Batch:
     return _Batch(at, size, identity, Written(partition, sequence, last_delta + 1), bool(fields[5] & TRANSACTIONAL))
 
 
-def produce_as(frame: Piece, request: Produce, identity: Identity, bases: Mapping[Partition, int]) -> Piece:
+def rewrite_produce(frame: Piece, request: Produce, identity: Identity, bases: Mapping[Partition, int]) -> Piece:
     """Return the request with `identity`, with sequences relative to their partition's base, and with new checksums.
 
     `frame` may end after the last batch's header. A writable view is changed in place.
@@ -290,7 +290,7 @@ def produce_as(frame: Piece, request: Produce, identity: Identity, bases: Mappin
     return made
 
 
-def refusal(frame: bytes, api_key: int, version: int, correlation_id: int, code: int) -> bytes:
+def refusal_response(frame: bytes, api_key: int, version: int, correlation_id: int, code: int) -> bytes:
     """Return the response of a broker with this error, for any request except Produce."""
     per_partition = api_key in (api.ADD_PARTITIONS_TO_TXN, api.TXN_OFFSET_COMMIT)
     named = _partitions(frame, api_key, version) if per_partition else ()

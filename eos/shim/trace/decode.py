@@ -21,7 +21,7 @@ from eos.shim.wire.batches import Topic
 _TRANSACTION_KEY = 1
 
 
-def understood(api_key: int, version: int) -> bool:
+def can_decode(api_key: int, version: int) -> bool:
     return (api_key in _REQUEST or api_key == api.PRODUCE) and version <= messages.RESPONSES[api_key].max_version
 
 

@@ -31,24 +31,24 @@ class TraceJob(Job):
         self.history, self._sinks = history, sinks
         self._waiting: dict[Connection, dict[Exchange, list[Step]]] = {}
         self._topic_names: dict[bytes, str] = {}
-        self._complained: set[tuple[int, int]] = set()
+        self._warned: set[tuple[int, int]] = set()
         self._clock_offset = time.time() - time.monotonic()
 
     def wants_request(self, api_key: int, version: int) -> bool:
-        return decode.understood(api_key, version)
+        return decode.can_decode(api_key, version)
 
     def wants_response(self, api_key: int, version: int) -> bool:
         if api_key == api.METADATA:
             return _TOPIC_IDS_SINCE <= version <= 13
         if api_key == api.FETCH:
             return _OLDEST_FETCH <= version <= _NEWEST_FETCH
-        return decode.understood(api_key, version)
+        return decode.can_decode(api_key, version)
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         try:
             steps = decode.request_steps(exchange.api_key, exchange.version, frame, self._when(exchange))
         except Exception as error:  # noqa: BLE001 - tracing must not reject a request
-            self._complain(exchange, error)
+            self._warn_once(exchange, error)
         else:
             self._begin(exchange, steps)
         return frame
@@ -57,7 +57,7 @@ class TraceJob(Job):
         if exchange.api_key != api.PRODUCE:
             return None
         layout = _Produce(self, exchange).layout()
-        return _Watching(layout, lambda error: self._complain(exchange, error), _MOST_FIELDS)
+        return _Observer(layout, lambda error: self._warn_once(exchange, error), _MOST_FIELDS)
 
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         try:
@@ -69,16 +69,16 @@ class TraceJob(Job):
                 decode.add_response(steps, exchange.api_key, exchange.version, frame, self.topic_name)
                 self._finish(exchange, steps)
         except Exception as error:  # noqa: BLE001 - tracing must not reject a response
-            self._complain(exchange, error)
+            self._warn_once(exchange, error)
         return frame
 
     def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
         if exchange.api_key != api.FETCH:
             return None
         layout = fetch_response(exchange.version, lambda batch: self._fetched(exchange, batch))
-        return _Watching(layout, lambda error: self._complain(exchange, error))
+        return _Observer(layout, lambda error: self._warn_once(exchange, error))
 
-    def closed(self, connection: Connection) -> None:
+    def connection_closed(self, connection: Connection) -> None:
         for exchange, steps in self._waiting.pop(connection, {}).items():
             for step in steps:
                 step.errors = [NO_ANSWER]
@@ -106,7 +106,7 @@ class TraceJob(Job):
     def _finish(self, exchange: Exchange, steps: list[Step]) -> None:
         for step in steps:
             step.ms = round((time.monotonic() - exchange.started) * 1000, 2)
-            self._tell(self.history.add(step))
+            self._notify(self.history.add(step))
 
     def _fetched(self, exchange: Exchange, batch: Batch) -> None:
         if batch.marker is None:
@@ -117,16 +117,16 @@ class TraceJob(Job):
         step.partitions, step.offsets = [partition], {partition: batch.base_offset}
         step.outcome = batch.marker.lower()
         if self.history.add_marker(step):
-            self._tell(step)
+            self._notify(step)
 
-    def _tell(self, step: Step) -> None:
+    def _notify(self, step: Step) -> None:
         for sink in self._sinks:
             sink(step)
 
-    def _complain(self, exchange: Exchange, error: Exception) -> None:
+    def _warn_once(self, exchange: Exchange, error: Exception) -> None:
         key = (exchange.api_key, exchange.version)
-        if key not in self._complained:
-            self._complained.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             name = f"{api.api_name(key[0])} v{key[1]}"
             events.warning("frame not traced", api=name, reason=f"{type(error).__name__}: {error}")
 
@@ -160,7 +160,7 @@ class _Produce:
         step.bytes = (step.bytes or 0) + batch.size
 
 
-class _Watching:
+class _Observer:
     """Read a stream of one frame without changing it, and stop reading after an error."""
 
     def __init__(

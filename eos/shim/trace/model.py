@@ -69,7 +69,7 @@ class Step:
         return bool(self.errors)
 
     @property
-    def to_be_retried(self) -> bool:
+    def is_retriable(self) -> bool:
         """Return whether clients retry after this error, such as CONCURRENT_TRANSACTIONS."""
         return self.failed and all(name in RETRIABLE for name in self.errors)
 
@@ -91,11 +91,11 @@ class Transaction:
     epoch: int | None = None
 
     @property
-    def began(self) -> float:
+    def started_at(self) -> float:
         return self.steps[0].time
 
     @property
-    def begun(self) -> bool:
+    def is_opened(self) -> bool:
         """Return whether a request has opened the transaction, rather than only prepared it."""
         return any(step.name in _OPENING for step in self.steps)
 
@@ -121,8 +121,8 @@ class History:
     def add(self, step: Step) -> Step:
         """Add a finished step to its transaction, and set the step's transaction number."""
         self.counts["steps"] += 1
-        self.counts["errors"] += step.failed and not step.to_be_retried
-        transaction = self._late_for(step) or self._transaction_of(step)
+        self.counts["errors"] += step.failed and not step.is_retriable
+        transaction = self._earlier_transaction_of(step) or self._transaction_of(step)
         step.transaction = transaction.number
         if len(transaction.steps) < self._steps_kept:
             transaction.steps.append(step)
@@ -161,26 +161,26 @@ class History:
         self.counts["steps"] += 1
         return True
 
-    def _late_for(self, step: Step) -> Transaction | None:
+    def _earlier_transaction_of(self, step: Step) -> Transaction | None:
         """Return the earlier transaction of a fenced producer that this step belongs to, if any."""
         current = self._current.get(step.transactional_id)
         if current is None or step.producer_id is None or step.name == "InitProducerId":
             return None
         identity = (step.producer_id, step.epoch)
-        began_anew = any(old.name == "InitProducerId" and not old.failed for old in current.steps)
-        if not began_anew or identity == (current.producer_id, current.epoch):
+        has_restarted = any(old.name == "InitProducerId" and not old.failed for old in current.steps)
+        if not has_restarted or identity == (current.producer_id, current.epoch):
             return None
         return self._last_of_identity.get((step.transactional_id, *identity))
 
     def _transaction_of(self, step: Step) -> Transaction:
         current = self._current.get(step.transactional_id)
-        begins_anew = step.name == "InitProducerId"
+        restarts = step.name == "InitProducerId"
         ended = current is not None and current.state != "open"
         late_end = step.name == "EndTxn" and ended  # a late copy, or an abort of an ended transaction
-        if current is not None and begins_anew and current.begun and current.state == "open":
+        if current is not None and restarts and current.is_opened and current.state == "open":
             self._end(current, "abandoned")
             ended = True
-        if current is None or (ended and not late_end and (step.name in _OPENING or begins_anew)):
+        if current is None or (ended and not late_end and (step.name in _OPENING or restarts)):
             number = 1 if current is None else current.number + 1
             current = Transaction(step.transactional_id, number)
             self._current[step.transactional_id] = current

@@ -29,7 +29,7 @@ def write(path: Path, page: str) -> None:
 
 
 def render(history: History, title: str) -> str:
-    transactions = sorted(history.transactions, key=lambda each: each.began, reverse=True)
+    transactions = sorted(history.transactions, key=lambda each: each.started_at, reverse=True)
     cards = "".join(_card(each, number < _OPEN_AT_FIRST) for number, each in enumerate(transactions))
     nothing = '<p class="none">No transaction has passed yet.</p>'
     return _PAGE.format(
@@ -51,9 +51,9 @@ def _tiles(history: History) -> Iterator[str]:
 
 def _card(transaction: Transaction, unfolded: bool) -> str:
     steps = transaction.steps
-    clock = time.strftime("%H:%M:%S", time.localtime(transaction.began))
+    clock = time.strftime("%H:%M:%S", time.localtime(transaction.started_at))
     records = sum(step.records or 0 for step in steps)
-    took = max(step.time * 1000 + (step.ms or 0) for step in steps) - transaction.began * 1000
+    took = max(step.time * 1000 + (step.ms or 0) for step in steps) - transaction.started_at * 1000
     identity = "" if transaction.producer_id is None else f"{transaction.producer_id} / {transaction.epoch}"
     trouble = "".join(_trouble(steps))
     return (
@@ -66,11 +66,11 @@ def _card(transaction: Transaction, unfolded: bool) -> str:
 
 
 def _state(transaction: Transaction) -> str:
-    return transaction.state if transaction.begun or transaction.state != "open" else "not begun"
+    return transaction.state if transaction.is_opened or transaction.state != "open" else "not opened"
 
 
 def _trouble(steps: Sequence[Step]) -> Iterator[str]:
-    retried = sum(step.to_be_retried for step in steps)
+    retried = sum(step.is_retriable for step in steps)
     errors = sum(step.failed for step in steps) - retried
     if errors:
         yield f'<span class="badge bad">{errors} error{"s" * (errors != 1)}</span>'
@@ -139,14 +139,14 @@ def _heads(lanes: dict[str, int], steps: Sequence[Step], height: int) -> Iterato
 
 def _step_row(step: Step, transaction: Transaction, lanes: dict[str, int], y: int) -> str:
     start, end = _x(0), _x(lanes[_role(step)])
-    offset_ms = (step.time - transaction.began) * 1000
+    offset_ms = (step.time - transaction.started_at) * 1000
     clock = f'<text class="clock" x="{_CLOCK - 12}" y="{y + 4}">+{offset_ms:,.1f} ms</text>'
     if step.name == "Marker":
         return clock + _marker(step, _x(lanes["transaction coordinator"]), end, y)
     # Labels are cut at the edge of the drawing. They may extend beyond the lane that their arrow points to.
     room = _x(len(lanes) - 1) + _MARGIN - start - 30
     label = _short(f"{step.name}  {text.detail(step)}".replace("->", "→"), room // 7)
-    kind = "warn" if step.to_be_retried else "bad" if step.failed else "good"
+    kind = "warn" if step.is_retriable else "bad" if step.failed else "good"
     verdict = _short(f"{', '.join(step.errors) or 'ok'} · {step.ms:,.1f} ms", 60)
     tip = escape(text.line(step))
     # A label starts at the arrow's beginning, on a patch of background, so that no lane crosses its letters.

@@ -72,10 +72,10 @@ class Cursor:
         if count < -1 or count > self.end - self.pos:
             raise Malformed(f"an array of {count} elements does not fit into its frame")
         if count > 0:
-            self.took(count)
+            self.count_elements(count)
         return count
 
-    def took(self, elements: int) -> None:
+    def count_elements(self, elements: int) -> None:
         """Count elements. Raises Malformed if there are more than any real message has."""
         self.elements += elements
         if self.elements > MOST_ELEMENTS:
@@ -116,15 +116,15 @@ class Cursor:
     def skip_tags(self) -> None:
         """Skip all tagged fields. A version that is not flexible has none."""
         if self.flexible:
-            count = checked_tags(self.uvarint())
+            count = check_tag_count(self.uvarint())
             if count:
-                self.took(count)
+                self.count_elements(count)
             for _ in range(count):
                 self.uvarint()
                 self.skip(self.uvarint())
 
 
-def checked_tags(count: int) -> int:
+def check_tag_count(count: int) -> int:
     """Return a number of tagged fields. Raises Malformed if it is too large."""
     if count > MOST_TAGS:
         raise Malformed(f"{count} tagged fields")

@@ -32,12 +32,12 @@ class Stream(Protocol):
 Handler = Callable[[bytes], bytes]
 
 
-class Passing:
+class Unchanged:
     """Forward the frame's bytes unchanged as they arrive."""
 
 
-PASSING = Passing()
-Passage = Passing | Handler | Stream
+UNCHANGED = Unchanged()
+Handling = Unchanged | Handler | Stream
 
 
 # After this many frames of one connection, or this many bytes of whole ones, other connections have their turn. Small
@@ -52,30 +52,30 @@ class FrameSplitter:
     `open_frame(data, pos)` returns how to forward the frame at `pos`, or None if it needs more than these bytes, which
     are at least `head`. `feed` returns the pieces to forward and sets `rest` to the unhandled bytes, which must be fed
     first the next time, or to None. It raises the errors of `open_frame` and handlers. The splitter must not be used
-    after an error. `kept` is the number of bytes held between calls of `feed`.
+    after an error. `held_bytes` is the number of bytes held between calls of `feed`.
     """
 
     def __init__(
         self,
         head: int,
         largest_frame: int,
-        open_frame: Callable[[Piece, int], Passage | None],
+        open_frame: Callable[[Piece, int], Handling | None],
     ) -> None:
         self._head, self._largest, self._open = head, largest_frame, open_frame
         self.left = 0  # bytes missing of the current frame
         self.rest: Piece | None = None
-        self._passage: Passage = PASSING
-        self._carried = b""  # the beginning of a frame that could not be opened yet
+        self._handling: Handling = UNCHANGED
+        self._incomplete = b""  # the beginning of a frame that could not be opened yet
         self._whole = bytearray()  # the current frame, for a handler
         self._inserted: list[bytes] = []
 
     @property
     def between_frames(self) -> bool:
-        return self.left == 0 and not self._carried and self.rest is None
+        return self.left == 0 and not self._incomplete and self.rest is None
 
     @property
-    def kept(self) -> int:
-        return len(self._carried) + len(self._whole)
+    def held_bytes(self) -> int:
+        return len(self._incomplete) + len(self._whole)
 
     def insert(self, frame: bytes) -> None:
         """Forward a frame of a job before the next one to open. Called from `open_frame` or between calls of `feed`."""
@@ -83,8 +83,8 @@ class FrameSplitter:
 
     def feed(self, data: Piece) -> list[Piece]:
         self.rest = None
-        if self._carried:
-            data, self._carried = b"".join((self._carried, data)), b""
+        if self._incomplete:
+            data, self._incomplete = b"".join((self._incomplete, data)), b""
         out: list[Piece] = []
         pos = run = 0  # [run, pos) is to be forwarded unchanged and is not yet in `out`
         end = len(data)
@@ -100,13 +100,13 @@ class FrameSplitter:
                 size = 4 + int.from_bytes(data[pos : pos + 4], "big", signed=True)
                 if size < self._head or size - 4 > self._largest:
                     raise Malformed(f"a frame of {size - 4} bytes")
-                passage = self._open(data, pos)
-                if passage is None:
+                handling = self._open(data, pos)
+                if handling is None:
                     if end - pos >= size:
                         raise Malformed("a frame that ends within its header")
                     break
-                self._passage, self.left = passage, size
-                if callable(passage):
+                self._handling, self.left = handling, size
+                if callable(handling):
                     handled += size
                 if self._inserted:
                     _flush(out, data, run, pos)
@@ -115,9 +115,9 @@ class FrameSplitter:
                     self._inserted = []
             taken = min(self.left, end - pos)
             self.left -= taken
-            if self._passage is not PASSING:
+            if self._handling is not UNCHANGED:
                 piece = data[pos : pos + taken]
-                made = self._hand_over(piece)
+                made = self._handle_piece(piece)
                 if made is not piece:
                     _flush(out, data, run, pos)
                     run = pos + taken
@@ -128,22 +128,22 @@ class FrameSplitter:
             return [data] if data else out
         _flush(out, data, run, pos)
         if self.rest is None:
-            self._carried = bytes(data[pos:])
+            self._incomplete = bytes(data[pos:])
         return out
 
-    def _hand_over(self, piece: Piece) -> Piece:
+    def _handle_piece(self, piece: Piece) -> Piece:
         """Return the bytes to forward in place of the piece, which may be the last of its frame."""
-        passage = self._passage
-        if not callable(passage):
-            assert not isinstance(passage, Passing)
-            return passage.feed(piece)
+        handling = self._handling
+        if not callable(handling):
+            assert not isinstance(handling, Unchanged)
+            return handling.feed(piece)
         if self.left:
             self._whole += piece
             return b""
         if self._whole:
             self._whole += piece
             piece, self._whole = bytes(self._whole), bytearray()
-        return passage(bytes(piece))
+        return handling(bytes(piece))
 
 
 def _flush(out: list[Piece], data: Piece, start: int, end: int) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from eos.shim.errors import Malformed
 from eos.shim.wire import api
-from eos.shim.wire.cursor import Cursor, checked_tags
+from eos.shim.wire.cursor import Cursor, check_tag_count
 from eos.shim.wire.frames import Piece
 
 # size, api_key, api_version, correlation_id; in a response size, correlation_id
@@ -46,7 +46,7 @@ _FLEXIBLE_SINCE, _NAMED_SINCE = api.FIRST_FLEXIBLE[api.PRODUCE], 3
 _INT16 = struct.Struct(">h")
 
 
-def implausible(head: RequestHead, largest_frame: int) -> str | None:
+def implausible_reason(head: RequestHead, largest_frame: int) -> str | None:
     """Return why these cannot be the first bytes of a Kafka request, or None."""
     if not 8 <= head.size <= largest_frame:
         return f"its frame size is {head.size} bytes"
@@ -97,7 +97,7 @@ class AcksReader:
             found = _uvarint(data, at)
             if found is None:
                 return self._wait(step, at - pos)
-            tags, at = checked_tags(found[0]), found[1]
+            tags, at = check_tag_count(found[0]), found[1]
             step = _NAME
         while tags:
             found = _uvarint(data, at)  # the tag's number, and then its size

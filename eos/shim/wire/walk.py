@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from eos.shim.errors import Malformed
-from eos.shim.wire.cursor import LONGEST_STRING_BYTES, checked_tags
+from eos.shim.wire.cursor import LONGEST_STRING_BYTES, check_tag_count
 from eos.shim.wire.frames import Piece
 
 Layout = Generator[int, bytes, None]
@@ -114,7 +114,7 @@ def tags(flexible: bool) -> Field:
     """Skip tagged fields and return their number."""
     if not flexible:
         return 0
-    number = checked_tags((yield from uvarint()))
+    number = check_tag_count((yield from uvarint()))
     for _ in range(number):
         yield from uvarint()
         yield -(yield from uvarint())

@@ -16,10 +16,10 @@ import pytest
 from eos.errors import ConfigurationError
 from eos.shim import Shim, ShimSettings
 from eos.shim.limited_warnings import LINES_PER_HOST
-from eos.shim.link import MOST_UNANSWERED, Hold
-from eos.shim.memory import Memory
+from eos.shim.link import MOST_UNANSWERED, PauseReason
+from eos.shim.memory import MemoryBudget
 from eos.shim.pipeline import Exchange, Job
-from eos.shim.server import whose
+from eos.shim.server import counted_address
 from eos.shim.settings import check_relay, server_tls
 from eos.shim.wire import api
 from eos.shim.wire.cursor import uvarint
@@ -84,8 +84,8 @@ def test_who_waits_for_its_broker_is_not_idle(caplog: pytest.LogCaptureFixture) 
             clients.append(await connect(shim))
             clients[-1][1].write(frame(kind, 1))
         assert await ended(clients[-1][0], 9)
-        looks = [link.patience for link in shim._links]
-        await until(lambda: not set(looks) & {link.patience for link in shim._links})  # it was looked once more
+        looks = [link.timeout_check for link in shim._links]
+        await until(lambda: not set(looks) & {link.timeout_check for link in shim._links})  # it was looked once more
         assert shim.connections == 2
 
     run(
@@ -150,7 +150,7 @@ def test_when_all_places_are_taken_the_oldest_silent_one_goes_and_else_the_newco
         again[1].write(frame(FORWARDED, 1))
         assert await again[0].readexactly(9)
 
-    run(work, most_connections=2, most_of_an_address=2)
+    run(work, most_connections=2, most_per_address=2)
     assert reasons(caplog) == [
         "the client sent no request (another client connected)",
         "2 connections from 127.0.0.1 are open (--max-connections-per-address)",
@@ -183,15 +183,15 @@ def test_no_address_takes_all_places_and_who_is_not_let_in_none_that_a_newcomer_
             other = await connect_from(shim, "127.0.0.3")
             await asks(other)
             other[1].close()
-            await until(lambda: shim._places["127.0.0.3"] == 1)
+            await until(lambda: shim._connections_by_address["127.0.0.3"] == 1)
         await asks(honest)
         for _, writer in (*strangers, honest):
             writer.close()
         await until(lambda: not shim.connections)
-        assert not shim._places
+        assert not shim._connections_by_address
         assert not shim._addresses
 
-    run(work, most_connections=5, most_of_an_address=3)
+    run(work, most_connections=5, most_per_address=3)
     reason = {
         api.SASL_HANDSHAKE: "the client did not complete its login (another client connected)",
         FORWARDED: "3 connections from 127.0.0.2 are open (--max-connections-per-address)",
@@ -223,15 +223,15 @@ def test_all_places_taken_by_many_who_are_not_let_in_are_free_for_a_newcomer(cap
     ],
 )
 def test_of_ipv6_a_network_counts_as_one_address(host: str, address: str) -> None:
-    assert whose(host) == address
+    assert counted_address(host) == address
 
 
 @pytest.mark.parametrize(("said", "most", "places"), [(None, 2_000, 1_500), (None, 1, 1), (7, 2_000, 7)])
 def test_an_address_has_three_quarters_of_the_places_unless_it_is_said(
     said: int | None, most: int, places: int
 ) -> None:
-    settings = ShimSettings((("a", 1),), ("127.0.0.1", 0), most_connections=most, most_of_an_address=said)
-    assert settings.places_of_an_address == places
+    settings = ShimSettings((("a", 1),), ("127.0.0.1", 0), most_connections=most, most_per_address=said)
+    assert settings.limit_per_address == places
 
 
 def test_accepting_goes_on_after_an_error_of_the_system(
@@ -354,7 +354,7 @@ def test_a_client_that_does_not_take_the_answers_given_here_is_not_read_on() -> 
             await until(lambda: len(shim._links) == 1)
             (link,) = shim._links
             piece, sent, is_full = frame(ANSWERED, 1, b"body") * 20_000, 0, False
-            while not (is_full and link.client._holds & Hold.UNREAD):
+            while not (is_full and link.client._pause_reasons & PauseReason.UNREAD):
                 try:
                     sent += client.send(piece[sent % len(piece) :])
                     is_full = False
@@ -379,7 +379,7 @@ def test_requests_that_a_broker_does_not_answer_are_not_remembered_without_end()
     async def work(shim: Shim, broker: FakeBroker) -> int:
         _, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"b") * 20_000)
-        await until(lambda: any(link.client._holds & Hold.UNANSWERED for link in shim._links))
+        await until(lambda: any(link.client._pause_reasons & PauseReason.UNANSWERED for link in shim._links))
         (link,) = shim._links
         most = len(link._pending)
         writer.transport.abort()
@@ -392,12 +392,12 @@ def test_answers_given_here_behind_one_that_the_broker_owes_are_bounded_too() ->
     async def work(shim: Shim, broker: FakeBroker) -> int:
         _, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"b") + frame(ANSWERED, 1, b"b") * 5_000)
-        await until(lambda: any(link.client._holds & Hold.UNANSWERED for link in shim._links))
+        await until(lambda: any(link.client._pause_reasons & PauseReason.UNANSWERED for link in shim._links))
         (link,) = shim._links
-        owed = sum(len(exchange.answer or b"") for exchange in link._pending)
-        assert owed == link.connection.owed
+        own_response_bytes = sum(len(exchange.answer or b"") for exchange in link._pending)
+        assert own_response_bytes == link.connection.own_response_bytes
         writer.transport.abort()
-        return owed
+        return own_response_bytes
 
     assert run(work, FakeBroker(lambda request: None), jobs=(Large(),)) < 3 * MIB
 
@@ -438,7 +438,7 @@ def test_whatever_connections_hold_is_bounded_in_all_and_who_does_for_longest_go
     """But not one that waits for its answer, nor one with a large request."""
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
-        memory = shim._memory = Memory(4 * MIB, 100)
+        memory = shim._memory = MemoryBudget(4 * MIB, 100)
         waiting = await connect(shim)
         waiting[1].write(frame(UNANSWERED, 1))
         await until(lambda: memory.total > 0)
@@ -452,7 +452,7 @@ def test_whatever_connections_hold_is_bounded_in_all_and_who_does_for_longest_go
                 )
             )
             assert memory.total <= memory.limit
-            assert memory.total >= sum(link._held() for link in shim._links if link.client.takes_more)
+            assert memory.total >= sum(link._held_bytes() for link in shim._links if link.client.is_writable)
         assert await ended(strangers[0][0])
         large = await connect(shim)
         large[1].write(frame(FORWARDED, 2, bytes(MIB)))

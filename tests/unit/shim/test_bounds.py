@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from eos.shim import events
 from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.limited_warnings import INTERVAL_S, LINES_PER_HOST, LINES_PER_INTERVAL, LimitedWarnings
-from eos.shim.memory import Memory
+from eos.shim.memory import MemoryBudget
 from eos.shim.pipeline import Connection, Exchange, Job, Pipeline
 from eos.shim.protect import translate
 from eos.shim.protect.machine import Identity
 from eos.shim.trace import decode
 from eos.shim.wire import api, messages, walk
 from eos.shim.wire.cursor import LONGEST_STRING_BYTES, MOST_ELEMENTS, MOST_TAGS, Cursor, uvarint
-from eos.shim.wire.frames import FRAMES_PER_TURN, HANDLED_BYTES_PER_TURN, PASSING, FrameSplitter, Passage, Piece
+from eos.shim.wire.frames import FRAMES_PER_TURN, HANDLED_BYTES_PER_TURN, UNCHANGED, FrameSplitter, Handling, Piece
 from eos.shim.wire.headers import LONGEST_HEAD_BYTES, REQUEST_HEAD, AcksReader
 from eos.shim.wire.walk import Layout, Walk
 from tests.unit.shim.messages import requests
@@ -96,18 +96,18 @@ def test_the_longest_heads_that_clients_may_have_are_read(tags: int, client: int
 
 def test_a_produce_that_comes_byte_by_byte_is_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    read = translate.produce
+    read = translate.read_produce
 
     def counted(head: Piece, version: int, size: int) -> translate.Produce:
         nonlocal looks
         looks += 1
         return read(head, version, size)
 
-    monkeypatch.setattr(translate, "produce", counted)
+    monkeypatch.setattr(translate, "read_produce", counted)
     for shape, most in (("one batch", 9), ("two batches", 9), ("two topics", 9), ("no records", 9)):
         frame = produce_request(9, "t" * 200, SHAPES[shape])
         passed, looks = Passed(), 0
-        passed.job.machine.initialised("t" * 200, Identity(5, 0), 1)
+        passed.job.machine.note_init("t" * 200, Identity(5, 0), 1)
         for at in range(len(frame)):
             passed.feed(frame[at : at + 1])
         assert 0 < looks <= most
@@ -119,9 +119,9 @@ def test_what_a_stream_of_produce_keeps_counts_until_it_is_decided() -> None:
     passed = Passed()
     passed.feed(frame[:-5])
     connection = passed.exchanges[-1].connection
-    assert connection.kept == len(frame) - 5
+    assert connection.held_bytes == len(frame) - 5
     passed.feed(frame[-5:])
-    assert connection.kept == passed.exchanges[-1].remembered
+    assert connection.held_bytes == passed.exchanges[-1].counted_bytes
     assert passed.out == collected(frame, 9)
 
 
@@ -132,10 +132,10 @@ def test_what_a_stream_of_produce_keeps_counts_until_it_is_decided() -> None:
 def test_no_connection_has_more_than_its_share_of_a_turn(count: int, steps: list[int], whole: bool) -> None:
     opened = most = 0
 
-    def open_frame(data: Piece, pos: int) -> Passage:
+    def open_frame(data: Piece, pos: int) -> Handling:
         nonlocal opened
         opened += 1
-        return (lambda frame: frame) if whole else PASSING
+        return (lambda frame: frame) if whole else UNCHANGED
 
     splitter = FrameSplitter(12, 1 << 20, open_frame)
     data, out = b"".join(framed(b"%08d" % number * 3) for number in range(count)), b""
@@ -163,13 +163,13 @@ def test_what_a_splitter_holds_counts_until_it_goes_on() -> None:
     """Of a frame that is collected, and of one whose head has not come whole."""
     frame = framed(b"x" * 100)
     collecting = FrameSplitter(12, 1 << 20, lambda data, pos: lambda frame: frame)
-    opening = FrameSplitter(12, 1 << 20, lambda data, pos: PASSING if len(data) - pos > 90 else None)
+    opening = FrameSplitter(12, 1 << 20, lambda data, pos: UNCHANGED if len(data) - pos > 90 else None)
     for splitter in (collecting, opening):
         for at in range(0, 80, 20):
             splitter.feed(frame[at : at + 20])
-            assert splitter.kept == at + 20
+            assert splitter.held_bytes == at + 20
         assert splitter.feed(frame[80:]) == [frame]
-        assert splitter.kept == 0
+        assert splitter.held_bytes == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.booleans()), max_size=80))
@@ -177,14 +177,14 @@ def test_what_a_splitter_holds_counts_until_it_goes_on() -> None:
 def test_what_is_held_in_all_stays_below_its_limit_and_who_holds_more_than_a_share_for_longest_goes(
     steps: list[tuple[int, int, bool]],
 ) -> None:
-    memory, held, evicted = Memory(100, 10), [0] * 10, list[int]()
+    memory, held, evicted = MemoryBudget(100, 10), [0] * 10, list[int]()
     accounts = [memory.open(lambda n=n: held[n], lambda n=n: evicted.append(n)) for n in range(10)]  # type: ignore[misc]
     is_open, large = [True] * 10, list[int]()  # the longest first
     for number, units, renews in steps:
         if not is_open[number]:
             continue
         if renews:
-            accounts[number].renew()
+            accounts[number].start_request()
         held[number] = units
         if number in large and (renews or units <= 10):
             large.remove(number)
@@ -205,7 +205,7 @@ def test_what_is_held_in_all_stays_below_its_limit_and_who_holds_more_than_a_sha
 
 def test_nobody_is_sent_away_for_what_has_gone_out_meanwhile() -> None:
     """A socket that takes what waited for it says so to nobody."""
-    memory, evicted, held = Memory(300, 2), list[int](), [200] * 2
+    memory, evicted, held = MemoryBudget(300, 2), list[int](), [200] * 2
     accounts = [memory.open(lambda n=n: held[n], lambda n=n: evicted.append(n)) for n in range(2)]  # type: ignore[misc]
     accounts[0].count()
     held[0] = 0
@@ -214,7 +214,7 @@ def test_nobody_is_sent_away_for_what_has_gone_out_meanwhile() -> None:
 
 
 def test_who_holds_no_more_than_a_share_is_never_sent_away() -> None:
-    memory, evicted, held = Memory(1000, 10), list[int](), [100] * 9 + [0]
+    memory, evicted, held = MemoryBudget(1000, 10), list[int](), [100] * 9 + [0]
     accounts = [memory.open(lambda n=n: held[n], lambda n=n: evicted.append(n)) for n in range(10)]  # type: ignore[misc]
     for held[9] in (100, 101):
         for account in accounts:
@@ -354,8 +354,8 @@ def test_a_step_without_a_transactional_id_is_none() -> None:
 def test_more_batches_in_a_partition_than_any_client_sends_are_not_followed() -> None:
     header = struct.pack(">qiibIhiqqqhii", 0, 49, 0, 2, 0, 0x10, 0, 0, 0, 5, 0, 0, 0)
     with pytest.raises(Malformed, match="more than 1000 record batches"):
-        translate._batches(header * 1_001, 0, len(header) * 1_001, ("t", 0))
-    assert len(translate._batches(header * 1_000, 0, len(header) * 1_000, ("t", 0))) == 1_000
+        translate._read_batches(header * 1_001, 0, len(header) * 1_001, ("t", 0))
+    assert len(translate._read_batches(header * 1_000, 0, len(header) * 1_000, ("t", 0))) == 1_000
 
 
 # The log.

@@ -9,7 +9,7 @@ import pytest
 from eos.errors import ConfigurationError
 from eos.shim.faults.facts import RequestFacts
 from eos.shim.faults.plan import Event, Phase, Plan, Rule, read_plan
-from eos.shim.guard.job import name_of
+from eos.shim.guard.job import read_user_name
 from eos.shim.guard.policy import Policy
 from eos.shim.pipeline import Connection
 
@@ -184,4 +184,4 @@ def test_a_policy_denies_nothing_that_it_does_not_name() -> None:
     ],
 )
 def test_who_logs_in_is_read_from_plain_and_scram(mechanism: str, message: bytes, name: str | None) -> None:
-    assert name_of(mechanism, message) == name
+    assert read_user_name(mechanism, message) == name

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from eos.shim.errors import Malformed
 from eos.shim.pipeline import Connection, Exchange, Job, Pipeline
-from eos.shim.wire.frames import PASSING, FrameSplitter, Passage, Piece, Stream
-from eos.shim.wire.headers import REQUEST_HEAD, AcksReader, RequestHead, implausible
+from eos.shim.wire.frames import UNCHANGED, FrameSplitter, Handling, Piece, Stream
+from eos.shim.wire.headers import REQUEST_HEAD, AcksReader, RequestHead, implausible_reason
 
 LIMIT = 1_000_000
 payloads = st.binary(min_size=8, max_size=300)
@@ -48,9 +48,9 @@ def test_frames_pass_whole_or_streamed_the_same_however_they_are_cut(
     def dropped(frame: bytes) -> bytes:
         return b""
 
-    passages: dict[str, Passage] = {"p": PASSING, "w": handler, "s": Upper(), "d": dropped}
+    passages: dict[str, Handling] = {"p": UNCHANGED, "w": handler, "s": Upper(), "d": dropped}
 
-    def open_frame(data: bytes, pos: int) -> Passage:
+    def open_frame(data: bytes, pos: int) -> Handling:
         nonlocal opened
         assert data[pos : pos + 12] == framed(kinds[opened][0])[:12]
         opened += 1
@@ -77,7 +77,7 @@ def test_frames_pass_whole_or_streamed_the_same_however_they_are_cut(
 
 
 def test_a_chunk_of_passing_frames_comes_out_as_the_object_that_went_in() -> None:
-    splitter = FrameSplitter(8, LIMIT, lambda data, pos: PASSING)
+    splitter = FrameSplitter(8, LIMIT, lambda data, pos: UNCHANGED)
     chunk = framed(b"a" * 100) * 3
     assert splitter.feed(chunk)[0] is chunk
     huge = framed(b"b" * 500_000)
@@ -89,7 +89,7 @@ def test_a_chunk_of_passing_frames_comes_out_as_the_object_that_went_in() -> Non
 
 @given(st.binary(max_size=200), st.lists(st.integers(1, 20), max_size=20))
 def test_garbage_is_refused_or_awaited_but_never_breaks_the_reader(data: bytes, steps: list[int]) -> None:
-    splitter = FrameSplitter(12, LIMIT, lambda chunk, pos: PASSING)
+    splitter = FrameSplitter(12, LIMIT, lambda chunk, pos: UNCHANGED)
     try:
         out = b"".join(piece for chunk in cut(data, steps) for piece in splitter.feed(chunk))
     except Malformed:
@@ -99,7 +99,7 @@ def test_garbage_is_refused_or_awaited_but_never_breaks_the_reader(data: bytes, 
 
 @pytest.mark.parametrize("size", [-1, 0, 7, LIMIT + 1, 2**31 - 1])
 def test_a_size_that_no_frame_can_have_is_refused_before_anything_is_collected(size: int) -> None:
-    splitter = FrameSplitter(12, LIMIT, lambda data, pos: PASSING)
+    splitter = FrameSplitter(12, LIMIT, lambda data, pos: UNCHANGED)
     with pytest.raises(Malformed, match=f"a frame of {size} bytes"):
         splitter.feed(size.to_bytes(4, "big", signed=True) + bytes(20))
 
@@ -107,9 +107,9 @@ def test_a_size_that_no_frame_can_have_is_refused_before_anything_is_collected(s
 def test_a_frame_that_cannot_be_opened_yet_is_shown_again_with_more_of_it() -> None:
     shown: list[int] = []
 
-    def open_frame(data: bytes, pos: int) -> Passage | None:
+    def open_frame(data: bytes, pos: int) -> Handling | None:
         shown.append(len(data) - pos)
-        return PASSING if len(data) - pos >= 20 else None
+        return UNCHANGED if len(data) - pos >= 20 else None
 
     splitter = FrameSplitter(12, LIMIT, open_frame)
     frame = framed(b"x" * 30)
@@ -122,10 +122,10 @@ def test_a_frame_that_cannot_be_opened_yet_is_shown_again_with_more_of_it() -> N
 
 
 def test_an_answer_of_ours_goes_between_two_frames() -> None:
-    def open_frame(data: bytes, pos: int) -> Passage:
+    def open_frame(data: bytes, pos: int) -> Handling:
         if data[pos + 4 : pos + 5] == b"b":
             splitter.insert(b"OURS")
-        return PASSING
+        return UNCHANGED
 
     splitter = FrameSplitter(8, LIMIT, open_frame)
     first, second = framed(b"a" * 10), framed(b"b" * 10)
@@ -137,7 +137,7 @@ def test_an_answer_of_ours_goes_between_two_frames() -> None:
     [b"GET / HTTP/1.1\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", bytes.fromhex("160301020001000201fc0303"), b"\0" * 12],
 )
 def test_another_protocols_first_bytes_are_no_kafka_client(beginning: bytes) -> None:
-    assert implausible(RequestHead._make(REQUEST_HEAD.unpack_from(beginning)), 100 * 1024 * 1024) is not None
+    assert implausible_reason(RequestHead._make(REQUEST_HEAD.unpack_from(beginning)), 100 * 1024 * 1024) is not None
 
 
 def produce(version: int, transactional_id: str | None, acks: int, client_id: str | None) -> bytes:
@@ -196,7 +196,7 @@ def test_requests_run_through_jobs_towards_the_broker_and_responses_back() -> No
     assert request(b"q") == b"qouterinner"
     assert response(b"r") == b"rinnerouter"
     assert log[-4:] == ["outer request", "inner request", "inner response", "outer response"]
-    assert pipeline.request(Exchange(exchange.connection, 4, 1, 1), 10) is PASSING
+    assert pipeline.request(Exchange(exchange.connection, 4, 1, 1), 10) is UNCHANGED
 
 
 def test_a_frame_is_collected_when_one_job_needs_it_whole_and_streamed_when_none_does() -> None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from eos.shim import Shim, ShimSettings
 from eos.shim.addresses.book import Endpoint
 from eos.shim.errors import ProtocolError
-from eos.shim.link import Hold, Link, ReadBuffer
-from eos.shim.memory import Memory
+from eos.shim.link import Link, PauseReason, ReadBuffer
+from eos.shim.memory import MemoryBudget
 from eos.shim.pipeline import Exchange, Job, Pipeline
 from eos.shim.settings import server_tls
 from eos.shim.wire.frames import Piece
@@ -40,31 +40,33 @@ def answer(correlation_id: int, body: bytes) -> bytes:
     return len(payload).to_bytes(4, "big") + payload
 
 
-class Nobody:
-    """Stands for the shim of a link that has none."""
+class IgnoringObserver:
+    """Observe a link without a shim."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    def began(self, link: Link) -> None:
+    def link_opened(self, link: Link) -> None:
         pass
 
-    def asks(self, link: Link) -> None:
+    def link_needs_broker(self, link: Link) -> None:
         pass
 
-    def let_in(self, link: Link) -> None:
+    def link_logged_in(self, link: Link) -> None:
         pass
 
-    def failed(self, link: Link, whose: str, error: Exception) -> None:
-        self.reasons.append(f"{whose}: {error}")
+    def link_failed(self, link: Link, sender: str, error: Exception) -> None:
+        self.reasons.append(f"{sender}: {error}")
 
-    def ended(self, link: Link) -> None:
+    def link_closed(self, link: Link) -> None:
         pass
 
 
 def a_link(pipeline: Pipeline, number: int = 1, buffer: ReadBuffer | None = None, largest: int = 1 << 30) -> Link:
     endpoint = Endpoint(("127.0.0.1", 1))
-    return Link(number, endpoint, pipeline, largest, Nobody(), buffer or ReadBuffer(), Memory(1 << 30, 1))
+    return Link(
+        number, endpoint, pipeline, largest, IgnoringObserver(), buffer or ReadBuffer(), MemoryBudget(1 << 30, 1)
+    )
 
 
 class Meddling(Job):
@@ -163,7 +165,7 @@ class Keeping(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[Piece] = []
+        self.held_bytes: list[Piece] = []
         self.closed = self.reading_stopped = False
 
     def close(self) -> None:
@@ -179,10 +181,10 @@ class Keeping(asyncio.Transport):
         self.reading_stopped = False
 
     def write(self, data: Any) -> None:
-        self.kept.append(data)
+        self.held_bytes.append(data)
 
     def get_write_buffer_size(self) -> int:
-        return sum(map(len, self.kept))
+        return sum(map(len, self.held_bytes))
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
@@ -206,10 +208,10 @@ def test_what_a_side_could_not_send_yet_is_not_overwritten_by_the_next_read(read
         view[: len(chunk)] = chunk
         links[at].client.buffer_updated(len(chunk))
         sent[at] += chunk
-    assert [b"".join(transport.kept) for transport in transports] == sent
+    assert [b"".join(transport.held_bytes) for transport in transports] == sent
     # A side that does not read must not hold a whole buffer for each small piece it did not take.
     for transport in transports:
-        assert sum(isinstance(piece, memoryview) for piece in transport.kept) <= 1
+        assert sum(isinstance(piece, memoryview) for piece in transport.held_bytes) <= 1
 
 
 def test_a_link_counts_what_its_sides_did_not_take_and_what_there_was_no_time_for() -> None:
@@ -221,23 +223,23 @@ def test_a_link_counts_what_its_sides_did_not_take_and_what_there_was_no_time_fo
         link.client.buffer_updated(len(data))
         return link.memory.total
 
-    link._ask()
+    link._request_broker()
     early = frame(FORWARDED, 1, bytes(1_000))
     assert comes(early) >= len(early)
     link.upstream.connection_made(upstream)
-    link.client.let_go(Hold.CONNECTING)
+    link.client.resume_from(PauseReason.CONNECTING)
     assert len(early) <= comes(frame(FORWARDED, 2)) < 3_000
-    upstream.kept.clear()
+    upstream.held_bytes.clear()
     # A view keeps all of the buffer that was read into.
     assert comes(frame(FORWARDED, 3, bytes(100_000))) >= len(link.client._buffer.view)
-    upstream.kept.clear()
+    upstream.held_bytes.clear()
     link.upstream.resume_writing()
     assert link.memory.total < 3_000
-    link.client.hold(Hold.FULL)
+    link.client.pause_for(PauseReason.FULL)
     many = frame(FORWARDED, 4) * 10_000
-    upstream.kept.clear()
+    upstream.held_bytes.clear()
     assert comes(many) > len(many) * 0.9
-    assert link.client._rest is not None
+    assert link.client._unhandled is not None
     link.abort()
 
 
@@ -245,7 +247,7 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
     """An event loop may read although it was paused (Python 3.11.2 does, when the pause comes with the connection)."""
 
     async def early_and_later(shim: Shim, broker: FakeBroker) -> bytes:
-        began = shim.began
+        began = shim.link_opened
 
         def began_with_data(link: Link) -> None:
             early = frame(FORWARDED, 0, b"early")
@@ -253,7 +255,7 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
             link.client.buffer_updated(len(early))
             began(link)
 
-        shim.began = began_with_data  # type: ignore[method-assign]
+        shim.link_opened = began_with_data  # type: ignore[method-assign]
         reader, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"later"))
         got = await reader.readexactly(len(answer(0, b"early") + answer(1, b"later")))
@@ -286,13 +288,13 @@ def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
     links: list[weakref.ref[Link]] = []
 
     async def come_and_go(shim: Shim, broker: FakeBroker) -> None:
-        began = shim.began
+        began = shim.link_opened
 
         def noted(link: Link) -> None:
             links.append(weakref.ref(link))
             began(link)
 
-        shim.began = noted  # type: ignore[method-assign]
+        shim.link_opened = noted  # type: ignore[method-assign]
         for number in range(3):
             reader, writer = await connect(shim)
             writer.write(frame(CHANGED, number, b"body"))
@@ -347,15 +349,15 @@ def test_what_comes_for_a_side_that_is_gone_goes_nowhere(gone: str) -> None:
     link.client._transport, link.upstream._transport = transports.values()
     side: Any = getattr(link, gone)
     side.connection_lost(None)
-    assert (side.gone, side.never_connected) == (True, False)
+    assert (side.is_closed, side.never_connected) == (True, False)
     assert [name for name, transport in transports.items() if transport.closed] == list({*transports} - {gone})
     side.write([b"late"])
     side.write_end()
-    side.hold(Hold.FULL)
-    side.let_go(Hold.FULL)
+    side.pause_for(PauseReason.FULL)
+    side.resume_from(PauseReason.FULL)
     for late in (side.close, side.abort, side.reset):
         late()
-    assert not any(transport.kept for transport in transports.values())
+    assert not any(transport.held_bytes for transport in transports.values())
     assert not side._unsent
 
 
@@ -370,4 +372,4 @@ def test_of_pieces_for_a_side_whose_connection_breaks_with_the_first_no_other_is
     link = a_link(Pipeline([], 1 << 30))
     link.upstream._transport = transport = Breaking()
     link.upstream.write([bytes(100_000)] * 9)
-    assert len(transport.kept) == 1
+    assert len(transport.held_bytes) == 1

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from eos.shim.addresses.book import Endpoint
 from eos.shim.faults import Event, FaultJob, Plan, Rule
 from eos.shim.link import Link, ReadBuffer
-from eos.shim.memory import Memory
+from eos.shim.memory import MemoryBudget
 from eos.shim.pipeline import Exchange, Job, Pipeline
 from eos.shim.send_queue import HeldFrame
 from eos.shim.wire import api
 from tests.shim.fake_broker import FakeBroker
 from tests.unit.shim.test_frames import cut
-from tests.unit.shim.test_link import Keeping, Nobody, answer, frame
+from tests.unit.shim.test_link import IgnoringObserver, Keeping, answer, frame
 from tests.unit.shim.test_protect_frames import encoded, produce_request, requests
 
-PASSING, HELD, ANSWERED, RESET, ANSWER_HELD = 36, 37, 38, 39, 40
+UNCHANGED, HELD, ANSWERED, RESET, ANSWER_HELD = 36, 37, 38, 39, 40
 
 
 class Noted(Keeping):
@@ -57,7 +57,7 @@ class Holding(Job):
     """Holds requests or answers by their API, as faults do; `asked` and `held` in order."""
 
     def __init__(self) -> None:
-        self.asked: list[Exchange] = []
+        self.has_request: list[Exchange] = []
         self.held: list[HeldFrame] = []
 
     def wants_request(self, api_key: int, version: int) -> bool:
@@ -67,7 +67,7 @@ class Holding(Job):
         return api_key == ANSWER_HELD
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
-        self.asked.append(exchange)
+        self.has_request.append(exchange)
         if exchange.api_key == ANSWERED:
             exchange.answer = answer(exchange.correlation_id, b"ours")
             return b""
@@ -75,7 +75,7 @@ class Holding(Job):
             return frame
         held = self._hold(frame)
         if exchange.api_key == RESET:
-            held.reached = lambda: exchange.connection.link.reset_before(exchange)
+            held.on_turn = lambda: exchange.connection.link.reset_before(exchange)
         return held
 
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
@@ -96,9 +96,9 @@ class Wired:
             Endpoint(("127.0.0.1", port)),
             Pipeline([job or self.job], 1 << 20),
             1 << 20,
-            Nobody(),
+            IgnoringObserver(),
             ReadBuffer(),
-            Memory(1 << 30, 1),
+            MemoryBudget(1 << 30, 1),
         )
         self.client, self.broker = Noted(), Noted()
         self.link.client._transport, self.link.upstream._transport = self.client, self.broker
@@ -117,7 +117,7 @@ class Wired:
         view[: len(data)] = b"\xee" * len(data)  # as the next read does
 
 
-kinds = st.sampled_from([PASSING, HELD, ANSWERED])
+kinds = st.sampled_from([UNCHANGED, HELD, ANSWERED])
 
 
 @given(
@@ -141,16 +141,16 @@ def test_what_is_held_and_what_streams_past_leave_in_order_whenever_the_client_e
         else:
             left.append(chance.choice(kept))
             left[-1].release()
-        if ends_once_in and wired.link.asked and chance.random() < 1 / (4 * ends_once_in):
+        if ends_once_in and wired.link.has_request and chance.random() < 1 / (4 * ends_once_in):
             ended = True
-            assert wired.link.takes_requests
+            assert wired.link.can_send_requests
             assert wired.link.client.eof_received(), "a client that ended its half is still to be answered"
             break
         # All that came, up to the first that is held, and nothing that is not whole behind it.
         assert wired.broker.sent == leaving(frames, fed, wired.job.held, left)
     assert wired.broker.sent == leaving(frames, fed, wired.job.held, left)
     assert wired.broker.ended is ended
-    assert wired.link.takes_requests is not ended
+    assert wired.link.can_send_requests is not ended
     if ended:
         before = wired.broker.sent
         for held in wired.job.held:
@@ -164,7 +164,7 @@ def leaving(frames: list[tuple[int, bytes]], fed: int, held: list[HeldFrame], re
     for key, made in frames:
         came = made[: max(0, fed - at)]
         at += len(made)
-        if key == PASSING:
+        if key == UNCHANGED:
             # Its head is looked at first.
             expected += came if len(came) >= 12 else b""
         elif key == HELD and len(came) == len(made):
@@ -233,7 +233,7 @@ def test_a_delay_waits_for_an_event_of_its_own_transactional_id_or_of_those_it_n
 def test_a_reset_waits_until_the_answer_before_it_is_there_to_its_last_byte(at: int) -> None:
     async def test() -> None:
         wired = Wired()
-        wired.client_sends(frame(PASSING, 1) + frame(RESET, 2))
+        wired.client_sends(frame(UNCHANGED, 1) + frame(RESET, 2))
         before = answer(1, b"a large answer" * 10)
         wired.broker_sends(before[:at])
         assert not wired.client.closed
@@ -246,7 +246,7 @@ def test_a_reset_waits_until_the_answer_before_it_is_there_to_its_last_byte(at: 
 
 def test_an_answer_of_ours_waits_for_the_last_byte_of_the_one_before_it_and_for_one_that_is_held() -> None:
     wired = Wired()
-    wired.client_sends(frame(ANSWER_HELD, 1) + frame(PASSING, 2))
+    wired.client_sends(frame(ANSWER_HELD, 1) + frame(UNCHANGED, 2))
     first, second = answer(1, b"held"), answer(2, b"a large answer" * 10)
     wired.broker_sends(first + second[:20])
     wired.client_sends(frame(ANSWERED, 3))
@@ -258,11 +258,11 @@ def test_an_answer_of_ours_waits_for_the_last_byte_of_the_one_before_it_and_for_
 
 def test_a_stop_lets_a_request_that_has_begun_to_pass_come_to_its_end_and_be_answered() -> None:
     wired = Wired()
-    sent = frame(PASSING, 1, b"a large request" * 10)
+    sent = frame(UNCHANGED, 1, b"a large request" * 10)
     wired.client_sends(sent[:50])
     wired.link.drain()
     assert (wired.client.reading_stopped, wired.client.closed) == (False, False)
-    wired.client_sends(sent[50:] + frame(PASSING, 2, b"the next one came too late"))
+    wired.client_sends(sent[50:] + frame(UNCHANGED, 2, b"the next one came too late"))
     assert wired.broker.sent == sent
     assert (wired.client.reading_stopped, wired.client.closed) == (True, False)
     wired.broker_sends(answer(1, b"done"))
@@ -283,7 +283,7 @@ def test_a_stop_waits_for_the_rest_of_a_request_that_nobody_answers() -> None:
     assert wired.client.closed
 
 
-@pytest.mark.parametrize("came", [b"", frame(PASSING, 1)[:7]], ids=["nothing", "a part of a head"])
+@pytest.mark.parametrize("came", [b"", frame(UNCHANGED, 1)[:7]], ids=["nothing", "a part of a head"])
 def test_a_stop_does_not_wait_for_a_request_that_has_not_begun_to_pass(came: bytes) -> None:
     wired = Wired()
     if came:
@@ -294,7 +294,7 @@ def test_a_stop_does_not_wait_for_a_request_that_has_not_begun_to_pass(came: byt
 
 def test_a_stop_ends_a_connection_on_which_something_is_held() -> None:
     wired = Wired()
-    wired.client_sends(frame(HELD, 1) + frame(PASSING, 2, b"behind it")[:15])
+    wired.client_sends(frame(HELD, 1) + frame(UNCHANGED, 2, b"behind it")[:15])
     wired.link.drain()
     assert wired.client.closed
     assert wired.broker.closed

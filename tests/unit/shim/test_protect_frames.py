@@ -82,13 +82,13 @@ CASES = [(key, version) for key, versions in translate.VERSIONS.items() if key !
 @pytest.mark.parametrize(("key", "version"), CASES)
 def test_only_the_identity_of_a_request_changes(key: int, version: int) -> None:
     frame = encoded(requests(key, version))
-    found = translate.identified(frame, key, version)
+    found = translate.read_transactional_request(frame, key, version)
     assert found.name == "t"
     if found.at < 0:
         assert (key, version < 3) == (api.INIT_PRODUCER_ID, True)
         return
     assert found.identity == OLD
-    made = translate.with_identity(frame, found.at, NEW)
+    made = translate.replace_identity(frame, found.at, NEW)
     prefix = "v3_and_below_" if key == api.ADD_PARTITIONS_TO_TXN else ""
     decoded = type(requests(key, version)).decode(made, version=version, header=True, framed=True).to_dict()
     before = type(requests(key, version)).decode(frame, version=version, header=True, framed=True).to_dict()
@@ -98,7 +98,7 @@ def test_only_the_identity_of_a_request_changes(key: int, version: int) -> None:
 @pytest.mark.parametrize(("key", "version"), CASES)
 def test_a_refusal_is_the_answer_a_broker_gives_with_that_error(key: int, version: int) -> None:
     frame = encoded(requests(key, version))
-    made = translate.refusal(frame, key, version, 77, 51)
+    made = translate.refusal_response(frame, key, version, 77, 51)
     answer = messages.RESPONSES[key].decode(made, version=version, header=True, framed=True)
     assert framed(answer, 77) == made
     if key == api.ADD_PARTITIONS_TO_TXN:
@@ -119,7 +119,7 @@ def test_a_refusal_is_the_answer_a_broker_gives_with_that_error(key: int, versio
 @pytest.mark.parametrize("committed", [True, False])
 def test_an_end_goes_upstream_as_version_5_and_its_answer_comes_back_as_asked(version: int, committed: bool) -> None:
     frame = encoded(requests(api.END_TXN, version))
-    made = translate.end_txn(frame, version, "t", NEW, committed)
+    made = translate.end_txn_v5(frame, version, "t", NEW, committed)
     request = protocol.EndTxnRequest(
         version=5, transactional_id="t", producer_id=NEW[0], producer_epoch=NEW[1], committed=committed
     )
@@ -128,9 +128,9 @@ def test_an_end_goes_upstream_as_version_5_and_its_answer_comes_back_as_asked(ve
         answer = protocol.EndTxnResponse(
             version=5, throttle_time_ms=3, error_code=error, producer_id=NEW[0], producer_epoch=NEW[1]
         )
-        assert translate.ended(framed(answer, 77)) == (3, error, NEW)
+        assert translate.read_end_txn_response(framed(answer, 77)) == (3, error, NEW)
         back = protocol.EndTxnResponse.decode(
-            translate.end_txn_answer(77, version, 3, error), version=version, header=True, framed=True
+            translate.end_txn_response(77, version, 3, error), version=version, header=True, framed=True
         )
         assert back.error_code == (47 if error == 90 and version < 2 else error)
 
@@ -143,12 +143,12 @@ def test_every_batch_of_a_produce_gets_identity_sequence_and_checksum(version: i
         "b": {0: records(7, gzip=gzip), 1: None},
     }
     frame = produce_request(version, "t", data)
-    request = translate.produce(frame, version, len(frame))
+    request = translate.read_produce(frame, version, len(frame))
     assert request.name == "t"
     assert list(request.partitions) == [("a", 0), ("a", 4), ("b", 0), ("b", 1)]
     assert request.identities == {OLD}
     bases = {("a", 0): 10, ("a", 4): 2**31 - 5, ("b", 0): 0}
-    made = translate.produce_as(frame, request, NEW, bases)
+    made = translate.rewrite_produce(frame, request, NEW, bases)
     assert len(made) == len(frame)
     decoded = protocol.ProduceRequest.decode(made, version=version, header=True, framed=True)
     seen = list[tuple[str, int, int]]()
@@ -162,14 +162,14 @@ def test_every_batch_of_a_produce_gets_identity_sequence_and_checksum(version: i
                 seen.append((topic.name, each.index, batch.base_sequence))
     assert seen == [("a", 0, 0), ("a", 0, 3), ("a", 4, 3), ("b", 0, 7)]
     back = {partition: -base for partition, base in bases.items()}
-    assert translate.produce_as(made, translate.produce(made, version, len(made)), OLD, back) == frame
+    assert translate.rewrite_produce(made, translate.read_produce(made, version, len(made)), OLD, back) == frame
 
 
 @pytest.mark.parametrize("version", translate.VERSIONS[api.PRODUCE])
 def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) -> None:
     frame = produce_request(version, "t", {"a": {0: records(1), 4: records(1)}, "b": {0: records(1)}})
     made = messages.refusal_response(
-        api.PRODUCE, version, 77, 19, translate.produce(frame, version, len(frame)).partitions
+        api.PRODUCE, version, 77, 19, translate.read_produce(frame, version, len(frame)).partitions
     )
     answer = protocol.ProduceResponse.decode(made, version=version, header=True, framed=True)
     results = {(t.name, each.index): each.error_code for t in answer.responses for each in t.partition_responses}
@@ -179,7 +179,7 @@ def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) 
 
 def test_a_topic_whose_name_is_no_utf8_is_refused_by_that_name() -> None:
     frame = produce_request(9, "t", {"zz": {0: records(1)}}).replace(b"zz", b"\xff\xfe")
-    made = messages.refusal_response(api.PRODUCE, 9, 77, 19, translate.produce(frame, 9, len(frame)).partitions)
+    made = messages.refusal_response(api.PRODUCE, 9, 77, 19, translate.read_produce(frame, 9, len(frame)).partitions)
     assert b"\x02\x03\xff\xfe\x02\0\0\0\0\0\x13" in made  # one topic, its name, one partition, its number, the error
 
 
@@ -191,7 +191,7 @@ def test_only_the_identities_of_a_description_change(frame: bytes) -> None:
         asked.append((name, identity, state))
         return NEW
 
-    changed = translate.described(frame, shown)
+    changed = translate.replace_described_identities(frame, shown)
     wanted = decoded(DescribeTransactionsResponse, translate.DESCRIBED_VERSION, frame)
     for state, (name, identity, called) in zip(wanted["transaction_states"], asked, strict=True):
         assert (state["transactional_id"], state["transaction_state"]) == (name, called)
@@ -205,7 +205,7 @@ def test_only_the_identities_of_a_description_change(frame: bytes) -> None:
 def test_a_description_that_breaks_off_is_malformed(frame: bytes, data: st.DataObject) -> None:
     cut = frame[: data.draw(st.integers(8, len(frame) - 1))]
     with pytest.raises(Malformed):
-        translate.described(cut, lambda name, identity, state: identity)
+        translate.replace_described_identities(cut, lambda name, identity, state: identity)
 
 
 @given(st.data())
@@ -225,11 +225,11 @@ def test_a_damaged_produce_is_malformed_or_passes_but_never_breaks_the_parser(da
         frame[data.draw(st.integers(8, len(frame) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(frame[: data.draw(st.integers(20, len(frame)))])
     try:
-        request = translate.produce(cut, int.from_bytes(frame[6:8], "big"), len(cut))
+        request = translate.read_produce(cut, int.from_bytes(frame[6:8], "big"), len(cut))
     except (Malformed, KeyError):
         return
     bases = dict.fromkeys(request.partitions, 0)
-    assert len(translate.produce_as(cut, request, NEW, bases)) == len(cut)
+    assert len(translate.rewrite_produce(cut, request, NEW, bases)) == len(cut)
 
 
 # The job.
@@ -239,7 +239,7 @@ def test_a_broker_without_version_5_of_the_end_is_said_loudly_and_nothing_is_tou
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     job = ProtectJob()
-    job.upstream({"broker 1": {api.END_TXN: 5}, "broker 2": {api.END_TXN: 4}})
+    job.on_broker_versions({"broker 1": {api.END_TXN: 5}, "broker 2": {api.END_TXN: 4}})
     assert not job.wants_request(api.END_TXN, 1)
     assert [record.message.split(" effect=")[0] for record in caplog.records] == ["protection unavailable"]
 
@@ -249,7 +249,7 @@ def test_if_no_broker_says_what_it_offers_there_is_no_protection_and_that_is_sai
     offered: dict[str, None], caplog: pytest.LogCaptureFixture
 ) -> None:
     job = ProtectJob()
-    job.upstream(offered)
+    job.on_broker_versions(offered)
     assert not job.wants_request(api.END_TXN, 1)
     (said,) = caplog.records
     assert said.message.startswith("protection unavailable")
@@ -258,7 +258,7 @@ def test_if_no_broker_says_what_it_offers_there_is_no_protection_and_that_is_sai
 
 def test_a_broker_that_does_not_answer_is_named_and_the_others_decide(caplog: pytest.LogCaptureFixture) -> None:
     job = ProtectJob()
-    job.upstream({"broker 1": {api.END_TXN: 5}, "broker 2": None})
+    job.on_broker_versions({"broker 1": {api.END_TXN: 5}, "broker 2": None})
     assert job.wants_request(api.END_TXN, 1)
     (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "broker 2" in warned.message
@@ -267,7 +267,7 @@ def test_a_broker_that_does_not_answer_is_named_and_the_others_decide(caplog: py
 
 def test_clients_that_speak_part_2_themselves_pass_untouched() -> None:
     job = ProtectJob()
-    job.upstream({"broker 1": {api.END_TXN: 5}})
+    job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
     assert job.wants_request(api.END_TXN, 1)
     for key, version in (
         (api.PRODUCE, 12),
@@ -281,7 +281,7 @@ def test_clients_that_speak_part_2_themselves_pass_untouched() -> None:
 
 def test_an_idempotent_producer_without_a_transactional_id_passes_untouched() -> None:
     job = ProtectJob()
-    job.upstream({"broker 1": {api.END_TXN: 5}})
+    job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
     connection = Connection(1, "c", "b", 0)
     frame = produce_request(9, None, {"a": {0: records(5)}})
     assert job.request(Exchange(connection, api.PRODUCE, 9, 77), frame) is frame
@@ -316,19 +316,19 @@ def named(name: str, software_version: str, version: int = 3) -> bytes:
 def test_a_client_that_renews_its_identity_is_known_by_what_its_software_is_called(
     name: str, software_version: str, renews: bool
 ) -> None:
-    assert translate.renews(named(name, software_version), 3) is renews
+    assert translate.renews_after_abort(named(name, software_version), 3) is renews
 
 
 @given(st.binary(max_size=60))
 def test_an_api_versions_that_cannot_be_read_is_left_to_the_broker(body: bytes) -> None:
     payload = api.API_VERSIONS.to_bytes(2, "big") + b"\0\3" + body
-    assert translate.renews(len(payload).to_bytes(4, "big") + payload, 3) in (True, False)
+    assert translate.renews_after_abort(len(payload).to_bytes(4, "big") + payload, 3) in (True, False)
 
 
 @pytest.mark.parametrize("version", translate.VERSIONS[api.INIT_PRODUCER_ID])
 def test_an_identity_given_out_here_looks_as_a_broker_gives_it(version: int) -> None:
-    made = translate.init_answer(77, version, NEW)
-    assert translate.initialised(made, version) == (0, NEW)
+    made = translate.init_response(77, version, NEW)
+    assert translate.read_init_response(made, version) == (0, NEW)
     answer = protocol.InitProducerIdResponse.decode(made, version=version, header=True, framed=True)
     assert framed(answer, 77) == made
 
@@ -337,11 +337,11 @@ def test_an_abort_is_told_so_that_librdkafka_takes_its_next_identity_and_others_
     for renews in (True, False):
         journal = Journal(tmp_path / f"journal {renews}")
         job = ProtectJob(journal=journal)
-        job.upstream({"broker 1": {api.END_TXN: 5}})
+        job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
         connection = Connection(1, "c", "b", 0)
         software = named("librdkafka" if renews else "kafka-python", "2.16.0")
         assert job.request(Exchange(connection, api.API_VERSIONS, 3, 1), software) == software
-        job.machine.initialised("t", OLD, 1, renews=1 in job._renewing)
+        job.machine.note_init("t", OLD, 1, renews=1 in job._renewing)
         job.request(Exchange(connection, api.ADD_OFFSETS_TO_TXN, 3, 77), encoded(requests(api.ADD_OFFSETS_TO_TXN, 3)))
         request = requests(api.END_TXN, 3)
         request.committed = False
@@ -356,8 +356,8 @@ def test_an_abort_is_told_so_that_librdkafka_takes_its_next_identity_and_others_
         init = Exchange(connection, api.INIT_PRODUCER_ID, 4, 77)
         assert job.request(init, encoded(requests(api.INIT_PRODUCER_ID, 4))) == b""
         assert init.answer is not None
-        assert translate.initialised(init.answer, 4) == (0, Identity(OLD[0], OLD[1] + 1))
-        job.closed(connection)
+        assert translate.read_init_response(init.answer, 4) == (0, Identity(OLD[0], OLD[1] + 1))
+        job.connection_closed(connection)
         assert not job._renewing
         journal.close()
 
@@ -376,14 +376,14 @@ def asked(job: ProtectJob, key: int, version: int) -> tuple[bytes, bytes | None]
 def test_what_was_lacking_is_said_once_and_asked_again_until_it_is_there(caplog: pytest.LogCaptureFixture) -> None:
     job = ProtectJob()
     for _ in range(3):
-        job.upstream({"broker 1": OFFERS_NOT, "broker 2": OFFERS})
-        assert job.asks_again
+        job.on_broker_versions({"broker 1": OFFERS_NOT, "broker 2": OFFERS})
+        assert job.wants_versions_again
     assert len(caplog.records) == 1
-    job.upstream({"broker 1": None, "broker 2": OFFERS})
-    assert job.asks_again, "an old broker that is restarted is old until it says otherwise"
-    job.upstream({"broker 1": OFFERS, "broker 2": OFFERS})
-    assert not job.asks_again
-    job.upstream({"broker 1": None})
+    job.on_broker_versions({"broker 1": None, "broker 2": OFFERS})
+    assert job.wants_versions_again, "an old broker that is restarted is old until it says otherwise"
+    job.on_broker_versions({"broker 1": OFFERS, "broker 2": OFFERS})
+    assert not job.wants_versions_again
+    job.on_broker_versions({"broker 1": None})
     assert job.active, "and stays"
 
 
@@ -394,32 +394,32 @@ def test_an_identity_from_before_protection_passes_as_it_did_until_its_client_in
     key: int, version: int
 ) -> None:
     job = ProtectJob()
-    job.machine.initialised("t", NEW, 1)  # as a journal restores it: its client went on without protection
-    job.upstream({"broker 1": None})
-    job.upstream({"broker 1": OFFERS})
+    job.machine.note_init("t", NEW, 1)  # as a journal restores it: its client went on without protection
+    job.on_broker_versions({"broker 1": None})
+    job.on_broker_versions({"broker 1": OFFERS})
     assert asked(job, key, version) == (encoded(requests(key, version)), None)
     exchange = Exchange(Connection(1, "c", "b", 0), api.INIT_PRODUCER_ID, 4, 77)
     frame = encoded(requests(api.INIT_PRODUCER_ID, 4))
     assert job.request(exchange, frame) == frame
-    job.response(exchange, translate.init_answer(77, 4, Identity(OLD[0], OLD[1] + 1)))
+    job.response(exchange, translate.init_response(77, 4, Identity(OLD[0], OLD[1] + 1)))
     passed, answer = asked(job, key, version)
     assert (passed, answer is None) == (b"", False), "the identity before is over"
 
 
 def test_where_protection_is_required_nothing_passes_without_it_and_nothing_is_forgotten() -> None:
     job = ProtectJob(required=True)
-    assert job.not_ready
-    job.machine.initialised("t", OLD, 1)
-    job.upstream({"broker 1": OFFERS_NOT})
-    assert "EndTxn v5" in str(job.not_ready)
+    assert job.not_ready_reason
+    job.machine.note_init("t", OLD, 1)
+    job.on_broker_versions({"broker 1": OFFERS_NOT})
+    assert "EndTxn v5" in str(job.not_ready_reason)
     for key in (api.INIT_PRODUCER_ID, api.ADD_PARTITIONS_TO_TXN, api.ADD_OFFSETS_TO_TXN, api.TXN_OFFSET_COMMIT):
         assert job.wants_request(key, 3)
         passed, answer = asked(job, key, 3)
         assert (passed, answer is None) == (b"", False)
     frame = produce_request(9, "t", {"a": {0: records(5)}})
-    produce = translate.produce(frame, 9, len(frame))
-    assert isinstance(job.produce(Exchange(Connection(1, "c", "b", 0), api.PRODUCE, 9, 77), produce), bytes)
-    job.upstream({"broker 1": OFFERS})
-    assert job.not_ready is None
+    produce = translate.read_produce(frame, 9, len(frame))
+    assert isinstance(job.decide_produce(Exchange(Connection(1, "c", "b", 0), api.PRODUCE, 9, 77), produce), bytes)
+    job.on_broker_versions({"broker 1": OFFERS})
+    assert job.not_ready_reason is None
     passed, answer = asked(job, api.ADD_OFFSETS_TO_TXN, 3)
     assert (bool(passed), answer) == (True, None)

@@ -37,13 +37,13 @@ def written(path: Path, *lines: Pair | str) -> list[Pair]:
     first = Journal(path)
     for line in lines:
         if isinstance(line, str):
-            first.opened(line)
+            first.write_opened(line)
         else:
-            first.pair(line)
+            first.write_pair(line)
     first.close()
     second = Journal(path)
     second.close()
-    return second.restored
+    return second.restored_pairs
 
 
 def test_the_last_pair_of_each_name_is_found_again(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_journal_is_made_shorter_as_it_grows(tmp_path: Path, monkeypatch: pyte
     assert written(path, pair("b"), *lines) == [pair("b"), pair("a", Identity(4000, 199))]
     first = Journal(path)
     for number in range(300):
-        first.pair(pair("a", Identity(4000, number)))
+        first.write_pair(pair("a", Identity(4000, number)))
     assert len(path.read_bytes().splitlines()) < 60
     first.close()
 
@@ -95,17 +95,17 @@ def test_a_restored_client_goes_on_as_if_nothing_had_happened(
 
     def outcome(restarts: bool) -> list[object]:
         machine, virtual, sequence, seen = Machine(), V, 0, list[object]()
-        machine.initialised("t", V, 1, renews)
+        machine.note_init("t", V, 1, renews)
         for committed, counts in transactions:
-            seen.append(_again(machine.opens, "t", virtual, 1, "add"))
+            seen.append(_again(machine.check_open, "t", virtual, 1, "add"))
             for count in counts:
                 batch = [Written(P0, sequence, count)]
-                seen.append(_again(machine.produces, "t", virtual, 1, 0, batch))
+                seen.append(_again(machine.check_produce, "t", virtual, 1, 0, batch))
                 sequence += count
-            end = _again(machine.ends, "t", virtual, 1, committed, "end")
-            told = machine.ended("t", end, Identity(end.identity.producer_id, end.identity.epoch + 1))
+            end = _again(machine.check_end, "t", virtual, 1, committed, "end")
+            told = machine.note_end("t", end, Identity(end.identity.producer_id, end.identity.epoch + 1))
             if told:
-                virtual, sequence = machine.renewed("t", virtual, 1) or virtual, 0
+                virtual, sequence = machine.renew("t", virtual, 1) or virtual, 0
             kept = machine.pair("t")
             assert kept is not None
             if restarts:
@@ -132,13 +132,13 @@ def test_no_connection_is_trusted_after_a_restart(tmp_path: Path) -> None:
     (restored,) = written(tmp_path / "j", pair("a"))
     machine.restore(restored)
     for code, call in (
-        (CONCURRENT_TRANSACTIONS, lambda connection: machine.ends("a", V, connection, True, "late end")),
-        (CONCURRENT_TRANSACTIONS, lambda connection: machine.opens("a", V, connection, "add")),
+        (CONCURRENT_TRANSACTIONS, lambda connection: machine.check_end("a", V, connection, True, "late end")),
+        (CONCURRENT_TRANSACTIONS, lambda connection: machine.check_open("a", V, connection, "add")),
     ):
         for connection in (1, 2):
             with pytest.raises(Refused) as caught:
                 call(connection)
             assert caught.value.code == code
-    assert machine.opens("a", V, 1, "add") == R
+    assert machine.check_open("a", V, 1, "add") == R
     with pytest.raises(Refused):
-        machine.commits_offsets("a", V, 1, "g", 0, "offsets")
+        machine.check_offset_commit("a", V, 1, "g", 0, "offsets")

@@ -37,30 +37,30 @@ class Client:
 
     def __init__(self) -> None:
         self.machine = Machine()
-        self.machine.initialised("t", V, A)
+        self.machine.note_init("t", V, A)
         self.epoch = 7
 
     def add(self, connection: int = A, virtual: Identity = V, mark: str = "add") -> Identity:
-        return self.machine.opens("t", virtual, connection, mark)
+        return self.machine.check_open("t", virtual, connection, mark)
 
     def write(self, first: int, connection: int = A, records: int = 1, broker: int = 0, partition=P0) -> int:  # type: ignore[no-untyped-def]
         """The sequence upstream."""
         written = [Written(partition, first, records)]
-        identity, bases = self.machine.produces("t", V, connection, broker, written)
+        identity, bases = self.machine.check_produce("t", V, connection, broker, written)
         assert identity == self.machine.real("t")
         return (first - bases[partition]) % 2**31
 
     def offsets(self, connection: int = A, mark: str = "offsets") -> Identity:
-        return self.machine.commits_offsets("t", V, connection, "g", 0, mark)
+        return self.machine.check_offset_commit("t", V, connection, "g", 0, mark)
 
     def ask_end(self, committed: bool, connection: int = A) -> End:
-        return self.machine.ends("t", V, connection, committed, f"end {committed}")
+        return self.machine.check_end("t", V, connection, committed, f"end {committed}")
 
     def end(self, committed: bool, connection: int = A) -> None:
         self.answered(self.ask_end(committed, connection))
 
     def answered(self, end: End) -> None:
-        self.machine.ended("t", end, real(end.identity.epoch + 1))
+        self.machine.note_end("t", end, real(end.identity.epoch + 1))
 
     def transaction(self, *sequences: int, committed: bool = True) -> None:
         self.add()
@@ -120,10 +120,10 @@ def test_a_second_answer_to_an_end_changes_nothing_in_the_next_transaction(clien
     end = client.ask_end(True)
     client.answered(end)
     client.add()
-    client.machine.ended("t", end, real(8))
+    client.machine.note_end("t", end, real(8))
     assert client.machine.state("t") is State.OPEN
     client.end(False)
-    client.machine.ended("t", end, real(8))
+    client.machine.note_end("t", end, real(8))
     assert client.machine.real("t") == real(9)
 
 
@@ -135,7 +135,7 @@ def test_an_abort_after_a_commit_of_unknown_outcome_is_left_to_the_broker_to_jud
 
 def test_an_exhausted_epoch_is_followed_by_another_producer_id(client: Client) -> None:
     client.add()
-    client.machine.ended("t", client.ask_end(True), Identity(5000, 0))
+    client.machine.note_end("t", client.ask_end(True), Identity(5000, 0))
     assert client.add() == Identity(5000, 0)
 
 
@@ -276,28 +276,28 @@ def test_an_abort_of_a_transaction_nobody_saw_open_is_sent_on(client: Client) ->
 @pytest.mark.parametrize("identity", [Identity(4000, 6), Identity(4000, 8), Identity(1, 7)])
 def test_an_identity_nobody_gave_out_is_fenced(client: Client, identity: Identity) -> None:
     for call in (
-        lambda: client.machine.opens("t", identity, A, "m"),
-        lambda: client.machine.commits_offsets("t", identity, A, "g", 0, "m"),
-        lambda: client.machine.produces("t", identity, A, 0, [Written(P0, 0, 1)]),
-        lambda: client.machine.ends("t", identity, A, True, "m"),
-        lambda: client.machine.bumps("t", identity),
-        lambda: client.machine.opens("unknown", V, A, "m"),
+        lambda: client.machine.check_open("t", identity, A, "m"),
+        lambda: client.machine.check_offset_commit("t", identity, A, "g", 0, "m"),
+        lambda: client.machine.check_produce("t", identity, A, 0, [Written(P0, 0, 1)]),
+        lambda: client.machine.check_end("t", identity, A, True, "m"),
+        lambda: client.machine.identity_to_bump("t", identity),
+        lambda: client.machine.check_open("unknown", V, A, "m"),
     ):
         refused(INVALID_PRODUCER_EPOCH, call)
 
 
 def test_a_new_init_fences_the_client_before_and_begins_afresh(client: Client) -> None:
     client.transaction(0, committed=False)
-    client.machine.initialised("t", Identity(4000, 9), B)
+    client.machine.note_init("t", Identity(4000, 9), B)
     refused(INVALID_PRODUCER_EPOCH, client.add)
-    assert client.machine.opens("t", Identity(4000, 9), B, "m") == real(9)
-    identity, bases = client.machine.produces("t", Identity(4000, 9), C, 0, [Written(P0, 0, 1)])
+    assert client.machine.check_open("t", Identity(4000, 9), B, "m") == real(9)
+    identity, bases = client.machine.check_produce("t", Identity(4000, 9), C, 0, [Written(P0, 0, 1)])
     assert (identity, bases) == (real(9), {P0: 0})
 
 
 def test_an_overtaken_answer_to_an_init_does_not_bring_an_earlier_identity_back(client: Client) -> None:
-    client.machine.initialised("t", Identity(4000, 9), B)
-    client.machine.initialised("t", Identity(4000, 8), C)
+    client.machine.note_init("t", Identity(4000, 9), B)
+    client.machine.note_init("t", Identity(4000, 8), C)
     assert client.machine.real("t") == real(9)
 
 
@@ -307,34 +307,34 @@ def test_an_overtaken_answer_to_an_init_does_not_bring_an_earlier_identity_back(
 def test_a_bump_inside_a_transaction_asks_the_broker_with_the_real_identity(client: Client) -> None:
     client.transaction(0)
     client.add()
-    assert client.machine.renewed("t", V, A) is None
-    assert client.machine.bumps("t", V) == real(8)
-    client.machine.initialised("t", Identity(4000, 9), A, bumped=V)
-    assert client.machine.opens("t", Identity(4000, 9), A, "m") == real(9)
+    assert client.machine.renew("t", V, A) is None
+    assert client.machine.identity_to_bump("t", V) == real(8)
+    client.machine.note_init("t", Identity(4000, 9), A, bumped=V)
+    assert client.machine.check_open("t", Identity(4000, 9), A, "m") == real(9)
     refused(INVALID_PRODUCER_EPOCH, client.add)
 
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_bump_between_transactions_is_given_the_identity_nobody_used_yet(client: Client, committed: bool) -> None:
     client.transaction(0, committed=committed)
-    assert client.machine.renewed("t", V, A) == real(8)
+    assert client.machine.renew("t", V, A) == real(8)
     refused(INVALID_PRODUCER_EPOCH, client.add)
     assert client.add(virtual=real(8)) == real(8)
-    assert client.machine.produces("t", real(8), A, 0, [Written(P0, 0, 1)]) == (real(8), {P0: 0})
+    assert client.machine.check_produce("t", real(8), A, 0, [Written(P0, 0, 1)]) == (real(8), {P0: 0})
 
 
 def test_the_same_bump_again_is_told_the_same_and_changes_nothing(client: Client) -> None:
     client.transaction(0)
-    assert client.machine.renewed("t", V, A) == real(8)
+    assert client.machine.renew("t", V, A) == real(8)
     client.add(virtual=real(8))
-    assert client.machine.renewed("t", V, B) == real(8)
+    assert client.machine.renew("t", V, B) == real(8)
     assert client.machine.state("t") is State.OPEN
     assert client.add(virtual=real(8)) == real(8)
 
 
 @pytest.fixture
 def renewing(client: Client) -> Client:
-    client.machine.initialised("t", Identity(4000, 8), A, renews=True)
+    client.machine.note_init("t", Identity(4000, 8), A, renews=True)
     return client
 
 
@@ -344,25 +344,25 @@ U = real(8)
 def test_an_aborted_transaction_of_a_client_that_renews_ends_its_identity_too(renewing: Client) -> None:
     machine = renewing.machine
     renewing.add(virtual=U)
-    end = machine.ends("t", U, A, False, "end")
-    assert machine.ended("t", end, real(9))
+    end = machine.check_end("t", U, A, False, "end")
+    assert machine.note_end("t", end, real(9))
     for call in (
         lambda: renewing.add(virtual=U),
-        lambda: machine.produces("t", U, A, 0, [Written(P0, 0, 1)]),
-        lambda: machine.commits_offsets("t", U, A, "g", 0, "offsets"),
-        lambda: machine.ends("t", U, A, True, "late commit"),
+        lambda: machine.check_produce("t", U, A, 0, [Written(P0, 0, 1)]),
+        lambda: machine.check_offset_commit("t", U, A, "g", 0, "offsets"),
+        lambda: machine.check_end("t", U, A, True, "late commit"),
     ):
         refused(INVALID_PRODUCER_EPOCH, call)
-    assert machine.ends("t", U, A, False, "end") == end
-    assert machine.ended("t", end, real(9)), "the first answer was lost: it is told again"
-    assert machine.renewed("t", U, A) == real(9)
-    assert not machine.ended("t", end, real(9)), "an answer that was overtaken"
+    assert machine.check_end("t", U, A, False, "end") == end
+    assert machine.note_end("t", end, real(9)), "the first answer was lost: it is told again"
+    assert machine.renew("t", U, A) == real(9)
+    assert not machine.note_end("t", end, real(9)), "an answer that was overtaken"
     assert renewing.add(virtual=real(9)) == real(9)
 
 
 def test_a_commit_of_a_client_that_renews_is_only_a_commit(renewing: Client) -> None:
     renewing.add(virtual=U)
-    assert not renewing.machine.ended("t", renewing.machine.ends("t", U, A, True, "end"), real(9))
+    assert not renewing.machine.note_end("t", renewing.machine.check_end("t", U, A, True, "end"), real(9))
     assert renewing.add(virtual=U) == real(9)
 
 
@@ -370,11 +370,11 @@ def test_a_write_of_a_client_that_renews_is_never_challenged_but_a_late_one_is_r
     machine = renewing.machine
     renewing.add(virtual=U)
     for number, connection in enumerate((A, B, C)):
-        assert machine.produces("t", U, connection, 0, [Written(P0, number, 1)])[1] == {P0: 0}
-    machine.ended("t", machine.ends("t", U, A, True, "end"), real(9))
+        assert machine.check_produce("t", U, connection, 0, [Written(P0, number, 1)])[1] == {P0: 0}
+    machine.note_end("t", machine.check_end("t", U, A, True, "end"), real(9))
     renewing.add(virtual=U)
-    refused(NOT_ENOUGH_REPLICAS, lambda: machine.produces("t", U, B, 0, [Written(P0, 2, 1)]))
-    assert machine.produces("t", U, B, 0, [Written(P0, 3, 1)])[1] == {P0: 3}
+    refused(NOT_ENOUGH_REPLICAS, lambda: machine.check_produce("t", U, B, 0, [Written(P0, 2, 1)]))
+    assert machine.check_produce("t", U, B, 0, [Written(P0, 3, 1)])[1] == {P0: 3}
 
 
 @pytest.mark.parametrize("ahead", [-1, 0, 1, 2])
@@ -382,10 +382,12 @@ def test_what_a_coordinator_says_of_the_id_is_shown_as_the_client_counts(client:
     client.transaction(0)
     client.transaction(1, committed=False)
     for _ in range(2):
-        assert client.machine.shown("t", real(9 + ahead), "Ongoing") == real(7 + ahead)
+        assert client.machine.identity_to_show("t", real(9 + ahead), "Ongoing") == real(7 + ahead)
         client.add()
-    assert client.machine.shown("t", Identity(5000, 9), "Ongoing") == Identity(5000, 9), "another producer id"
-    assert client.machine.shown("u", real(9), "Ongoing") == real(-1), "an id whose client nobody here knows"
+    assert client.machine.identity_to_show("t", Identity(5000, 9), "Ongoing") == Identity(5000, 9), (
+        "another producer id"
+    )
+    assert client.machine.identity_to_show("u", real(9), "Ongoing") == real(-1), "an id whose client nobody here knows"
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -396,24 +398,26 @@ def test_the_epoch_that_our_own_end_takes_is_shown_as_the_clients_while_its_answ
     end = client.ask_end(committed)
     ours, others = ("Commit", "Abort") if committed else ("Abort", "Commit")
     for step in ("Prepare", "Complete"):
-        assert client.machine.shown("t", real(8), step + ours) == V
-        assert client.machine.shown("t", real(8), step + others) == real(8), "somebody else's: a timeout, a successor"
+        assert client.machine.identity_to_show("t", real(8), step + ours) == V
+        assert client.machine.identity_to_show("t", real(8), step + others) == real(8), (
+            "somebody else's: a timeout, a successor"
+        )
     client.answered(end)
-    assert client.machine.shown("t", real(8), f"Complete{ours}") == V
+    assert client.machine.identity_to_show("t", real(8), f"Complete{ours}") == V
 
 
 def test_an_answer_out_of_the_past_is_before_every_epoch_of_the_client(client: Client) -> None:
-    client.machine.initialised("t", Identity(4100, 0), A)
-    client.machine.ended("t", client.machine.ends("t", Identity(4100, 0), A, True, "end"), Identity(4100, 1))
-    assert client.machine.shown("t", Identity(4100, 0), "Empty") == Identity(4100, -1)
+    client.machine.note_init("t", Identity(4100, 0), A)
+    client.machine.note_end("t", client.machine.check_end("t", Identity(4100, 0), A, True, "end"), Identity(4100, 1))
+    assert client.machine.identity_to_show("t", Identity(4100, 0), "Empty") == Identity(4100, -1)
 
 
 def test_the_longest_unused_transactional_id_is_forgotten() -> None:
     machine = Machine(keep=2)
     for name in ("a", "b"):
-        machine.initialised(name, V, A)
-    machine.opens("a", V, A, "m")
-    machine.initialised("c", V, A)
+        machine.note_init(name, V, A)
+    machine.check_open("a", V, A, "m")
+    machine.note_init("c", V, A)
     assert [machine.state(name) for name in "abc"] == [State.OPEN, None, State.EMPTY]
 
 
@@ -428,11 +432,11 @@ def seen(machine: Machine) -> tuple[object, ...]:
 
 STRANGER = 77
 ASKS: dict[str, Callable[[Machine, Identity, int, Authority], object]] = {
-    "opens": lambda m, v, c, a: m.opens("t", v, c, "add", a),
-    "offsets": lambda m, v, c, a: m.commits_offsets("t", v, c, "g2", 0, "offsets", a),
-    "produce": lambda m, v, c, a: m.produces("t", v, c, 9, [Written(P1, 40, 2)], a),
-    "commit": lambda m, v, c, a: m.ends("t", v, c, True, "commit", a),
-    "abort": lambda m, v, c, a: m.ends("t", v, c, False, "abort", a),
+    "opens": lambda m, v, c, a: m.check_open("t", v, c, "add", a),
+    "offsets": lambda m, v, c, a: m.check_offset_commit("t", v, c, "g2", 0, "offsets", a),
+    "produce": lambda m, v, c, a: m.check_produce("t", v, c, 9, [Written(P1, 40, 2)], a),
+    "commit": lambda m, v, c, a: m.check_end("t", v, c, True, "commit", a),
+    "abort": lambda m, v, c, a: m.check_end("t", v, c, False, "abort", a),
 }
 
 
@@ -440,14 +444,14 @@ ASKS: dict[str, Callable[[Machine, Identity, int, Authority], object]] = {
 @pytest.mark.parametrize("stage", ["empty", "open", "ending", "committed", "aborted", "spent"])
 def test_whoever_the_broker_has_not_accepted_changes_nothing_however_often_it_asks(ask: str, stage: str) -> None:
     machine = Machine()
-    machine.initialised("t", V, A, renews=stage == "spent")
+    machine.note_init("t", V, A, renews=stage == "spent")
     if stage != "empty":
-        machine.opens("t", V, A, "mine")
-        machine.produces("t", V, A, 0, [Written(P0, 0, 3)])
+        machine.check_open("t", V, A, "mine")
+        machine.check_produce("t", V, A, 0, [Written(P0, 0, 3)])
     if stage not in ("empty", "open"):
-        end = machine.ends("t", V, A, stage == "committed", "end")
+        end = machine.check_end("t", V, A, stage == "committed", "end")
         if stage != "ending":
-            machine.ended("t", end, real(8))
+            machine.note_end("t", end, real(8))
     before = seen(machine)
     for connection in (STRANGER, STRANGER, STRANGER, STRANGER + 1):
         with contextlib.suppress(Refused):
@@ -460,8 +464,8 @@ def test_what_the_broker_accepts_acts_as_if_it_had_acted_at_once(ask: str, clien
     other = Client()
     for each in (client, other):
         each.add()
-        refused(CONCURRENT_TRANSACTIONS, lambda each=each: each.machine.opens("t", V, B, "add"))  # type: ignore[misc]
-        each.machine.opens("t", V, B, "add")
+        refused(CONCURRENT_TRANSACTIONS, lambda each=each: each.machine.check_open("t", V, B, "add"))  # type: ignore[misc]
+        each.machine.check_open("t", V, B, "add")
     at_once = ASKS[ask](other.machine, V, B, Authority.ACCEPTED)
     assert ASKS[ask](client.machine, V, B, Authority.UNKNOWN) == at_once
     assert ASKS[ask](client.machine, V, B, Authority.ANSWERED) == at_once
@@ -471,14 +475,14 @@ def test_what_the_broker_accepts_acts_as_if_it_had_acted_at_once(ask: str, clien
 def test_what_is_remembered_of_a_connection_is_bounded_and_goes_with_it(client: Client) -> None:
     client.add()
     for number in range(2_000):
-        refused(CONCURRENT_TRANSACTIONS, lambda n=number: client.machine.opens("t", V, B, n, Authority.UNKNOWN))  # type: ignore[misc]
+        refused(CONCURRENT_TRANSACTIONS, lambda n=number: client.machine.check_open("t", V, B, n, Authority.UNKNOWN))  # type: ignore[misc]
     kept = client.machine._challenged[B]
     assert 100 < sum(map(len, kept.values())) <= 300
-    assert client.machine.opens("t", V, B, 0, Authority.UNKNOWN) == real(7), "the first are asked again first"
+    assert client.machine.check_open("t", V, B, 0, Authority.UNKNOWN) == real(7), "the first are asked again first"
     for number in range(200):
-        client.machine.initialised(f"t{number}", V, A)
-        call = lambda n=number: client.machine.opens(f"t{n}", V, B, "add", Authority.UNKNOWN)  # type: ignore[misc] # noqa: E731
+        client.machine.note_init(f"t{number}", V, A)
+        call = lambda n=number: client.machine.check_open(f"t{n}", V, B, "add", Authority.UNKNOWN)  # type: ignore[misc] # noqa: E731
         refused(CONCURRENT_TRANSACTIONS, call)
     assert len(kept) <= 64
-    client.machine.closed(B)
+    client.machine.forget_connection(B)
     assert not client.machine._challenged

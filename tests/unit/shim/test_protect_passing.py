@@ -18,7 +18,7 @@ from eos.shim.protect.machine import Identity, State
 from eos.shim.trace import History, TraceJob
 from eos.shim.trace.model import NO_ANSWER, Step
 from eos.shim.wire import api
-from eos.shim.wire.frames import FrameSplitter, Passage, Piece
+from eos.shim.wire.frames import FrameSplitter, Handling, Piece
 from eos.shim.wire.headers import REQUEST_HEAD
 from tests.unit.shim.test_frames import cut
 from tests.unit.shim.test_protect_frames import NEW, OLD, produce_request, records
@@ -39,10 +39,10 @@ class Passed:
 
     def __init__(self, upstream: Identity = NEW, known: bool = True, before: Sequence[Job] = ()) -> None:
         self.job = ProtectJob()
-        self.job.upstream({"broker 1": {api.END_TXN: 5}})
+        self.job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
         if known:
-            self.job.machine.initialised("t", OLD, 1)
-            self.job.machine.opens("t", OLD, 1, "mark")
+            self.job.machine.note_init("t", OLD, 1)
+            self.job.machine.check_open("t", OLD, 1, "mark")
             self.job.machine._known["t"].real = upstream
             for connection in (1, 2):  # the broker accepted requests on them before
                 self.job._accept(Exchange(Connection(connection, "c", "b", 0), api.END_TXN, 3, 1), "t")
@@ -52,7 +52,7 @@ class Passed:
         self.out = b""
         self._buffer = memoryview(bytearray(1 << 20))
 
-    def _open(self, data: Piece, pos: int) -> Passage:
+    def _open(self, data: Piece, pos: int) -> Handling:
         size, key, version, correlation_id = REQUEST_HEAD.unpack_from(data, pos)
         self.exchanges.append(Exchange(Connection(1, "c", "b", 0), key, version, correlation_id))
         return self.pipeline.request(self.exchanges[-1], size + 4)
@@ -67,8 +67,8 @@ class Passed:
 
 
 def collected(frame: bytes, version: int) -> bytes:
-    request = translate.produce(frame, version, len(frame))
-    return bytes(translate.produce_as(frame, request, NEW, dict.fromkeys(request.partitions, 0)))
+    request = translate.read_produce(frame, version, len(frame))
+    return bytes(translate.rewrite_produce(frame, request, NEW, dict.fromkeys(request.partitions, 0)))
 
 
 @given(st.lists(st.sampled_from(list(SHAPES)), min_size=1, max_size=4), versions, cuts)
@@ -161,7 +161,7 @@ def test_the_jobs_on_the_clients_side_see_what_the_client_sent_and_what_it_is_an
             passed.feed(chunk)
         assert passed.out == (collected(frame, 9) if known else b"")
         if known:
-            passed.pipeline.closed(passed.exchanges[0].connection)
+            passed.pipeline.connection_closed(passed.exchanges[0].connection)
         (seen,) = steps
         assert (seen.producer_id, seen.epoch) == OLD
         assert seen.errors == ([NO_ANSWER] if known else ["INVALID_PRODUCER_EPOCH"])
@@ -186,12 +186,12 @@ LATER = Identity(NEW.producer_id, NEW.epoch + 1)
 def again(passed: Passed, frame: bytes, connection: int) -> tuple[bytes, bytes | None]:
     """The same request on another connection: what goes upstream, and what it is answered."""
     exchange = Exchange(Connection(connection, "c", "b", 0), api.PRODUCE, 9, 77)
-    passage: Any = passed.pipeline.request(exchange, len(frame))
-    return bytes(passage.feed(frame)), exchange.answer
+    handling: Any = passed.pipeline.request(exchange, len(frame))
+    return bytes(handling.feed(frame)), exchange.answer
 
 
 def sequences(sent: bytes) -> list[int]:
-    return [batch.written.first for batch in translate.produce(sent, 9, len(sent)).batches]
+    return [batch.written.first for batch in translate.read_produce(sent, 9, len(sent)).batches]
 
 
 def error(answer: bytes | None) -> int:
@@ -213,14 +213,14 @@ def test_one_whose_transaction_ends_in_its_midst_keeps_that_ones_identity_to_its
     before = passed.feed(frame[:-9])
     assert before
     if end == "init":
-        machine.initialised("t", LATER, 2, renews)
-    elif machine.ended("t", machine.ends("t", OLD, 1, end == "commit", "end"), LATER):
-        assert machine.renewed("t", OLD, 1) == LATER
+        machine.note_init("t", LATER, 2, renews)
+    elif machine.note_end("t", machine.check_end("t", OLD, 1, end == "commit", "end"), LATER):
+        assert machine.renew("t", OLD, 1) == LATER
     else:
-        machine.opens("t", OLD, 1, "next")
+        machine.check_open("t", OLD, 1, "next")
     passed.feed(frame[-9:])
-    request = translate.produce(frame, 9, len(frame))
-    assert passed.out == translate.produce_as(frame, request, NEW, {("a", 3): 0})
+    request = translate.read_produce(frame, 9, len(frame))
+    assert passed.out == translate.rewrite_produce(frame, request, NEW, {("a", 3): 0})
     assert passed.splitter.between_frames
     # The next one on this connection is judged anew.
     _, answer = again(passed, frame, 1)
@@ -234,14 +234,14 @@ def test_one_that_breaks_off_is_counted_once_when_it_comes_again(renews: bool) -
     known.renews = renews
     frame = produce_request(9, "t", {"a": {3: records(0)}})
     passed.feed(frame[:-9])
-    passed.pipeline.closed(passed.exchanges[0].connection)
+    passed.pipeline.connection_closed(passed.exchanges[0].connection)
     sent, answer = again(passed, frame, 2)
     if not renews:
         assert (sent, error(answer)) == (b"", 19)
         sent, answer = again(passed, frame, 2)
     assert (sequences(sent), answer) == ([0], None)
-    machine.ended("t", machine.ends("t", OLD, 1, True, "end"), LATER)
-    machine.opens("t", OLD, 1, "next")
+    machine.note_end("t", machine.check_end("t", OLD, 1, True, "end"), LATER)
+    machine.check_open("t", OLD, 1, "next")
     # Three records: what comes next is 0 upstream, and nothing was counted twice.
     sent, _ = again(passed, produce_request(9, "t", {"a": {3: records(3)}}), 2)
     assert sequences(sent) == [0]

@@ -31,9 +31,9 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 def protecting(journal: Journal, *known: str) -> ProtectJob:
     job = ProtectJob(journal=journal)
-    job.upstream({"broker 1": {api.END_TXN: translate.END_TXN_VERSION}})
+    job.on_broker_versions({"broker 1": {api.END_TXN: translate.END_TXN_VERSION}})
     for name in known:
-        job.machine.initialised(name, Identity(1, 1), 1)
+        job.machine.note_init(name, Identity(1, 1), 1)
     return job
 
 
@@ -44,13 +44,13 @@ def test_whatever_a_request_holds_only_its_identity_changes(key: int, version: i
     @given(requests(CLASSES[key], version))
     def check(frame: bytes) -> None:
         nonlocal examined
-        found = translate.identified(frame, key, version)
+        found = translate.read_transactional_request(frame, key, version)
         if found.at < 0:
             return
         examined += 1
-        made = translate.with_identity(frame, found.at, NEW)
-        assert translate.identified(made, key, version).identity == NEW
-        assert translate.with_identity(made, found.at, found.identity) == frame
+        made = translate.replace_identity(frame, found.at, NEW)
+        assert translate.read_transactional_request(made, key, version).identity == NEW
+        assert translate.replace_identity(made, found.at, found.identity) == frame
         assert (made[: found.at], made[found.at + 10 :]) == (frame[: found.at], frame[found.at + 10 :])
 
     check()
@@ -65,7 +65,7 @@ def test_a_damaged_request_passes_is_answered_or_ends_its_connection(key: int, v
         for _ in range(data.draw(st.integers(0, 3))):
             damaged[data.draw(st.integers(8, len(damaged) - 1))] = data.draw(st.integers(0, 255))
         try:
-            name = translate.identified(bytes(damaged), key, version).name
+            name = translate.read_transactional_request(bytes(damaged), key, version).name
             job = protecting(journal, *([name] if name else []))
             exchange = Exchange(Connection(1, "c", "b", 0), key, version, 77)
             made = job.request(exchange, bytes(damaged))
@@ -86,7 +86,7 @@ def test_a_damaged_answer_passes_is_translated_or_ends_its_connection(key: int, 
     @given(st.integers(-1, 100), st.integers(-1, 2**63 - 1), st.integers(-1, 2**15 - 1), st.data())
     def check(error: int, producer_id: int, epoch: int, data: st.DataObject) -> None:
         job = protecting(journal)
-        job.machine.initialised("t", OLD, 1)
+        job.machine.note_init("t", OLD, 1)
         exchange = Exchange(Connection(1, "c", "b", 0), key, version, 77)
         assert job.request(exchange, encoded(request(key, version)))
         body = struct.pack(">iihqh", 77, 0, error, producer_id, epoch)
@@ -121,9 +121,9 @@ def test_a_name_that_is_no_text_is_one_all_the_same(raw: bytes) -> None:
     body = len(raw).to_bytes(2, "big") + raw + (1).to_bytes(8, "big") + (1).to_bytes(2, "big") + b"\1"
     payload = api.END_TXN.to_bytes(2, "big") + b"\0\1" + bytes(4) + b"\xff\xff" + body
     frame = len(payload).to_bytes(4, "big") + payload
-    found = translate.identified(frame, api.END_TXN, 1)
+    found = translate.read_transactional_request(frame, api.END_TXN, 1)
     assert found.name is not None
-    made = translate.end_txn(frame, 1, found.name, NEW, found.committed)
+    made = translate.end_txn_v5(frame, 1, found.name, NEW, found.committed)
     assert (len(raw) + 1).to_bytes(1, "big") + raw + NEW[0].to_bytes(8, "big") in made
 
 
@@ -135,9 +135,9 @@ def test_a_name_that_is_no_text_is_not_kept_over_a_restart_and_stops_nothing(tmp
     for known in (name, "text"):
         pair = job.machine.pair(known)
         assert pair is not None
-        journal.pair(pair)
-    journal.opened(name)
+        journal.write_pair(pair)
+    journal.write_opened(name)
     journal.close()
     again = Journal(tmp_path / "journal")
-    assert [restored.name for restored in again.restored] == ["text"]
+    assert [restored.name for restored in again.restored_pairs] == ["text"]
     again.close()

@@ -39,18 +39,18 @@ def test_a_shim_whose_broker_comes_back_is_ready_again_though_no_client_came() -
         with FakeBroker() as broker:
             shim = shim_to(broker)
             await shim.start()
-            assert shim.not_ready is None
+            assert shim.not_ready_reason is None
         await come(shim)
-        assert shim.not_ready == "no broker can be reached"
+        assert shim.not_ready_reason == "no broker can be reached"
         made = shim.connections_made
         with FakeBroker(port=broker.port):
-            await until(lambda: shim.not_ready is None)
+            await until(lambda: shim.not_ready_reason is None)
         assert shim.connections_made == made
         # And a second time.
         await come(shim)
-        assert shim.not_ready == "no broker can be reached"
+        assert shim.not_ready_reason == "no broker can be reached"
         with FakeBroker(port=broker.port):
-            await until(lambda: shim.not_ready is None)
+            await until(lambda: shim.not_ready_reason is None)
         await shim.stop()
 
     asyncio.run(run())
@@ -63,7 +63,7 @@ def test_a_shim_that_waits_for_its_brokers_can_be_stopped() -> None:
             await shim.start()
         await come(shim)
         await shim.stop()
-        assert shim.not_ready == "stopping"
+        assert shim.not_ready_reason == "stopping"
         return {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}}
 
     assert asyncio.run(run()) == set()

@@ -23,10 +23,10 @@ def test_a_held_frame_waits_and_what_came_before_it_in_the_same_chunk_does_not()
     out.lane.send([b"before", held, b"after"])
     out.lane.send([b"later"])
     assert out.bytes == b"before"
-    assert out.lane.is_held
+    assert out.lane.is_blocked
     held.release()
     assert out.bytes == b"beforeheldafterlater"
-    assert not out.lane.is_held
+    assert not out.lane.is_blocked
 
 
 def test_a_frame_released_before_its_turn_leaves_at_its_turn() -> None:
@@ -43,7 +43,7 @@ def test_a_frame_is_told_when_it_is_its_turn_and_may_drop_everything() -> None:
     out = Out()
     first, second = HeldFrame(b"1"), HeldFrame(b"2")
     turns = list[str]()
-    second.reached = lambda: (turns.append(out.bytes.decode()), out.lane.drop())[0]  # type: ignore[func-returns-value]
+    second.on_turn = lambda: (turns.append(out.bytes.decode()), out.lane.clear())[0]  # type: ignore[func-returns-value]
     out.lane.send([b"0", first, second, b"3"])
     assert turns == []
     first.release()

@@ -185,7 +185,7 @@ def test_the_steps_of_a_transaction_are_told_with_their_numbers_identity_and_con
     )
     assert committed.offsets == {"in-2": 120}
     assert committed.errors == ["COORDINATOR_LOAD_IN_PROGRESS"]
-    assert committed.to_be_retried
+    assert committed.is_retriable
     ended = wire.end()
     assert (ended.number, ended.outcome, ended.errors) == ("5.1", "commit", [])
     assert [step.number for step in wire.steps] == ["1", "2", "4.1", "4.3", "4.4", "5.1"]
@@ -203,7 +203,7 @@ def test_a_produce_belongs_to_its_transactional_id_and_is_counted_batch_by_batch
     assert (step.number, step.partitions, step.records, step.bytes) == ("4.2", ["out-4"], 5, len(records))
     assert (step.producer_id, step.epoch, step.first_sequence) == (4000, 5, 10)
     assert step.errors == ["INVALID_PRODUCER_EPOCH"]
-    assert not step.to_be_retried
+    assert not step.is_retriable
 
 
 def test_a_produce_outside_of_any_transaction_is_no_step(wire: Wire) -> None:
@@ -215,7 +215,7 @@ def test_a_produce_outside_of_any_transaction_is_no_step(wire: Wire) -> None:
 
 def test_a_request_whose_connection_ends_first_is_told_without_an_answer(wire: Wire) -> None:
     wire.ask(EndTxnRequest(version=1, transactional_id="t", producer_id=1, producer_epoch=0, committed=True))
-    wire.job.closed(wire.connection)
+    wire.job.connection_closed(wire.connection)
     (step,) = wire.steps
     assert step.errors == [NO_ANSWER]
     assert wire.history.transactions[0].state == "open", "nobody knows whether it was committed"

@@ -10,7 +10,7 @@ from kafka.protocol.metadata import ApiVersionsResponse
 
 from eos.shim.addresses import layouts
 from eos.shim.pipeline import Connection, Exchange, Pipeline
-from eos.shim.versions import VersionsJob, clamped
+from eos.shim.versions import VersionsJob, clamp_versions
 from eos.shim.wire import api
 from tests.unit.shim.messages import framed
 
@@ -44,7 +44,7 @@ def test_what_is_newer_than_the_shim_is_not_offered_and_all_else_is_as_it_was(
             "supported_features": [feature(version=version, name="f", min_version=0, max_version=2)],
             "finalized_features_epoch": 9,
         }
-    answer = told(clamped(offered(version, apis, **more), version), version)
+    answer = told(clamp_versions(offered(version, apis, **more), version), version)
     expected = {
         key: (low, min(high, api.NEWEST[key]))
         for key, (low, high) in apis.items()
@@ -61,17 +61,17 @@ def test_an_answer_of_a_broker_that_knows_no_more_than_the_shim_stays_as_it_is()
     apis = {key: (0, newest) for key, newest in api.NEWEST.items()}
     for version in range(READ + 1):
         frame = offered(version, apis)
-        assert clamped(frame, version) == frame
+        assert clamp_versions(frame, version) == frame
         refused = offered(0, {api.API_VERSIONS: (0, 3)}, error=35)
-        assert clamped(refused, version) == refused
+        assert clamp_versions(refused, version) == refused
 
 
 def test_a_client_newer_than_the_shim_is_told_which_version_to_ask_with() -> None:
     pipeline = Pipeline([VersionsJob()], 1 << 20)
     exchange = Exchange(Connection(1, "c", "b", 0), api.API_VERSIONS, NEWEST + 1, 77)
-    passage = pipeline.request(exchange, 30)
-    assert callable(passage)
-    assert passage(b"any bytes of a layout nobody here knows") == b""
+    handling = pipeline.request(exchange, 30)
+    assert callable(handling)
+    assert handling(b"any bytes of a layout nobody here knows") == b""
     assert exchange.answer is not None
     answer = told(exchange.answer, 0)
     assert answer.error_code == 35

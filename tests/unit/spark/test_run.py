@@ -177,7 +177,7 @@ def test_a_run_too_late_for_its_checkpoint_gives_way_only_to_one_that_goes_on(
     def await_termination(_: float) -> bool:
         raise StreamingQueryException(CONCURRENT)
 
-    batches = _Batches(cast("Any", SimpleNamespace(is_replaced=is_replaced)), Settings())
+    batches = _Batches(cast("Any", SimpleNamespace(is_replaced=is_replaced)))
     query = cast("Any", SimpleNamespace(awaitTermination=await_termination))
     with pytest.raises(kind, match="another run of this query writes to its checkpoint") as ended:
         _follow(query, batches)

@@ -11,13 +11,13 @@ import pytest
 
 from eos import App, Record, Settings
 from eos.app.routes import Route
+from eos.engine.slow_functions import SlowFunctions
 from eos.errors import ConfigurationError
 from eos.session.outcomes import Outcome
-from eos.worker.slowness import Slowness
 
 SETTINGS = {"transaction.timeout.ms": 2_000, "max.poll.interval.ms": 12_000}
-MAY_BE = "too slow: the transaction may be lost, then its records come again"
-WAS = "too slow: the transaction was lost, its records come again"
+MAY_BE = "transaction may exceed its timeout"
+WAS = "transaction exceeded its timeout"
 OWNED = {("in", 0), ("in", 1)}
 
 
@@ -35,18 +35,18 @@ def records(*offsets: int, partition: int = 0) -> list[Record]:
 
 
 class Session:
-    """What of a session Slowness is told, transaction by transaction."""
+    """What of a session SlowFunctions is told, transaction by transaction."""
 
     def __init__(self, **settings: int) -> None:
-        self.slowness = Slowness(Settings(SETTINGS | settings))
+        self.slow_functions = SlowFunctions(Settings(SETTINGS | settings))
 
     def slow(self, given: list[Record], made: Route | None = None, took_s: float = 3.5) -> None:
         who = {"transactional_id": "app-1", "epoch": 3}
-        self.slowness.suspect(who, made or route(), given, took_s)
+        self.slow_functions.note_slow(who, made or route(), given, took_s)
 
     def lost(self, outcome: Outcome = Outcome.ABORTED) -> None:
-        self.slowness.ended(outcome, {})
-        self.slowness.check()
+        self.slow_functions.ended(outcome is Outcome.COMMITTED, {})
+        self.slow_functions.check()
 
     def kept(self) -> None:
         self.lost(Outcome.COMMITTED)
@@ -58,11 +58,11 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_may_be_too_slow_is_measured_against_both_settings() -> None:
-    slowness = Slowness(Settings(SETTINGS))
-    assert not slowness.too_slow(1.9, 11.9), "a long call that had sent nothing before it loses nothing"
-    assert slowness.too_slow(2.1, 0.3), "the transaction is open for too long, whoever made it so"
-    assert slowness.too_slow(0.0, 12.1), "the group has given this member up"
-    assert not Slowness(Settings({})).too_slow(9.9, 9.9)
+    slow_functions = SlowFunctions(Settings(SETTINGS))
+    assert not slow_functions.is_too_slow(1.9, 11.9), "a long call that had sent nothing before it loses nothing"
+    assert slow_functions.is_too_slow(2.1, 0.3), "the transaction is open for too long, whoever made it so"
+    assert slow_functions.is_too_slow(0.0, 12.1), "the group has given this member up"
+    assert not SlowFunctions(Settings({})).is_too_slow(9.9, 9.9)
 
 
 def test_a_suspicion_is_told_as_one_and_a_loss_when_it_happened(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,7 +85,7 @@ def test_who_loses_nothing_is_never_stopped_and_never_told_of_a_loss(
         session.kept()
     session.lost()  # the transaction behind it
     assert not any(line.startswith(WAS) for line in caplog.messages)
-    assert not session.slowness.one_by_one
+    assert not session.slow_functions.runs_one_by_one
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_a_record_that_was_lost_alone_is_known_until_it_is_committed() -> None:
     session = Session()
     session.slow(records(6, 7, 8))
     session.lost()
-    assert session.slowness.known(records(6, 7, 8), OWNED) is None, "which of them it was is not known yet"
+    assert session.slow_functions.find_slow(records(6, 7, 8), OWNED) is None, "which of them it was is not known yet"
     session.slow(records(7))
     session.lost(Outcome.UNKNOWN)
-    assert session.slowness.known([*records(7, partition=1), *records(6, 7)], OWNED) == 2
-    session.slowness.ended(Outcome.COMMITTED, {("in", 0): 7, ("in", 1): 9})
-    assert session.slowness.known(records(7), OWNED) == 0, "what is committed is only what comes before it"
-    session.slowness.ended(Outcome.COMMITTED, {("in", 0): 8})
-    assert not session.slowness.knows
+    assert session.slow_functions.find_slow([*records(7, partition=1), *records(6, 7)], OWNED) == 2
+    session.slow_functions.ended(True, {("in", 0): 7, ("in", 1): 9})
+    assert session.slow_functions.find_slow(records(7), OWNED) == 0, "what is committed is only what comes before it"
+    session.slow_functions.ended(True, {("in", 0): 8})
+    assert not session.slow_functions.has_slow_records
 
 
 def test_a_record_that_was_lost_once_and_is_slow_but_kept_then_stops_nobody() -> None:
@@ -141,23 +141,23 @@ def test_many_records_of_a_function_of_one_prove_nothing_and_are_run_one_by_one_
     session = Session()
     many = [*records(5, 6, 7), *records(3, partition=1)]
     session.slow(many)
-    assert not session.slowness.one_by_one
+    assert not session.slow_functions.runs_one_by_one
     session.lost()
     session.slow(many)
     session.lost()
-    assert session.slowness.one_by_one
+    assert session.slow_functions.runs_one_by_one
     for record in many:
-        assert session.slowness.one_by_one
-        session.slowness.passed(record, OWNED)
-    assert not session.slowness.one_by_one
+        assert session.slow_functions.runs_one_by_one
+        session.slow_functions.note_in_time(record, OWNED)
+    assert not session.slow_functions.runs_one_by_one
 
 
 def test_partitions_that_the_group_took_away_are_not_waited_for() -> None:
     session = Session()
     session.slow([*records(5, 6), *records(3, partition=1)])
     session.lost()
-    session.slowness.passed(records(6)[0], {("in", 0)})
-    assert not session.slowness.one_by_one
+    session.slow_functions.note_in_time(records(6)[0], {("in", 0)})
+    assert not session.slow_functions.runs_one_by_one
 
 
 @pytest.mark.parametrize(("made", "setting"), [
@@ -167,7 +167,7 @@ def test_a_batch_that_comes_again_and_is_lost_again_names_how_to_make_it_smaller
     session = Session()
     session.slow([*records(5, 6), *records(3, 4, partition=1)], made)
     session.lost()
-    assert not session.slowness.one_by_one
+    assert not session.slow_functions.runs_one_by_one
     session.slow([*records(2, 3, 4, partition=1)], made)
     with pytest.raises(ConfigurationError, match=f"or lower {setting}"):
         session.lost()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol
 
 from eos import log
@@ -26,19 +26,19 @@ from eos.app.stores import CellsOf
 from eos.encoding.dead_letters import class_name, make_dead_letter, short_message
 from eos.encoding.frames import Frame, format_frames, frames_of
 from eos.encoding.serde import DecodeError
+from eos.engine.slices import Partition, SliceSizes, by_route, spans_of
 from eos.errors import EosError, PoisonRecord, Temporary, causes, safe_str
 from eos.records import Each, Feed, FeedResult, Header, Record, Send, format_position
 
-Partition = tuple[str, int]
-Place = tuple[str, int, int]  # the topic, partition and offset of a record
+Position = tuple[str, int, int]  # topic, partition and offset of a record
 
 _LINES, _LINES_INTERVAL_S = 10, 10.0  # at most this many lines about single records per interval
-# The most places in the user's code that are logged with frames. A function created for each record would have no end
-# of them.
-_PLACES = 100
+# The most lines of the user's code whose failures are logged with frames. A function created for each record would have
+# endlessly many.
+_MOST_TRACES = 100
 # Errors in which the operating system reports its own state, not the request: no handles, memory, disk space or
 # processes left; a disk that cannot be read or written.
-_OF_THE_MACHINE = frozenset(
+_MACHINE_ERRNOS = frozenset(
     (
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOBUFS),
         *(errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO),
@@ -58,21 +58,20 @@ class DeadLetterRefused(Exception):
 class Feeds(Protocol):
     """The part of a transaction that a handler uses.
 
-    `skipped` and `dead_letters` count records for when the transaction commits. `waited_s`: seconds that sends have
-    waited for room in the client's queue, in this transaction and earlier ones.
+    `waited_s`: seconds that sends have waited for room in the client's queue, in this transaction and earlier ones.
     """
-
-    skipped: int
-    dead_letters: int
 
     @property
     def waited_s(self) -> float: ...
 
+    def count(self, *, skipped: int = 0, dead_letters: int = 0) -> None:
+        """Count records that the policies skipped or sent to a dead-letter topic, for when the transaction commits."""
+
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult: ...
 
 
-class Kept:
-    """Stands in for a worker's transaction and its sink where no Kafka client exists; it keeps outputs in order."""
+class Collector:
+    """Collects outputs in order, in place of a worker's transaction and its sink, where no Kafka client exists."""
 
     waited_s = 0.0
 
@@ -82,6 +81,10 @@ class Kept:
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         return feed(records, self)
+
+    def count(self, *, skipped: int = 0, dead_letters: int = 0) -> None:
+        self.skipped += skipped
+        self.dead_letters += dead_letters
 
     def produce(
         self,
@@ -112,7 +115,7 @@ class Halt(NamedTuple):
     pause_s: float | None = None
 
 
-class Took(NamedTuple):
+class TimedCall(NamedTuple):
     """One call of a route's function, or successive calls on single records, with its duration."""
 
     route: Route
@@ -141,7 +144,7 @@ class Handler:
     ) -> None:
         self._now = now
         self._app, self._ledger, self._policy = app, ledger, policy
-        self._concurrent_most, self._batch_most = concurrent_most, batch_most
+        self._sizes = SliceSizes(batch_most, concurrent_most)
         self._feeds: dict[Route, Feed] = {}
         for route in app.functions:
             if ledger is not None:
@@ -149,17 +152,18 @@ class Handler:
             cells = cells_of(route) if route.stores and cells_of is not None else None
             made = route.bind(passing, cells) if passing or cells is not None else route
             self._feeds[route] = made.feed if ledger is None else self._feed_of(made.each)
-        # The failures of each record. Kept until its offset is committed, because an abort hands the record out again.
-        self._failures: dict[Place, int] = {}
+        # The failures of each record. Kept until its offset is committed, because an abort hands the
+        # record out again.
+        self._failures: dict[Position, int] = {}
         # Records that are not run like the others when they are handed out again. A refused record has its error, until
         # its offset is committed: two refused records in one transaction must both be remembered. A record that is
         # retried has None. While there are any, records take the slower path.
-        self._special: dict[Place, BaseException | None] = {}
-        self._dead: set[Place] = set()  # records whose dead letters the last call of `handle` sent
-        self._told = _Told(now)
+        self._special: dict[Position, BaseException | None] = {}
+        self._dead: set[Position] = set()  # records whose dead letters the last call of `handle` sent
+        self._record_log = _RecordLog(now)
         # The earliest time at which the first output of the open transaction was sent, and its `waited_s` at that time.
         self._sending: tuple[float, float] | None = None
-        self.longest: Took | None = None
+        self.longest: TimedCall | None = None
         """The longest call since `begun`."""
 
     def open_s(self, txn: Feeds, now: float) -> float:
@@ -185,7 +189,7 @@ class Handler:
             single = route.batch or route.concurrent or len(records) == 1
             self._sending = (ended, txn.waited_s) if single else (began, waited_s)
         if self.longest is None or ended - began > self.longest.seconds:
-            self.longest = Took(route, records, ended - began)
+            self.longest = TimedCall(route, records, ended - began)
         return fed
 
     # ---- notifications from the session -------------------------------------------------------------------------
@@ -200,24 +204,24 @@ class Handler:
             self._special = {p: error for p, error in self._special.items() if _is_due(p, owned, committed)}
             self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
 
-    def unreadable(self, place: Place, why: str) -> None:
+    def unreadable(self, position: Position, why: str) -> None:
         """Note that this record was fetched but cannot be read, so that its function does not get it."""
-        self._special[place] = DecodeError(why)
+        self._special[position] = DecodeError(why)
 
     def refused(self, record: Record, failure: Exception) -> None:
         """Note that an output of the record was refused; its transaction aborts and all of its records come again."""
-        place = _place(record)
-        error: Exception = (DeadLetterRefused if place in self._dead else RecordRefused)(str(failure))
+        position = _position(record)
+        error: Exception = (DeadLetterRefused if position in self._dead else RecordRefused)(str(failure))
         error.__cause__ = failure
-        self._special[place] = error
+        self._special[position] = error
 
     def tick(self) -> None:
         """Log the lines that the limit held back, once the interval is over; called even without records."""
-        self._told.tick()
+        self._record_log.tick()
 
     def end(self) -> None:
         """Log the lines that the limit held back; there are no more records."""
-        self._told.tell_rest()
+        self._record_log.log_rest()
 
     # ---- handling -----------------------------------------------------------------------------------------------
 
@@ -235,17 +239,17 @@ class Handler:
         """Handle the records of one route, as `handle` does. The hot path takes one iteration of the loop."""
         feed = self._feeds[route]
         self._dead.clear()
-        at, most = 0, self._most_of(route, len(records))
+        at, most = 0, self._sizes.together(route, len(records))
         while at < len(records):
-            size = self._together(records, at, most)
+            size = self._run_length(records, at, most)
             part = records[at : at + size] if at or size < len(records) else records
-            error = self._special.get(_place(part[0])) if self._special else None
+            error = self._special.get(_position(part[0])) if self._special else None
             if error is None:
                 fed = self._feed(txn, feed, route, part)
-                at, error = at + fed.handled, fed.error and self._of_whom(route, records[at + fed.handled], fed.error)
+                at, error = at + fed.handled, fed.error and self._blame(route, records[at + fed.handled], fed.error)
                 if error is None:
                     if self._special:
-                        self._special.pop(_place(part[0]), None)
+                        self._special.pop(_position(part[0]), None)
                     continue
                 if len(part) > 1 and route.batch and not isinstance(error, EosError):
                     if self._policy_of(route) == stop:
@@ -258,16 +262,11 @@ class Handler:
             at += 1
         return None
 
-    def _most_of(self, route: Route, records: int) -> int:
-        if route.batch:
-            return self._batch_most
-        return self._concurrent_most if route.concurrent else records
-
-    def _together(self, records: list[Record], at: int, most: int) -> int:
+    def _run_length(self, records: list[Record], at: int, most: int) -> int:
         """Return how many records from `at` on run together; special records run alone."""
         if self._special:
             for number, record in enumerate(records[at : at + most]):
-                if _place(record) in self._special:
+                if _position(record) in self._special:
                     return max(1, number)
         return most
 
@@ -277,14 +276,14 @@ class Handler:
         """Apply the route's policy to a record whose outputs cannot be sent; None: go on with the next record."""
         if isinstance(error, EosError):
             return Halt(0, error)  # the App is wrong, not the record (an undeclared destination, ...)
-        place = _place(record)
-        failures = self._failures[place] = self._failures.get(place, 0) + 1
+        position = _position(record)
+        failures = self._failures[position] = self._failures.get(position, 0) + 1
         last, policy = isinstance(error, DeadLetterRefused), self._policy_of(route)
-        wait_s = policy.wait_s(failures) if not last and _is_tried_again(policy, error) else None
+        wait_s = policy.wait_s(failures) if not last and _is_retried(policy, error) else None
         if wait_s is not None:
-            self._special[place] = None
-            self._told.line(
-                "record fails, will be tried again", record, error, frames_of(error), after_s=wait_s, failures=failures
+            self._special[position] = None
+            self._record_log.line(
+                "record failed, retry scheduled", record, error, frames_of(error), after_s=wait_s, failures=failures
             )
             return Halt(0, None, wait_s)
         verdict = "stop" if last else policy.verdict
@@ -293,30 +292,30 @@ class Handler:
         sends: list[Send] = []
         frames = frames_of(error)
         if verdict == "skip":
-            txn.skipped += 1
-            self._told.line("record skipped", record, error, frames)
+            txn.count(skipped=1)
+            self._record_log.line("record skipped", record, error, frames)
         else:
             sends.append(make_dead_letter(record, error, frames, self._app.id, route.name))
-            self._dead.add(place)
-            txn.dead_letters += 1
-            self._told.line("dead letter", record, error, frames, to=sends[0][0])
+            self._dead.add(position)
+            txn.count(dead_letters=1)
+            self._record_log.line("dead letter", record, error, frames, to=sends[0][0])
         self._feed(txn, self._feed_of(lambda _: iter([sends])), route, [record])
         return None
 
     def _policy_of(self, route: Route) -> Policy:
         return route.on_error if self._policy is None else self._policy
 
-    def _of_whom(self, route: Route, record: Record, error: BaseException) -> BaseException:
+    def _blame(self, route: Route, record: Record, error: BaseException) -> BaseException:
         """Return Temporary for an error that shows a lack of memory, files, threads or disk on this machine.
 
         Such an error is not a failure of the record: a policy would skip it, and then the next one. The error stays as
         it is if the policy names it or the exception that wraps it.
         """
-        cause = next((one for one in causes(error) if _is_the_machines(one)), None)
+        cause = next((one for one in causes(error) if _is_machine_error(one)), None)
         named = self._policy_of(route).on
         if cause is None or isinstance(error, named) or isinstance(cause, named):
             return error
-        where = format_position(*_place(record))
+        where = format_position(*_position(record))
         temporary = Temporary(
             f"{route.name} ran out of room on {where}: {_named(class_name(error), error)}",
             remedy="the record counts as unread; give the process more of what it names (memory, files, threads, disk)",
@@ -325,13 +324,13 @@ class Handler:
         return temporary
 
 
-def _is_the_machines(error: BaseException) -> bool:
+def _is_machine_error(error: BaseException) -> bool:
     if isinstance(error, OSError):
-        return error.errno in _OF_THE_MACHINE
+        return error.errno in _MACHINE_ERRNOS
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and safe_str(error) == _NO_THREAD)
 
 
-def _is_tried_again(policy: Policy, error: BaseException) -> bool:
+def _is_retried(policy: Policy, error: BaseException) -> bool:
     """Return whether the policy retries this error.
 
     Bytes that do not decode will not decode the next time, but a user's decoder may have called a service that failed.
@@ -347,44 +346,19 @@ def _is_or_holds(error: BaseException | None, kinds: tuple[type[Exception], ...]
     return isinstance(error, kinds) or any(_is_or_holds(one, kinds) for one in group)
 
 
-def _place(record: Record) -> Place:
+def _position(record: Record) -> Position:
     return record.topic, record.partition, record.offset
 
 
-def _is_due(place: Place, owned: Collection[Partition], committed: Mapping[Partition, int]) -> bool:
-    topic, partition, offset = place
+def _is_due(position: Position, owned: Collection[Partition], committed: Mapping[Partition, int]) -> bool:
+    topic, partition, offset = position
     return (topic, partition) in owned and offset >= committed.get((topic, partition), 0)
 
 
-def by_route(app: App, records: list[Record]) -> Iterator[tuple[Route, list[Record]]]:
-    """Yield consecutive records of the same route together, in order."""
-    run: list[Record] = []
-    current: Route | None = None
-    for record in records:
-        route = app.routes[record.topic]
-        if route is not current and run:
-            assert current is not None
-            yield current, run
-            run = []
-        current = route
-        run.append(record)
-    if current is not None:
-        yield current, run
-
-
-def spans_of(records: list[Record]) -> dict[Partition, tuple[int, int]]:
-    """Return the first and last offset of each partition."""
-    spans: dict[Partition, tuple[int, int]] = {}
-    for record in records:
-        first, _ = spans.get((record.topic, record.partition), (record.offset, 0))
-        spans[record.topic, record.partition] = (first, record.offset)
-    return spans
-
-
 def _poison(route: Route, record: Record, error: BaseException) -> PoisonRecord:
-    where = format_position(*_place(record))
+    where = format_position(*_position(record))
     sentence = f"{route.name} failed on {where}: {_named(type(error).__name__, error)}"
-    return _because(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
+    return _with_cause(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
 
 
 def _poison_batch(route: Route, records: list[Record], error: BaseException) -> PoisonRecord:
@@ -394,8 +368,8 @@ def _poison_batch(route: Route, records: list[Record], error: BaseException) -> 
     sentence = f"{route.name} failed on one of {len(records)} records ({where}): {_named(type(error).__name__, error)}"
     head = records[0]
     poison = PoisonRecord(sentence, head.topic, head.partition, head.offset)
-    poison.remedy = "which one it is an on_error= finds out (docs/howto/failures.md)"
-    return _because(poison, error)
+    poison.remedy = "an on_error= policy finds out which record it is (docs/howto/failures.md)"
+    return _with_cause(poison, error)
 
 
 def _named(name: str, error: BaseException) -> str:
@@ -403,24 +377,24 @@ def _named(name: str, error: BaseException) -> str:
     return f"{name}: {message}" if (message := short_message(error)) else name
 
 
-def _because(poison: PoisonRecord, error: BaseException) -> PoisonRecord:
+def _with_cause(poison: PoisonRecord, error: BaseException) -> PoisonRecord:
     poison.__cause__ = error
     return poison
 
 
-class _Told:
+class _RecordLog:
     """The log lines about single records, limited in number.
 
     A topic full of failing records must not fill the disk with its log, but every kind of failure must appear in it. So
-    the first failure at each place in the user's code is always logged with its frames. Lines above the limit are
+    the first failure at each line of the user's code is always logged with its frames. Lines above the limit are
     summed up at the end of the interval and of the run.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._since, self._lines = 0.0, 0
-        self._places: set[tuple[object, ...]] = set()
-        self._untold: dict[str, int] = {}  # by event
+        self._traced: set[tuple[object, ...]] = set()
+        self._unlogged: dict[str, int] = {}  # by event
         self._last: tuple[Record, str] | None = None  # the last record that was not logged, and its error
 
     def line(self, event: str, record: Record, error: BaseException, frames: list[Frame], **more: object) -> None:
@@ -428,7 +402,7 @@ class _Told:
         first = self._is_first((type(error), *frames[-1:]))
         self._lines += 1
         if not first and self._lines > _LINES:
-            self._untold[event] = self._untold.get(event, 0) + 1
+            self._unlogged[event] = self._unlogged.get(event, 0) + 1
             self._last = record, _named(class_name(error), error)
             return
         if first and frames:
@@ -438,25 +412,25 @@ class _Told:
         where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
         log.warning(event, **where, error=_named(class_name(error), error), **more)
 
-    def _is_first(self, place: tuple[object, ...]) -> bool:
-        """Return whether this place is logged for the first time."""
-        if place in self._places or len(self._places) >= _PLACES:
+    def _is_first(self, line: tuple[object, ...]) -> bool:
+        """Return whether a failure at this line of code is logged for the first time."""
+        if line in self._traced or len(self._traced) >= _MOST_TRACES:
             return False
-        self._places.add(place)
+        self._traced.add(line)
         return True
 
     def tick(self) -> None:
         """Log the sum of the held-back lines once the interval is over."""
         now = self._now()
         if now - self._since >= _LINES_INTERVAL_S:
-            self.tell_rest()
+            self.log_rest()
             self._since, self._lines = now, 0
 
-    def tell_rest(self) -> None:
+    def log_rest(self) -> None:
         if self._last is None:
             return
         record, error = self._last
-        last = format_position(*_place(record))
-        each = ", ".join(f"{event}: {count}" for event, count in self._untold.items())
-        log.warning("more records failed", not_told=sum(self._untold.values()), of=each, last=last, error=error)
-        self._untold, self._last = {}, None
+        last = format_position(*_position(record))
+        each = ", ".join(f"{event}: {count}" for event, count in self._unlogged.items())
+        log.warning("more records failed", unlogged=sum(self._unlogged.values()), of=each, last=last, error=error)
+        self._unlogged, self._last = {}, None

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 from eos import log
 from eos.app.routes import Route
+from eos.engine.slices import Partition, spans_of
 from eos.errors import ConfigurationError
 from eos.kafka.client.settings import Settings
 from eos.records import Record, format_position
-from eos.session.outcomes import Outcome
-from eos.worker.handling import Partition, spans_of
 
 DEFAULT_MAX_POLL_INTERVAL_MS = 300_000  # librdkafka's default
 
@@ -35,32 +34,32 @@ class _Attempt:
     sentence: str
     who: Mapping[str, object]
     spans: dict[Partition, tuple[int, int]]  # first and last offset of the records
-    blamed: bool  # one function's call was too slow; else no single call was
-    many: bool  # all of the records were in one call
+    is_one_call: bool  # one call was too slow; else only several calls together
+    is_group: bool  # that call was on several records
 
     @property
-    def alone(self) -> bool:
-        return self.blamed and all(first == last for first, last in self.spans.values()) and len(self.spans) == 1
+    def is_single(self) -> bool:
+        return self.is_one_call and all(first == last for first, last in self.spans.values()) and len(self.spans) == 1
 
 
-class Slowness:
+class SlowFunctions:
     """The judgement about slow functions of one worker."""
 
     def __init__(self, settings: Settings) -> None:
         self._transaction_ms = settings.transaction_timeout_ms
         self._poll_ms = int(settings.get("max.poll.interval.ms", DEFAULT_MAX_POLL_INTERVAL_MS))
         self._most = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
-        self._suspects: dict[Partition, _Attempt] = {}  # of the open transaction, the last per partition
-        self._convicted: _Attempt | None = None
+        self._attempts: dict[Partition, _Attempt] = {}  # of the open transaction, the last one per partition
+        self._lost_twice: _Attempt | None = None
         self._slow: dict[Partition, int] = {}  # first record of each partition in a call that was lost
         self._one_by_one: dict[Partition, int] = {}  # records up to these offsets run alone, to find the slow one
 
     @property
-    def one_by_one(self) -> bool:
+    def runs_one_by_one(self) -> bool:
         """Return whether the next records must run alone, because one of them was too slow."""
         return bool(self._one_by_one)
 
-    def passed(self, record: Record, owned: Collection[Partition]) -> None:
+    def note_in_time(self, record: Record, owned: Collection[Partition]) -> None:
         """Note that this record ran alone and in time, and forget partitions that the group has taken away."""
         place = record.topic, record.partition
         self._one_by_one = {
@@ -68,11 +67,11 @@ class Slowness:
         }
 
     @property
-    def knows(self) -> bool:
+    def has_slow_records(self) -> bool:
         """Return whether any records were too slow and lost before."""
         return bool(self._slow)
 
-    def known(self, records: list[Record], owned: Collection[Partition]) -> int | None:
+    def find_slow(self, records: list[Record], owned: Collection[Partition]) -> int | None:
         """Return the index of the first record that was too slow before; None if there is none.
 
         `owned`: entries of other partitions are kept, or two members would pass a slow record back and forth for ever.
@@ -84,7 +83,7 @@ class Slowness:
         )
         return next(slow, None)
 
-    def too_slow(self, open_s: float, took_s: float) -> bool:
+    def is_too_slow(self, open_s: float, took_s: float) -> bool:
         """Return whether a transaction may be lost.
 
         `open_s`: seconds since its first record was sent. `took_s`: seconds that the last call took.
@@ -93,58 +92,53 @@ class Slowness:
 
     # ---- a call that was too slow -----------------------------------------------------------------------------------
 
-    def suspect(self, who: Mapping[str, object], route: Route, records: list[Record], took_s: float) -> None:
+    def note_slow(self, who: Mapping[str, object], route: Route, records: list[Record], took_s: float) -> None:
         """Note that these records of one function took too long. `who`: log fields that name the transaction."""
-        many = route.batch or route.concurrent
+        is_group = route.batch or route.concurrent
         sentence = self._sentence(route, records, took_s)
-        self._note(_Attempt(sentence, who, spans_of(records), blamed=True, many=many))
+        self._note(_Attempt(sentence, who, spans_of(records), is_one_call=True, is_group=is_group))
 
-    def suspect_nobody(
+    def note_slow_together(
         self, who: Mapping[str, object], names: Sequence[str], records: list[Record], took_s: float
     ) -> None:
         """Note that these records of several functions took too long together; next time each runs alone."""
         limits, remedy = self._limits(took_s)
         sentence = f"{_took(', '.join(names), records, took_s)}, longer than {limits}: {remedy}"
-        self._note(_Attempt(sentence, who, spans_of(records), blamed=False, many=False))
+        self._note(_Attempt(sentence, who, spans_of(records), is_one_call=False, is_group=False))
 
     def _note(self, attempt: _Attempt) -> None:
-        log.warning(
-            "too slow: the transaction may be lost, then its records come again", why=attempt.sentence, **attempt.who
-        )
-        self._suspects |= dict.fromkeys(attempt.spans, attempt)
+        log.warning("transaction may exceed its timeout", why=attempt.sentence, **attempt.who)
+        self._attempts |= dict.fromkeys(attempt.spans, attempt)
 
     # ---- the outcome of its transaction -----------------------------------------------------------------------------
 
-    def ended(self, outcome: Outcome, committed: Mapping[Partition, int]) -> None:
-        """Note the outcome of the open transaction for its slow calls.
-
-        `committed`: next offsets, where they are known.
-        """
-        suspects, self._suspects = self._suspects, {}
-        if outcome is not Outcome.COMMITTED:
-            for attempt in {id(attempt): attempt for attempt in suspects.values()}.values():
-                self._strike(attempt)
+    def ended(self, is_committed: bool, committed: Mapping[Partition, int]) -> None:
+        """Note how the open transaction ended. `committed`: next offsets, where they are known."""
+        attempts, self._attempts = self._attempts, {}
+        if not is_committed:
+            for attempt in {id(attempt): attempt for attempt in attempts.values()}.values():
+                self._note_loss(attempt)
         elif self._slow:
             self._slow = {p: first for p, first in self._slow.items() if first >= committed.get(p, 0)}
 
     def check(self) -> None:
         """Raise ConfigurationError if a record was too slow and lost for the second time."""
-        if self._convicted is not None:
-            raise ConfigurationError(self._convicted.sentence)
+        if self._lost_twice is not None:
+            raise ConfigurationError(self._lost_twice.sentence)
 
-    def _strike(self, attempt: _Attempt) -> None:
+    def _note_loss(self, attempt: _Attempt) -> None:
         """Note that a call's transaction was lost; the second loss of a record is the function's fault.
 
-        Several records of a function that takes one at a time are no proof: they come again one by one.
+        Several records of a function that takes one at a time prove nothing: they are handled again one by one.
         """
         spans = attempt.spans
-        if attempt.blamed and any(first <= self._slow.get(p, -1) <= last for p, (first, last) in spans.items()):
-            self._convicted = attempt
+        if attempt.is_one_call and any(first <= self._slow.get(p, -1) <= last for p, (first, last) in spans.items()):
+            self._lost_twice = attempt
             return
-        log.warning("too slow: the transaction was lost, its records come again", why=attempt.sentence, **attempt.who)
-        if attempt.many or attempt.alone:
+        log.warning("transaction exceeded its timeout", why=attempt.sentence, **attempt.who)
+        if attempt.is_group or attempt.is_single:
             self._slow |= {p: first for p, (first, _) in spans.items()}
-        if not attempt.many:
+        if not attempt.is_group:
             for p, (_, last) in spans.items():
                 self._one_by_one[p] = max(last, self._one_by_one.get(p, 0))
 

@@ -13,12 +13,12 @@ from eos.cli.dead_letter_selection import Selection, export_row, read_changes
 from eos.encoding.dead_letters import make_dead_letter
 from eos.errors import UsageError
 from eos.records import Record
-from eos.worker.letters import Letter, letter_of
+from eos.worker.dead_letters import DeadLetter, letter_of
 
 RECORD = Record("orders", 3, 17, 1_700_000_000_000, b"k\xff", b"v", [("trace", b"t"), ("trace", None)])
 
 
-def letter(error: Exception = ValueError("why"), record: Record = RECORD, offset: int = 5) -> Letter:  # noqa: B008
+def letter(error: Exception = ValueError("why"), record: Record = RECORD, offset: int = 5) -> DeadLetter:  # noqa: B008
     topic, value, key, _, _, headers = make_dead_letter(record, error, app="shop", function="total")
     return letter_of(Record(topic, 1, offset, 9, key, value, headers or []))
 

@@ -53,70 +53,72 @@ def group_of(app_id: str) -> str:
 
 
 @dataclass(frozen=True)
-class Letter:
+class DeadLetter:
     """A dead letter: its position, the record as its function got it, and its worker's notes by name."""
 
-    place: str
+    position: str
     partition: int
     offset: int
     record: Record
-    told: Mapping[str, str]
+    notes: Mapping[str, str]
 
     @property
     def source(self) -> str:
         """Return the record's position in its source topic, or the dead letter's own if no worker noted it."""
         record = self.record
-        return format_position(record.topic, record.partition, record.offset) if "topic" in self.told else self.place
+        return (
+            format_position(record.topic, record.partition, record.offset) if "topic" in self.notes else self.position
+        )
 
     @property
     def app(self) -> str:
         """Return the id of the App that wrote the letter; "" if it is not noted."""
-        return self.told.get("app", "")
+        return self.notes.get("app", "")
 
     @property
     def exception(self) -> str:
-        return self.told.get("exception", "-")
+        return self.notes.get("exception", "-")
 
     @property
     def message(self) -> str:
-        return self.told.get("message", "-")
+        return self.notes.get("message", "-")
 
     @property
     def replays(self) -> int:
         """Return how often the letter was replayed and failed again."""
-        return _number(self.told, _REPLAYS, 0)
+        return _number(self.notes, _REPLAYS, 0)
 
     def is_of(self, app_id: str) -> bool:
         return self.app in ("", app_id)
 
 
-def letter_of(read: Record) -> Letter:
+def letter_of(read: Record) -> DeadLetter:
     """Return the dead letter in a record of a dead-letter topic; a record that no worker wrote is taken as it is.
 
     The topic comes from the name of the dead-letter topic, never from headers: whoever wrote the original record wrote
     those.
     """
-    headers, told = split_headers(readable_headers(read.headers))
+    headers, notes = split_headers(readable_headers(read.headers))
     record = Record(
         read.topic.removesuffix(DEAD_LETTER_SUFFIX),
-        _number(told, "partition", read.partition),
-        _number(told, "offset", read.offset),
-        _number(told, "timestamp", read.timestamp),
+        _number(notes, "partition", read.partition),
+        _number(notes, "offset", read.offset),
+        _number(notes, "timestamp", read.timestamp),
         read.key,
         read.value,
         headers or (),
     )
     where = format_position(read.topic, read.partition, read.offset)
-    return Letter(where, read.partition, read.offset, record, told)
+    return DeadLetter(where, read.partition, read.offset, record, notes)
 
 
-def _number(told: Mapping[str, str], name: str, default: int) -> int:
-    text = told.get(name, "")
+def _number(notes: Mapping[str, str], name: str, default: int) -> int:
+    text = notes.get(name, "")
     number = int(text) if len(text) < 20 and text.isascii() and text.removeprefix("-").isdecimal() else default
     return number if -1 <= number < 1 << 63 else default
 
 
-def again(letter: Letter, send: Send) -> Send:
+def failed_again(letter: DeadLetter, send: Send) -> Send:
     """Return the dead letter of a record that failed again, with its number of replays."""
     topic, value, key, partition, timestamp, headers = send
     count: Header = (PREFIX + _REPLAYS, str(letter.replays + 1).encode())
@@ -137,14 +139,14 @@ class Done:
     offset: int = -1
     runs: tuple[Run, ...] = ()
 
-    def has(self, offset: int) -> bool:
+    def contains(self, offset: int) -> bool:
         if offset < self.offset:
             return True
         # this runs for every letter, and there may be many
-        behind = bisect.bisect(self.runs, offset, key=itemgetter(0))
-        return behind > 0 and offset <= self.runs[behind - 1][1]
+        after = bisect.bisect(self.runs, offset, key=itemgetter(0))
+        return after > 0 and offset <= self.runs[after - 1][1]
 
-    def plus(self, *more: Run) -> Done:
+    def add(self, *more: Run) -> Done:
         """Return these done letters with `more` runs added, merged so that no two runs touch each other or `offset`."""
         offset, runs = self.offset, list[Run]()
         for first, last in sorted((*self.runs, *more)):
@@ -156,9 +158,9 @@ class Done:
                 runs.append((first, last))
         return Done(offset, tuple(runs))
 
-    def since(self, low: int) -> Done:
+    def starting_at(self, low: int) -> Done:
         """Return the done letters of a partition that begins at `low` now."""
-        return Done(max(self.offset, low), self.runs).plus()
+        return Done(max(self.offset, low), self.runs).add()
 
     def metadata(self) -> str:
         """Return the runs as offset metadata.
@@ -182,14 +184,14 @@ class Done:
             return Done(offset)  # another program wrote it
         if not known:
             raise ConfigurationError(
-                f"which dead letters are done is noted in format {found['v']}, this version reads {_FORMAT}",
+                f"the progress of replays is stored in format {found['v']}, this version reads {_FORMAT}",
                 remedy="use the newer eos",
             )
-        return Done(offset).plus(*runs)
+        return Done(offset).add(*runs)
 
     def __str__(self) -> str:
-        behind = f" and {len(self.runs)} pieces behind it" if self.runs else ""
-        return "no offset" if self.offset < 0 else f"{self.offset}{behind}"
+        later = f" and {len(self.runs)} ranges after it" if self.runs else ""
+        return "no offset" if self.offset < 0 else f"{self.offset}{later}"
 
 
 def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
@@ -198,14 +200,14 @@ def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
     for at in offsets:
         if len(at.metadata or "") > _METADATA_BYTES:
             raise UsageError(
-                f"{format_position(topic, at.partition)}: the letters that are done lie in "
-                f"{len(after[at.partition].runs)} pieces, more than can be noted; what was settled before stands",
-                remedy="take the first ones first: `eos dlq replay` or `drop --all` with --limit",
+                f"{format_position(topic, at.partition)}: the done letters form {len(after[at.partition].runs)} "
+                "separate ranges, more than offset metadata can hold; earlier commits stand",
+                remedy="start with the first ones: `eos dlq replay` or `drop --all` with --limit",
             )
     return offsets
 
 
-class Place:
+class ReplayProgress:
     """The done dead letters of a topic, kept as a group's committed offsets without joining the group."""
 
     def __init__(self, settings: Settings, group: str, world: World = REAL) -> None:
@@ -231,18 +233,18 @@ class Place:
     def metadata(self) -> Any:
         return self._consumer.consumer_group_metadata()
 
-    def of(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
+    def load(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
         """Return the done letters of the partitions that have a committed offset."""
         found = self.committed(topic, partitions)
         self._left[topic] = dict.fromkeys(partitions, Done()) | found
         return found
 
-    def moved(self, topic: str, after: Mapping[int, Done]) -> None:
+    def note_committed(self, topic: str, after: Mapping[int, Done]) -> None:
         """Note that these done letters are committed now."""
         self._left[topic].update(after)
         self.done[topic].update(after)
 
-    def forgotten(self, topic: str, low: Mapping[int, int]) -> tuple[list[int], float]:
+    def find_expired(self, topic: str, low: Mapping[int, int]) -> tuple[list[int], float]:
         """Return the partitions whose committed offset may have expired, and the days for which brokers keep one.
 
         `low`: partitions without a committed offset, with the offset of their first letter. Their offset may have
@@ -257,11 +259,11 @@ class Place:
         """Raise Fenced if another process has committed since our last commit."""
         left = self._left[topic]
         found = dict.fromkeys(left, Done()) | self.committed(topic, left)
-        if moved := {partition for partition in left if found[partition] != left[partition]}:
-            at = min(moved)
+        if changed := {partition for partition in left if found[partition] != left[partition]}:
+            at = min(changed)
             raise Fenced(
                 f"another `eos dlq replay` or `drop` has moved group {self._group} on {format_position(topic, at)} "
-                f"from {left[at]} to {found[at]}: this one stops, what it has committed stands"
+                f"from {left[at]} to {found[at]}: this one stops, and its own commits stand"
             )
 
     def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
@@ -280,32 +282,36 @@ class Place:
             if action is not Action.RETRY:
                 raise stop_error(CallFailed("committed", action, error))
             if self._world.now() > deadline:
-                raise Unavailable(f"the offsets of group {self._group} cannot be had: {describe_error(error)}")
+                raise Unavailable(f"the offsets of group {self._group} are unavailable: {describe_error(error)}")
             self._world.sleep(0.05)
 
 
-def letters(
-    settings: Settings, topic: str, place: Place | None, on_forgotten: Callable[[str], None] = lambda sentence: None
-) -> Iterator[Letter]:
-    """Yield the dead letters of a topic up to its current end; with a `place` only letters that are not done.
+def read_dead_letters(
+    settings: Settings,
+    topic: str,
+    progress: ReplayProgress | None,
+    on_expired: Callable[[str], None] = lambda sentence: None,
+) -> Iterator[DeadLetter]:
+    """Yield the dead letters of a topic up to its current end; with `progress` only letters that are not done.
 
-    `on_forgotten` is called with a sentence if committed offsets may have expired.
+    `on_expired` is called with a sentence if committed offsets may have expired.
     """
     held = tail.topic_offsets(settings, topic, _CONNECT_S)
-    at = {} if place is None else place.of(topic, held)
-    done = {partition: at.get(partition, Done()).since(span.low) for partition, span in held.items()}
-    if place is not None:
-        place.done[topic] = done.copy()
+    at = {} if progress is None else progress.load(topic, held)
+    done = {partition: at.get(partition, Done()).starting_at(span.low) for partition, span in held.items()}
+    if progress is not None:
+        progress.done[topic] = done.copy()
         without = {p: span.low for p, span in held.items() if p not in at and span.low < span.stable}
-        forgotten, days = place.forgotten(topic, without) if without else ([], 0.0)
-        if forgotten:
-            where = ", ".join(f"[{partition}]" for partition in forgotten)
-            on_forgotten(
-                f"no replay's place is known of {topic} {where}, and letters there are older than the {days:g} days "
-                "that the brokers keep one (offsets.retention.minutes): they may have been replayed before"
+        expired, days = progress.find_expired(topic, without) if without else ([], 0.0)
+        if expired:
+            where = ", ".join(f"[{partition}]" for partition in expired)
+            on_expired(
+                f"the committed offsets of replays of {topic} {where} may have expired: letters there are older than "
+                f"the {days:g} days for which brokers keep offsets (offsets.retention.minutes), and may have been "
+                "replayed before"
             )
     starts = {partition: each.offset for partition, each in done.items()}
     with tail.TopicReader(settings, topic, starts, uncommitted=False) as reader:
         for seen in tail.read_until(reader, tail.end_offsets(held, uncommitted=False)):
-            if not done[seen.record.partition].has(seen.record.offset):
+            if not done[seen.record.partition].contains(seen.record.offset):
                 yield letter_of(seen.record)
