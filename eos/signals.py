@@ -1,8 +1,8 @@
-"""Signal handlers: of this process alone, and those that stop a run.
+"""Sets signal handlers for this process only, among them those that stop a run.
 
-The first SIGTERM or SIGINT stops a run between two batches, a second one at once. What follows from a stop is decided
-elsewhere. A process that a user's function forks (multiprocessing) gets the handlers from before back. Otherwise it
-would take the SIGTERM that should end it for a request to stop the worker, and go on.
+The first SIGTERM or SIGINT stops a run between two batches, a second one at once; other modules decide what follows. A
+process that a user's function forks (multiprocessing) gets the previous handlers back. Otherwise it would handle
+SIGTERM as a request to stop the worker, and continue to run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Handlers:
-    """Handles SIGTERM and SIGINT with one handler in the block, which only the main thread may enter."""
+    """Sets a handler for SIGTERM and SIGINT inside its `with` block, which only the main thread may enter."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -38,12 +38,12 @@ class Handlers:
             _active.remove(self)
 
     def set_handler(self, number: int, handler: Handler) -> None:
-        """Handle another signal, up to the end of the block."""
+        """Set the handler of another signal until the end of the block."""
         self._before[number] = signal.signal(number, handler)
 
     def restore(self) -> None:
         for number, handler in self._before.items():
-            if handler is not None:  # None: a handler that Python did not set, and cannot set again
+            if handler is not None:  # None: it was not set from Python, so it cannot be restored
                 signal.signal(number, handler)
         self._before.clear()
 

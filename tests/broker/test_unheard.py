@@ -83,7 +83,7 @@ def test_partitions_in_an_answer_that_came_too_late_are_read_all_the_same(
             copying.join(30)
             other.close()
     assert sorted(settled_values(servers, target)[0]) == [b"%d" % p for p in range(PARTITIONS)]
-    assert "in an answer that came too late for its client" in caplog.text
+    assert "in a response that came too late for the client" in caplog.text
 
 
 def wanted(servers: str, group: str) -> list[int]:

@@ -148,7 +148,7 @@ def test_async_lineage_matches_outputs_to_records() -> None:
     ]
 
 
-def test_at_most_so_many_are_run_at_once() -> None:
+def test_async_feed_limits_concurrency() -> None:
     from eos.engine.handling import Handler
     from tests.unit.test_policies import Txn
 
@@ -282,7 +282,7 @@ def test_async_worker_in_running_loop_is_refused_before_connecting() -> None:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_loop_that_runs_where_the_start_could_not_see_it_is_no_failure_of_a_record(batch: bool) -> None:
+def test_async_running_loop_later_is_no_record_failure(batch: bool) -> None:
     kept = Collector()
 
     async def around() -> Halt | None:
