@@ -55,7 +55,7 @@ def wait_for_markers(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("timeout_ms", "broker"), [(60_000, "alone"), (3_000, "alone392")], ids=["within-its-timeout", "past-its-timeout"]
 )
-def test_a_commit_to_a_broker_that_is_away_waits_for_it_and_is_exact(
+def test_commit_waits_for_a_restarting_broker_and_is_exact(
     timeout_ms: int, broker: str, request: pytest.FixtureRequest, pipelines: Pipelines
 ) -> None:
     alone: LocalKafka = request.getfixturevalue(broker)
@@ -73,9 +73,7 @@ def test_a_commit_to_a_broker_that_is_away_waits_for_it_and_is_exact(
 
 
 @pytest.mark.deep
-def test_a_group_session_that_ended_while_no_broker_was_there_is_not_taken_for_a_newer_instance(
-    alone: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_session_expired_during_an_outage_is_not_a_newer_instance(alone: LocalKafka, pipelines: Pipelines) -> None:
     """While nobody polls the consumer, as in a commit that waits, its session times out; librdkafka forgets the member
     id at once and goes on heartbeating with the instance id alone, which the broker that came back refuses."""
     pipeline = pipelines.on(alone, RECORDS)
@@ -96,9 +94,7 @@ def test_a_group_session_that_ended_while_no_broker_was_there_is_not_taken_for_a
 
 @pytest.mark.deep_for("offsets sent")
 @pytest.mark.parametrize("step", [pytest.param("flush", marks=pytest.mark.long), "flushed", "offsets sent"])
-def test_a_killed_coordinator_of_three_brokers_costs_nothing(
-    step: str, cluster: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_killed_coordinator_loses_and_duplicates_nothing(step: str, cluster: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(cluster, RECORDS, replicas=3)
     settings = LONG_SESSION | {"transaction.timeout.ms": "20000"}
     worker = pipeline.worker(until_end=True, holds=[(step, 3)], settings=settings)
@@ -116,9 +112,7 @@ def test_a_killed_coordinator_of_three_brokers_costs_nothing(
 
 
 @pytest.mark.long  # four minutes on a busy machine
-def test_every_one_of_three_brokers_may_be_killed_in_turn_while_records_flow(
-    cluster: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_killing_three_brokers_in_turn_loses_and_duplicates_nothing(cluster: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(cluster, 1_000, replicas=3)
     worker = pipeline.worker(work_ms=1, settings=LONG_SESSION)
     for node in range(3):

@@ -27,7 +27,7 @@ FORGETFUL = {
 }
 
 
-def test_an_idle_session_whose_transactional_id_expired_goes_on_without_loss(names: Callable[[str], str]) -> None:
+def test_idle_session_continues_after_its_transactional_id_expired(names: Callable[[str], str]) -> None:
     with LocalKafka(config=FORGETFUL) as kafka:
         servers, source, target = kafka.bootstrap_servers, names("in"), names("out")
         create_topic(servers, source)
@@ -75,7 +75,7 @@ SLOW_TO_GIVE_UP = {
 }
 
 
-def test_a_partition_whose_leader_is_away_holds_up_no_other_and_gets_its_marker_later(
+def test_partition_without_leader_gets_its_marker_later(
     names: Callable[[str], str],
 ) -> None:
     with LocalKafka(nodes=3, config=SLOW_TO_GIVE_UP) as cluster:

@@ -61,7 +61,7 @@ def rows_of(printed: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.takes(150)
-def test_the_demo_hits_open_transactions_and_proves_that_nothing_was_lost_or_doubled(tmp_path: Path) -> None:
+def test_demo_hits_open_transactions_and_proves_exact_results(tmp_path: Path) -> None:
     demo = start_demo(tmp_path / "t")
     printed, _ = demo.communicate(timeout=280)
 
@@ -80,7 +80,7 @@ def test_the_demo_hits_open_transactions_and_proves_that_nothing_was_lost_or_dou
 
 
 @pytest.mark.long
-def test_on_a_cluster_of_somebody_else_it_deletes_what_it_made(kafka: LocalKafka, tmp_path: Path) -> None:
+def test_demo_deletes_its_topics_from_an_existing_cluster(kafka: LocalKafka, tmp_path: Path) -> None:
     demo = start_demo(tmp_path / "t", "--bootstrap-servers", kafka.bootstrap_servers)
     printed, _ = demo.communicate(timeout=280)
 
@@ -91,9 +91,7 @@ def test_on_a_cluster_of_somebody_else_it_deletes_what_it_made(kafka: LocalKafka
     assert not groups & {topics.GROUP, topics.CONTRAST_GROUP}
 
 
-def test_it_refuses_a_cluster_that_has_a_topic_of_its_names_and_leaves_that_alone(
-    kafka: LocalKafka, tmp_path: Path
-) -> None:
+def test_demo_refuses_a_cluster_that_has_its_topics(kafka: LocalKafka, tmp_path: Path) -> None:
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
     create_topic(kafka.bootstrap_servers, topics.LATE)
     try:
@@ -108,7 +106,7 @@ def test_it_refuses_a_cluster_that_has_a_topic_of_its_names_and_leaves_that_alon
         admin.delete_topics([topics.LATE])[topics.LATE].result(10)
 
 
-def test_a_cluster_that_does_not_answer_is_69(tmp_path: Path) -> None:
+def test_demo_exits_69_without_a_cluster(tmp_path: Path) -> None:
     demo = start_demo(tmp_path / "t", "--bootstrap-servers", "127.0.0.1:1")
     printed, _ = demo.communicate(timeout=60)
 
@@ -118,9 +116,7 @@ def test_a_cluster_that_does_not_answer_is_69(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_an_interrupt_while_the_workers_run_leaves_no_process_and_no_file(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_interrupted_demo_leaves_no_process_and_no_file(tmp_path: Path, number: signal.Signals) -> None:
     demo = start_demo(tmp_path / "t")
     wait_until("both workers run", lambda: sum("--instance" in c for c in processes_using(tmp_path)) >= 2, 60)
 
@@ -177,24 +173,24 @@ def judged(outputs: list[tuple[int, int, int, bytes, bytes]]) -> set[str]:
     return wrong(proof.exactly_once_rows(expected(), found(outputs)))
 
 
-def test_the_proof_holds_for_an_exact_history() -> None:
+def test_proof_holds_for_an_exact_history() -> None:
     assert judged(DELAYS + LATES) == set()
 
 
-def test_the_proof_finds_a_lost_record() -> None:
+def test_proof_finds_a_lost_record() -> None:
     assert judged(DELAYS[1:] + LATES) == {
         "records in flight-delays", "records lost", "offsets that disagree with the output"
     }  # fmt: skip
 
 
-def test_the_proof_finds_a_doubled_record() -> None:
+def test_proof_finds_a_duplicate_record() -> None:
     again = (0, 1, 3, *DELAYS[5][3:])
     assert judged([*DELAYS, again, *LATES]) == {
         "records in flight-delays", "records doubled", "minutes of delay, all 1 airlines equal"
     }  # fmt: skip
 
 
-def test_the_proof_finds_a_record_that_replaced_another_one() -> None:
+def test_proof_finds_a_record_that_replaced_another() -> None:
     """The count is right; only keys and lineage show it."""
     stranger = (0, 0, 0, b"flight 99", DELAYS[0][4])
     assert judged([stranger, *DELAYS[1:], *LATES]) >= {
@@ -204,21 +200,21 @@ def test_the_proof_finds_a_record_that_replaced_another_one() -> None:
     }
 
 
-def test_the_proof_finds_a_transaction_that_is_visible_in_one_topic_only() -> None:
+def test_proof_finds_a_transaction_visible_in_one_topic_only() -> None:
     assert judged([*DELAYS, LATES[0]]) >= {"records lost", "flights in only one of two topics"}
 
 
-def test_the_proof_finds_a_changed_value() -> None:
+def test_proof_finds_a_changed_value() -> None:
     changed = (*DELAYS[3][:4], b'{"carrier":"UA","minutes":31}')
     assert judged([*DELAYS[:3], changed, *DELAYS[4:], *LATES]) == {"minutes of delay, all 1 airlines equal"}
 
 
-def test_the_proof_finds_swapped_records() -> None:
+def test_proof_finds_swapped_records() -> None:
     swapped = [(*DELAYS[0][:3], *DELAYS[2][3:]), (*DELAYS[2][:3], *DELAYS[0][3:])]
     assert judged([swapped[0], DELAYS[1], swapped[1], *DELAYS[3:], *LATES]) == {"records out of order"}
 
 
-def test_without_an_effect_of_the_faults_nothing_is_proven() -> None:
+def test_faults_without_effect_prove_nothing() -> None:
     exact, effective = found(DELAYS + LATES), Contrast(flights=6, records=7, doubled=1, kills=1)
     assert wrong(proof.fault_rows(exact, 1, 1, effective)) == set()
     assert len(wrong(proof.fault_rows(exact, 0, 1, effective))) == 1
@@ -227,7 +223,7 @@ def test_without_an_effect_of_the_faults_nothing_is_proven() -> None:
     assert len(wrong(proof.fault_rows(exact, 1, 1, dataclasses.replace(effective, doubled=0)))) == 1
 
 
-def test_the_expectation_is_the_published_file_read_without_importing_pandas() -> None:
+def test_expected_records_are_read_without_pandas() -> None:
     program = (
         "import sys; from eos.demo.data import *; e = expectation(FLIGHTS); "
         "print(len(e.keys), len(e.late), e.minutes.total(), len(e.minutes), 'pandas' in sys.modules)"

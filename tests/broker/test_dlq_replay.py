@@ -108,7 +108,7 @@ def shop(kafka: LocalKafka, names: Names, tmp_path: Path) -> Shop:
     return Shop(kafka, names, tmp_path)
 
 
-def test_letters_of_a_worker_come_back_once_and_those_that_fail_again_are_met_by_the_next_replay_only(
+def test_replay_handles_dead_letters_once_and_the_next_the_failures(
     shop: Shop,
 ) -> None:
     shop.send(shop.source, [("a", "good", []), ("b", "bad 1", [("trace", b"t")]), ("c", "bad 2", [])])
@@ -143,7 +143,7 @@ def test_letters_of_a_worker_come_back_once_and_those_that_fail_again_are_met_by
         pytest.param("commit", "before", (), marks=pytest.mark.long),
     ],
 )
-def test_a_replay_that_is_killed_in_a_transaction_goes_on_without_one_lost_or_doubled(
+def test_replay_killed_in_a_transaction_continues_exactly_once(
     shop: Shop, step: str, when: str, limit: tuple[str, ...]
 ) -> None:
     values = shop.letters(250)
@@ -159,7 +159,7 @@ def test_a_replay_that_is_killed_in_a_transaction_goes_on_without_one_lost_or_do
     assert shop.listed() == []
 
 
-def test_letters_whose_place_was_forgotten_are_not_replayed_again_unasked(shop: Shop) -> None:
+def test_replay_without_committed_offsets_needs_a_start_option(shop: Shop) -> None:
     """The brokers forget it `offsets.retention.minutes` after its last commit; here the group is deleted."""
     admin = AdminClient({"bootstrap.servers": shop.servers})
     for topic in (shop.dlq, shop.out):
@@ -181,7 +181,7 @@ def test_letters_whose_place_was_forgotten_are_not_replayed_again_unasked(shop: 
     assert shop.outputs() == ["BAD 0", "BAD 1"]
 
 
-def test_letters_are_dropped_and_mended_one_by_one_and_none_is_run_twice(shop: Shop) -> None:
+def test_dead_letters_are_dropped_and_repaired_one_by_one(shop: Shop) -> None:
     shop.letters(4)
     dropped = shop.eos("dlq", "drop", "shop:app", "--letter", f"{shop.source}[0]@1")
     assert (dropped.returncode, dropped.stdout) == (0, f"{shop.dlq}: 1 dropped\n"), dropped.stderr
@@ -213,7 +213,7 @@ def test_letters_are_dropped_and_mended_one_by_one_and_none_is_run_twice(shop: S
     assert shop.listed() == []
 
 
-def test_an_output_that_the_client_refuses_is_the_letters_failure_alone(shop: Shop) -> None:
+def test_output_refused_by_the_client_fails_its_dead_letter_only(shop: Shop) -> None:
     shop.letters(3)
     told = shop.replay("--function", "far_too_large")
     assert told == "3 replayed, 2 handled (2 outputs), 1 failed again"
@@ -223,7 +223,7 @@ def test_an_output_that_the_client_refuses_is_the_letters_failure_alone(shop: Sh
     assert kind["first"] == f"{shop.source}[0]@1"
 
 
-def test_what_is_wrong_with_a_replay_is_said_in_one_sentence(shop: Shop) -> None:
+def test_invalid_replay_is_refused_with_one_sentence(shop: Shop) -> None:
     for arguments, code, sentence in (
         (
             ("replay", "shop:app", "--function", "nope"),
@@ -242,9 +242,7 @@ def test_what_is_wrong_with_a_replay_is_said_in_one_sentence(shop: Shop) -> None
         assert "Traceback" not in ended.stderr
 
 
-def test_a_replay_that_a_newer_one_overtook_repeats_nothing_and_ends_with_79(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_fenced_by_a_newer_one_repeats_nothing_and_exits_79(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next producer takes the transactional.id back, and no group would refuse its offsets."""
     values = shop.letters(4)
     settings = Settings({"bootstrap.servers": shop.servers})
@@ -270,7 +268,7 @@ def test_a_replay_that_a_newer_one_overtook_repeats_nothing_and_ends_with_79(
     assert shop.outputs() == sorted(value.upper() for value in values)
 
 
-def test_letters_of_another_app_are_left_to_its_own_replay_unless_they_are_asked_for(shop: Shop) -> None:
+def test_dead_letters_of_another_app_are_replayed_on_request_only(shop: Shop) -> None:
     """Two Apps on one topic have one topic of dead letters; nobody's function runs over the other's."""
     now_ms = int(time.time() * 1000)  # retention removes at once what is old
     record = Record(shop.source, 0, 0, now_ms, b"k", b"bad other")

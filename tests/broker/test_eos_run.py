@@ -88,7 +88,7 @@ def test_states_are_told(eos_run):
 """
 
 
-def test_the_fixture_runs_an_app_as_the_worker_does_and_each_run_is_its_own(kafka: LocalKafka, tmp_path: Path) -> None:
+def test_fixture_runs_an_app_as_the_worker_does(kafka: LocalKafka, tmp_path: Path) -> None:
     known = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
     before = set(known.list_topics(timeout=10).topics)
     code, said = run_pytest(tmp_path, TEST, "-q", f"--eos-kafka={kafka.bootstrap_servers}")
@@ -98,9 +98,7 @@ def test_the_fixture_runs_an_app_as_the_worker_does_and_each_run_is_its_own(kafk
     assert set(known.list_topics(timeout=10).topics) - of_brokers <= before
 
 
-def test_a_run_refuses_a_topic_that_exists_and_removes_the_others(
-    kafka: LocalKafka, names: Callable[[str], str]
-) -> None:
+def test_run_refuses_an_existing_topic_and_removes_the_others(kafka: LocalKafka, names: Callable[[str], str]) -> None:
     app = eos.App(names("app"))
     there = create_topic(kafka.bootstrap_servers, names("out"))
 
@@ -128,9 +126,7 @@ ENDRULE
 
 
 @pytest.mark.deep
-def test_what_was_loaded_is_handled_however_late_a_broker_makes_it_readable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_loaded_records_are_handled_although_readable_late(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A worker that ends at the end would see none of it."""
     (tmp_path / "late.btm").write_text(LATE)
     (agent,) = maven_jars("byteman", [f"org.jboss.byteman:byteman:{BYTEMAN}"], "byteman", BYTEMAN)

@@ -88,7 +88,7 @@ class Loop:
 
 
 @runs(8, 300)
-def test_a_healthy_producer_stays_however_far_the_broker(
+def test_healthy_producer_is_kept_at_any_distance(
     request: pytest.FixtureRequest, broker: str, each_way_ms: int, count: int, names: Callable[[str], str]
 ) -> None:
     kafka: LocalKafka = request.getfixturevalue(broker)
@@ -144,7 +144,7 @@ class Wire:
 
 
 @runs(0, 30)
-def test_whatever_was_sent_twice_on_the_wire_replaces_the_producer(
+def test_request_sent_twice_replaces_the_producer(
     request: pytest.FixtureRequest, broker: str, each_way_ms: int, count: int, names: Callable[[str], str]
 ) -> None:
     kafka: LocalKafka = request.getfixturevalue(broker)

@@ -18,14 +18,14 @@ SMALL = {"queue.buffering.max.messages": "50"}
 
 
 @pytest.mark.deep
-def test_a_full_queue_is_waited_for(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_send_waits_for_a_full_queue(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 2_000)
     pipeline.finish(settings=SMALL)
     assert "aborted" not in pipeline.workers[-1].log
     pipeline.verify()
 
 
-def test_a_queue_that_stays_full_costs_the_transaction_and_no_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_queue_that_stays_full_aborts_without_losing_records(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     ids = pipeline.transactional_ids()
     with HoldingProxy.before(kafka) as proxy:

@@ -56,7 +56,7 @@ def held_commit(proxy: HoldingProxy, raw: RawProducer, topic: str) -> tuple[Rule
     return hold, Background(raw.commit)
 
 
-def test_a_held_end_txn_keeps_the_commit_waiting_until_it_is_released(
+def test_held_end_txn_delays_the_commit_until_its_release(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
 ) -> None:
     hold, commit = held_commit(proxy, raw, topic)
@@ -70,7 +70,7 @@ def test_a_held_end_txn_keeps_the_commit_waiting_until_it_is_released(
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
-def test_a_held_request_arrives_although_its_client_was_cut_off(
+def test_held_request_arrives_although_its_client_is_disconnected(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
 ) -> None:
     hold, commit = held_commit(proxy, raw, topic)
@@ -85,7 +85,7 @@ def test_a_held_request_arrives_although_its_client_was_cut_off(
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BEFORE, Fault.CUT_AFTER], ids=enum_name)
-def test_a_commit_survives_a_cut_around_end_txn(
+def test_commit_survives_a_cut_around_end_txn(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str, fault: Fault
 ) -> None:
     cut = proxy.on(ApiKey.EndTxn, fault, transactional_id=raw.transactional_id)
@@ -98,7 +98,7 @@ def test_a_commit_survives_a_cut_around_end_txn(
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
-def test_a_swallowed_request_is_sent_again_only_after_the_socket_timeout(
+def test_dropped_request_is_retried_after_the_socket_timeout(
     kafka: LocalKafka, proxy: HoldingProxy, topic: str, names: Callable[[str], str]
 ) -> None:
     with raw_producer(kafka.proxied_servers, names("tx"), socket_timeout_ms=1000) as raw:
@@ -110,7 +110,7 @@ def test_a_swallowed_request_is_sent_again_only_after_the_socket_timeout(
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
-def test_a_rule_that_never_fired_fails_the_test(proxy: HoldingProxy) -> None:
+def test_unused_rule_fails_the_test(proxy: HoldingProxy) -> None:
     rule = proxy.on(ApiKey.EndTxn, Fault.CUT_BEFORE, nth=3, transactional_id="nobody")
     with pytest.raises(AssertionError, match=r"CUT_BEFORE of EndTxn no. 3 .*nobody never fired within"):
         rule.wait(0.05)
@@ -124,7 +124,7 @@ def test_a_rule_that_never_fired_fails_the_test(proxy: HoldingProxy) -> None:
 
 @pytest.mark.deep_for("AddPartitionsToTxn")
 @pytest.mark.parametrize("api", [ApiKey.AddPartitionsToTxn, ApiKey.AddOffsetsToTxn], ids=enum_name)
-def test_a_late_request_to_join_a_transaction_starts_a_ghost_when_none_is_open(
+def test_late_add_partitions_starts_a_hanging_transaction(
     kafka: LocalKafka,
     proxy: HoldingProxy,
     raw: RawProducer,
@@ -163,7 +163,7 @@ def test_a_late_request_to_join_a_transaction_starts_a_ghost_when_none_is_open(
     ],
     ids=enum_name,
 )
-def test_a_call_that_retried_is_never_faster_than_the_backoff(
+def test_retried_call_takes_at_least_the_backoff(
     proxy: HoldingProxy,
     raw: RawProducer,
     topic: str,
@@ -189,7 +189,7 @@ def test_a_call_that_retried_is_never_faster_than_the_backoff(
 
 
 @pytest.mark.parametrize("api", [ApiKey.EndTxn, ApiKey.AddOffsetsToTxn, ApiKey.AddPartitionsToTxn], ids=enum_name)
-def test_the_statistics_count_a_disconnect_of_the_coordinator_after_a_retry(
+def test_statistics_count_a_coordinator_disconnect_after_a_retry(
     proxy: HoldingProxy, raw: RawProducer, topic: str, names: Callable[[str], str], api: ApiKey
 ) -> None:
     def consume_and_produce() -> dict[str, object]:

@@ -160,7 +160,7 @@ def kill_and_finish(
 @pytest.mark.parametrize("repetition", REPETITIONS)
 @pytest.mark.parametrize("successor", SUCCESSORS)
 @pytest.mark.parametrize("step", STEPS, ids=str)
-def test_a_worker_killed_at_any_step_loses_and_doubles_nothing(
+def test_worker_killed_at_any_step_loses_and_duplicates_nothing(
     step: Step, successor: str, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
@@ -170,7 +170,7 @@ def test_a_worker_killed_at_any_step_loses_and_doubles_nothing(
 @pytest.mark.deep_for("after-produce*", "commit-before-it-arrives*")
 @pytest.mark.parametrize("repetition", REPETITIONS)
 @pytest.mark.parametrize("step", SOME_STEPS, ids=str)
-def test_a_worker_killed_in_a_group_of_the_consumer_protocol_loses_and_doubles_nothing(
+def test_worker_killed_in_the_consumer_protocol_is_exactly_once(
     step: Step, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
@@ -181,7 +181,7 @@ def test_a_worker_killed_in_a_group_of_the_consumer_protocol_loses_and_doubles_n
 @pytest.mark.deep_for("after-produce*", "commit-before-it-arrives*")
 @pytest.mark.parametrize("repetition", REPETITIONS)
 @pytest.mark.parametrize("step", SOME_STEPS, ids=str)
-def test_a_worker_killed_on_a_broker_before_kip_890_loses_and_doubles_nothing(
+def test_worker_killed_on_a_broker_before_kip_890_is_exactly_once(
     step: Step, repetition: int, kafka392: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
     pipeline = pipelines.on(kafka392, RECORDS)

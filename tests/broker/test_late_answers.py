@@ -28,7 +28,7 @@ for client in clients:
 
 
 @pytest.mark.parametrize("late", [ApiKey.FindCoordinator, ApiKey.DescribeGroups])
-def test_a_preflight_whose_question_after_the_group_is_answered_late_goes_on(
+def test_preflight_survives_a_late_answer_about_the_group(
     kafka: LocalKafka, names: Callable[[str], str], late: ApiKey
 ) -> None:
     with HoldingProxy.before(kafka) as proxy:

@@ -168,7 +168,7 @@ def judged(scenario: Scenario, report: Report, *, broken: set[str]) -> None:
 
 @pytest.mark.deep_for("*-60")
 @far(60)
-def test_a_late_commit_in_the_next_transaction_doubles_a_record_unless_the_producer_was_replaced(
+def test_late_commit_duplicates_a_record_unless_producer_is_replaced(
     scenario: Scenario,
 ) -> None:
     scenario.load(2)
@@ -189,7 +189,7 @@ def test_a_late_commit_in_the_next_transaction_doubles_a_record_unless_the_produ
 
 
 @far()
-def test_a_late_abort_in_the_next_transaction_loses_its_outputs_unless_the_producer_was_replaced(
+def test_late_abort_loses_outputs_unless_producer_is_replaced(
     scenario: Scenario,
 ) -> None:
     scenario.load(1)
@@ -208,7 +208,7 @@ def test_a_late_abort_in_the_next_transaction_loses_its_outputs_unless_the_produ
 
 
 @far()
-def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_producer_was_replaced(
+def test_lost_acknowledgement_loses_a_record_unless_producer_is_replaced(
     scenario: Scenario,
 ) -> None:
     """Without an input, so that nothing but the sequence number of the record is in play (H2b)."""
@@ -245,7 +245,7 @@ def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_a_record_whose_acknowledgement_was_lost_is_sent_again_and_is_there_once(scenario: Scenario) -> None:
+def test_record_with_lost_acknowledgement_is_written_once(scenario: Scenario) -> None:
     """The idempotent producer's own case (K6): nothing is aborted, librdkafka sends the batch again. Without an input:
     offsets may hang behind a cut connection, and then the transaction is aborted."""
     servers, transactional_id = scenario.kafka.proxied_servers, scenario.transactional_id
@@ -280,7 +280,7 @@ def wait_for_disconnect(transactions: Transactions) -> None:
 
 @pytest.mark.deep_for("*-40")
 @far(40, versions=("kafka",))
-def test_a_late_offset_commit_moves_the_group_back_unless_the_producer_was_replaced(scenario: Scenario) -> None:
+def test_late_offset_commit_rewinds_unless_producer_is_replaced(scenario: Scenario) -> None:
     late_offset_commit(scenario)
 
 
@@ -290,7 +290,7 @@ def test_a_late_offset_commit_moves_the_group_back_unless_the_producer_was_repla
     indirect=True,
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_on_3_9_a_refused_late_offset_commit_takes_nothing_from_a_replacement_under_another_id(
+def test_refused_late_offset_commit_spares_a_new_id_on_3_9(
     scenario: Scenario,
 ) -> None:
     late_offset_commit(scenario)
@@ -350,7 +350,7 @@ def wait_for_statistics(session: TransactSession) -> None:
     ],
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_the_next_transaction_waits_for_the_statistics_behind_a_retried_call(
+def test_next_transaction_waits_for_statistics_after_a_retry(
     scenario: Scenario, api: ApiKey, fault: Fault, settings: dict[str, int]
 ) -> None:
     scenario.load(2)
@@ -371,7 +371,7 @@ def test_the_next_transaction_waits_for_the_statistics_behind_a_retried_call(
     "api", [ApiKey.EndTxn, ApiKey.AddOffsetsToTxn, ApiKey.TxnOffsetCommit], ids=lambda api: api.name
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_a_call_that_was_slow_and_not_retried_replaces_nothing(scenario: Scenario, api: ApiKey) -> None:
+def test_slow_call_without_retry_keeps_the_producer(scenario: Scenario, api: ApiKey) -> None:
     """Its answer takes longer than a retry: a broker that is busy."""
     scenario.load(2)
     with scenario.session() as session:
@@ -388,7 +388,7 @@ def test_a_call_that_was_slow_and_not_retried_replaces_nothing(scenario: Scenari
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_nor_does_one_in_the_first_transaction_of_a_new_producer(scenario: Scenario) -> None:
+def test_slow_call_of_a_new_producer_keeps_it(scenario: Scenario) -> None:
     """Or each small transaction of a slow coordinator would lead to the next replacement."""
     scenario.load(2)
     with scenario.session(**SELDOM) as session:
@@ -405,7 +405,7 @@ def test_nor_does_one_in_the_first_transaction_of_a_new_producer(scenario: Scena
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_nor_do_transactions_without_outputs(scenario: Scenario) -> None:
+def test_transactions_without_outputs_keep_the_producer(scenario: Scenario) -> None:
     """Their first request meets the markers of the one before, and is sent again when it was answered."""
     scenario.load(60)
     handled = 0
@@ -419,7 +419,7 @@ def test_nor_do_transactions_without_outputs(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_a_late_copy_of_its_own_init_does_not_stop_a_session(scenario: Scenario) -> None:
+def test_late_copy_of_its_init_does_not_stop_a_session(scenario: Scenario) -> None:
     """It takes the next epoch while the session is idle; a newer instance's init looks the same to the coordinator."""
     scenario.load(2)
     late = scenario.proxy.on(ApiKey.InitProducerId, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
@@ -435,7 +435,7 @@ def test_a_late_copy_of_its_own_init_does_not_stop_a_session(scenario: Scenario)
 
 
 @far(versions=("kafka",))
-def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scenario: Scenario) -> None:
+def test_idle_session_survives_a_late_add_partitions(scenario: Scenario) -> None:
     """No record is lost either way; a replaced producer does not even let the ghost come to life."""
     scenario.load(1)
     servers, transactional_id = scenario.kafka.bootstrap_servers, scenario.transactional_id
@@ -475,7 +475,7 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_a_consumer_that_cannot_reach_its_coordinator_any_more_is_replaced(scenario: Scenario) -> None:
+def test_consumer_without_its_coordinator_is_replaced(scenario: Scenario) -> None:
     """It is the only one who cannot: another client is asked, and its answer says that waiting would be for ever."""
     scenario.load(3)
     with scenario.session(**SHORT) as session:

@@ -131,9 +131,7 @@ def own_kafka() -> Iterator[LocalKafka]:
 # ---- metrics -----------------------------------------------------------------------------------------------
 
 
-def test_metrics_agree_with_what_kafka_holds_and_lag_ends_at_the_last_stable_offset(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_metrics_agree_with_kafka_and_lag_with_the_stable_offset(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     run = Running(pipeline, settings=(*QUICK[:-1], "eos.lineage=true"))
     run.wait("/readyz", 200)
@@ -169,9 +167,7 @@ def test_metrics_agree_with_what_kafka_holds_and_lag_ends_at_the_last_stable_off
 # ---- probes ------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_stuck_in_its_function_is_not_live_and_the_line_of_code_is_named(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_worker_stuck_in_its_function_is_not_live_and_names_the_line(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     run = Running(pipeline, settings=QUICK + SHORT_LIMITS)
     run.wait("/readyz", 200)
@@ -186,9 +182,7 @@ def test_a_worker_stuck_in_its_function_is_not_live_and_the_line_of_code_is_name
 
 
 @pytest.mark.takes(83)
-def test_a_worker_whose_broker_is_away_is_live_and_not_ready_and_ready_again_when_it_is_back(
-    own_kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_worker_without_its_broker_is_live_but_not_ready(own_kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(own_kafka, 60)
     run = Running(pipeline, settings=QUICK + SHORT_LIMITS)
     run.wait("/readyz", 200)
@@ -215,9 +209,7 @@ def test_a_worker_whose_broker_is_away_is_live_and_not_ready_and_ready_again_whe
 # ---- a supervisor ------------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_is_started_again_under_its_name_and_nothing_is_lost_or_doubled(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_supervisor_restarts_a_killed_worker_under_its_name(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     run = Running(pipeline, "--workers", "2")
     run.wait("/readyz", 200, "ok w-1")
@@ -239,7 +231,7 @@ def test_a_killed_worker_is_started_again_under_its_name_and_nothing_is_lost_or_
     assert_holds(pipeline)
 
 
-def test_workers_whose_supervisor_is_killed_commit_and_end(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_workers_of_a_killed_supervisor_commit_and_end(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     run = Running(pipeline, "--workers", "2")
     run.wait("/readyz", 200, "ok w-1")
@@ -258,9 +250,7 @@ def test_workers_whose_supervisor_is_killed_commit_and_end(kafka: LocalKafka, pi
     assert_holds(pipeline)
 
 
-def test_a_worker_that_stands_still_as_a_whole_is_seen_by_its_supervisor(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_supervisor_notices_a_stopped_worker(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     run = Running(pipeline, "--workers", "2", settings=QUICK + SHORT_LIMITS)
     run.wait("/readyz", 200, "ok w-1")
@@ -281,7 +271,7 @@ def test_a_worker_that_stands_still_as_a_whole_is_seen_by_its_supervisor(
 
 
 @pytest.mark.deep
-def test_reload_starts_the_workers_again_when_the_source_changes(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_reload_restarts_the_workers_when_the_source_changes(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     run = Running(pipeline, "--reload")
     run.wait("/readyz", 200, "ok w:")

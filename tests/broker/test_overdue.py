@@ -46,7 +46,7 @@ def open_transaction(kafka: LocalKafka, topic: str, name: str) -> RawProducer:
     return producer
 
 
-def test_only_an_overdue_transaction_is_ended_and_looks_like_its_own_timeout(kafka: LocalKafka, names: Names) -> None:
+def test_only_an_overdue_transaction_is_ended(kafka: LocalKafka, names: Names) -> None:
     name, began = names("id"), time.monotonic()
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:  # first: it takes a while
         producer = open_transaction(kafka, names("t"), name)
@@ -63,7 +63,7 @@ def test_only_an_overdue_transaction_is_ended_and_looks_like_its_own_timeout(kaf
         producer.commit()
 
 
-def test_the_request_changes_nothing_in_any_other_state(kafka: LocalKafka, names: Names) -> None:
+def test_request_changes_no_transaction_in_another_state(kafka: LocalKafka, names: Names) -> None:
     """Between the look and the request the coordinator, its owner or a successor may have been faster."""
     name, topic = names("id"), names("t")
     first = open_transaction(kafka, topic, name)
@@ -95,9 +95,7 @@ def test_the_request_changes_nothing_in_any_other_state(kafka: LocalKafka, names
     assert states == ["CompleteCommit", "CompleteAbort", "Empty"]
 
 
-def test_a_survivor_ends_a_dead_members_transaction_and_a_paused_one_goes_on_without_79(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_member_ends_the_overdue_transaction_of_a_dead_one(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 3_000)
     settings = {"session.timeout.ms": "3000", "heartbeat.interval.ms": "500"}
     paused = pipeline.worker("a", work_ms=1, settings=settings, holds=[("offsets sent", 3)])

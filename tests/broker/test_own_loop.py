@@ -81,13 +81,13 @@ def loop(kafka: LocalKafka, names: Callable[[str], str]) -> Loop:
 ALL = [b"%d" % number for number in range(COUNT)]
 
 
-def test_the_end_of_the_body_commits(loop: Loop) -> None:
+def test_end_of_the_body_commits(loop: Loop) -> None:
     loop.finish()
     assert loop.copied() == ALL
     assert stable_offset(loop.servers, loop.group, loop.source) == COUNT + 1  # with the marker behind them
 
 
-def test_records_that_a_break_left_unseen_come_again(loop: Loop) -> None:
+def test_records_left_by_a_break_are_redelivered(loop: Loop) -> None:
     with loop.session() as session:
         for txn in session:
             for record in txn.records:
@@ -97,7 +97,7 @@ def test_records_that_a_break_left_unseen_come_again(loop: Loop) -> None:
     assert loop.copied() == ALL
 
 
-def test_an_iterator_that_is_kept_does_not_count_what_it_did_not_hand_out(loop: Loop) -> None:
+def test_kept_iterator_counts_only_records_it_returned(loop: Loop) -> None:
     with loop.session() as session:
         for txn in session:
             kept = txn.records
@@ -113,7 +113,7 @@ def test_records_may_be_collected_before_they_are_handled(loop: Loop) -> None:
     assert loop.copied() == ALL
 
 
-def test_an_exception_out_of_the_body_aborts(loop: Loop) -> None:
+def test_exception_in_the_body_aborts(loop: Loop) -> None:
     with pytest.raises(ZeroDivisionError), loop.session() as session:
         for txn in session:
             for record in txn.records:
@@ -125,7 +125,7 @@ def test_an_exception_out_of_the_body_aborts(loop: Loop) -> None:
     assert loop.copied() == ALL
 
 
-def test_leaving_the_loop_aborts_unless_the_transaction_was_committed(loop: Loop) -> None:
+def test_leaving_the_loop_aborts_an_open_transaction(loop: Loop) -> None:
     def one(session: TransactSession) -> Transaction:
         txn = next(session)
         txn.send(loop.target, next(txn.records).value)
@@ -139,7 +139,7 @@ def test_leaving_the_loop_aborts_unless_the_transaction_was_committed(loop: Loop
     assert loop.copied() == ALL
 
 
-def test_what_the_loop_cannot_handle_and_what_the_client_refuses_become_dead_letters(loop: Loop) -> None:
+def test_rejected_and_refused_records_become_dead_letters(loop: Loop) -> None:
     letters = create_topic(loop.servers, f"{loop.source}.dlq")
     refused: dict[int, PoisonRecord] = {}
     with loop.session() as session:
@@ -162,7 +162,7 @@ def test_what_the_loop_cannot_handle_and_what_the_client_refuses_become_dead_let
     assert session.counters.dead_letters == 2
 
 
-def test_an_output_that_is_not_there_is_named_at_the_start_or_where_nobody_named_it_before_at_the_first_record(
+def test_missing_output_is_named_at_the_start_or_first_record(
     loop: Loop,
 ) -> None:
     nowhere, soon = f"{loop.target}-nowhere", {"topic.metadata.propagation.max.ms": 300}
@@ -176,7 +176,7 @@ def test_an_output_that_is_not_there_is_named_at_the_start_or_where_nobody_named
                 txn.send(nowhere, record.value)
 
 
-def test_an_aborted_transaction_hands_the_same_records_out_again(loop: Loop) -> None:
+def test_aborted_transaction_returns_the_same_records_again(loop: Loop) -> None:
     with loop.session() as session:
         first = next(session)
         seen = list(first.records)
@@ -207,7 +207,7 @@ class Stuttering:
         return [*messages, *[message for message in messages[-1:] if message.error() is None]]
 
 
-def test_a_record_that_the_client_delivers_again_is_handled_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_record_delivered_twice_by_the_client_is_handled_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with loop.session() as session:
         session.group_consumer.consumer = Stuttering(session.consumer)  # type: ignore[assignment]
         for txn in session:
@@ -233,7 +233,7 @@ def damage(kafka: LocalKafka, topic: str, offset: int, at: int = -5) -> None:
         file.write(bytes([there[0] ^ 1]))
 
 
-def test_a_damaged_batch_stops_the_loop_once_all_before_it_is_committed(loop: Loop, kafka: LocalKafka) -> None:
+def test_damaged_batch_stops_the_loop_after_earlier_commits(loop: Loop, kafka: LocalKafka) -> None:
     """Nothing of it is copied, and a restart ends the same way until somebody chooses."""
     first = COUNT + 1  # behind the control record
     loop.load(range(COUNT, 2 * COUNT))
@@ -248,7 +248,7 @@ def test_a_damaged_batch_stops_the_loop_once_all_before_it_is_committed(loop: Lo
     assert loop.copied() == ALL
 
 
-def test_a_partition_of_which_nothing_comes_is_told(
+def test_stalled_partition_is_logged(
     loop: Loop, kafka: LocalKafka, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without checksums librdkafka stands for ever before a record whose length is damaged, and says nothing."""
@@ -264,7 +264,7 @@ def test_a_partition_of_which_nothing_comes_is_told(
     assert loop.copied() == []
 
 
-def test_an_offset_behind_the_end_stops_the_loop_so_that_what_is_written_there_next_is_not_skipped(loop: Loop) -> None:
+def test_committed_offset_past_the_end_stops_the_loop(loop: Loop) -> None:
     """As behind an unclean election. A loop that waited would go on in the midst of the records to come."""
     outside = Consumer({"bootstrap.servers": loop.servers, "group.id": loop.group})
     outside.commit(offsets=[TopicPartition(loop.source, 0, COUNT + 3)], asynchronous=False)
@@ -286,7 +286,7 @@ def test_an_offset_behind_the_end_stops_the_loop_so_that_what_is_written_there_n
 @pytest.mark.takes(43)
 @pytest.mark.deep_for("consumer")
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
-def test_aborts_at_random_places_of_a_backlog_lose_nothing_and_keep_the_order(
+def test_random_aborts_of_a_backlog_keep_records_and_order(
     protocol: str, kafka: LocalKafka, names: Callable[[str], str]
 ) -> None:
     """A rewind sends the consumer back while its queue holds tens of thousands of records, ends of partitions
@@ -335,7 +335,7 @@ def test_aborts_at_random_places_of_a_backlog_lose_nothing_and_keep_the_order(
     assert [stable_offset(servers, settings["group.id"], source, p) for p in range(partitions)] == ends
 
 
-def test_a_session_that_aborted_does_not_take_its_id_back_from_a_newer_one(loop: Loop) -> None:
+def test_aborted_session_does_not_fence_a_newer_one(loop: Loop) -> None:
     """Its producer is replaced before the next transaction, and the replacement's init would take the id."""
     with contextlib.closing(loop.session()) as newer:
         with loop.session() as older:
@@ -352,7 +352,7 @@ def test_a_session_that_aborted_does_not_take_its_id_back_from_a_newer_one(loop:
     assert loop.copied() == ALL
 
 
-def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop: Loop) -> None:
+def test_backlog_is_fetched_during_a_commit(loop: Loop) -> None:
     count = 8_000
     loop.load(range(COUNT, count))
     waiting: list[int] = []
@@ -375,7 +375,7 @@ def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop:
     assert loop.copied() == [b"%d" % number for number in range(count)]
 
 
-def test_a_loop_on_a_machine_whose_clocks_stood_still_is_not_taken_for_replaced(
+def test_suspended_machine_does_not_look_replaced(
     loop: Loop,
 ) -> None:
     """A paused virtual machine: the broker's clock went on, and by its own its transaction is as young as before."""
@@ -397,7 +397,7 @@ def test_a_loop_on_a_machine_whose_clocks_stood_still_is_not_taken_for_replaced(
     assert loop.copied() == ALL
 
 
-def test_two_loops_of_one_group_on_one_host_share_its_partitions(loop: Loop, names: Callable[[str], str]) -> None:
+def test_two_loops_of_one_group_share_its_partitions(loop: Loop, names: Callable[[str], str]) -> None:
     """Each is a member of its own: with one group.instance.id for both they would push each other out for ever."""
     source, group = create_topic(loop.servers, names("two"), partitions=2), names("shared")
     settings = {"bootstrap.servers": loop.servers, "group.id": group}
@@ -444,7 +444,7 @@ def go_on_until_the_end(session: TransactSession, target: str, stopped_by: type[
             again += 1
 
 
-def test_a_callback_that_raises_out_of_a_poll_loses_none_of_the_records_that_came_with_it(loop: Loop) -> None:
+def test_callback_error_in_a_poll_loses_no_records(loop: Loop) -> None:
     """confluent-kafka destroys what `consume` has taken when a callback raises; its position is behind them."""
     loop.load(range(COUNT, 600))
     raised: list[str] = []
@@ -461,7 +461,7 @@ def test_a_callback_that_raises_out_of_a_poll_loses_none_of_the_records_that_cam
     assert loop.copied() == [b"%d" % number for number in range(600)]
 
 
-def test_what_a_users_callback_raises_comes_out_of_the_loop_and_loses_nothing(kafka: LocalKafka, loop: Loop) -> None:
+def test_callback_error_leaves_the_loop_and_loses_nothing(kafka: LocalKafka, loop: Loop) -> None:
     loop.load(range(COUNT, 600))
     told: list[str] = []
 
@@ -510,9 +510,7 @@ class Interrupts:
 
 
 @pytest.mark.parametrize("wanted", [12, pytest.param(120, marks=[pytest.mark.long, pytest.mark.timeout(1_800)])])
-def test_a_loop_that_is_interrupted_anywhere_and_entered_again_loses_and_doubles_nothing(
-    loop: Loop, wanted: int
-) -> None:
+def test_loop_interrupted_anywhere_and_reentered_is_exactly_once(loop: Loop, wanted: int) -> None:
     """Ctrl-C in a notebook: in a poll, in the body, in a commit, in the recovery from the Ctrl-C before."""
     settings = {"eos.transaction.interval.ms": 5, "eos.transaction.max.records": 50}
     interrupts, count = Interrupts(wanted), COUNT

@@ -84,7 +84,7 @@ def values_of(servers: str, topic: str) -> list[bytes | None]:
     return visible_values(servers, topic).get(0, [])
 
 
-def test_the_tests_that_pages_show_pass(kafka: LocalKafka, tmp_path: Path) -> None:
+def test_tests_shown_on_pages_pass(kafka: LocalKafka, tmp_path: Path) -> None:
     servers = kafka.bootstrap_servers  # without these topics: eos_run makes its own
     pages = ("functions", "state", "joins", "own-loop")
     for page in pages:
@@ -93,7 +93,7 @@ def test_the_tests_that_pages_show_pass(kafka: LocalKafka, tmp_path: Path) -> No
     assert " passed" in done(tmp_path, servers, "-m", "pytest", *arguments, *pages)
 
 
-def test_the_programs_that_pages_show_run(servers: str, tmp_path: Path) -> None:
+def test_programs_shown_on_pages_run(servers: str, tmp_path: Path) -> None:
     for page in ("functions", "own-loop"):
         written(page, tmp_path, servers)
     send(servers, "items", b'{"cents": 5, "quantity": 2}')
@@ -115,7 +115,7 @@ def test_the_programs_that_pages_show_run(servers: str, tmp_path: Path) -> None:
         loop.wait()
 
 
-def test_the_loop_that_sets_refused_records_aside_goes_on(servers: str, tmp_path: Path) -> None:
+def test_loop_that_rejects_refused_records_continues(servers: str, tmp_path: Path) -> None:
     written("own-loop", tmp_path, servers)
     (tmp_path / "main.py").write_text(
         "import eos\n"

@@ -58,7 +58,7 @@ TAKEN = "topic taken in"
     ],
     ids=["cooperative", "roundrobin", "consumer", "latest", "consumer and latest"],
 )
-def test_a_topic_that_comes_under_a_running_worker_is_read_from_its_beginning_exactly_once(
+def test_topic_created_during_a_run_is_read_from_its_beginning(
     protocol: str, more: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 600)
@@ -85,7 +85,7 @@ def test_a_topic_that_comes_under_a_running_worker_is_read_from_its_beginning_ex
 
 @pytest.mark.deep_for("roundrobin", "consumer")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_of_two_workers_one_is_killed_after_a_topic_came_and_nothing_is_lost_or_doubled(
+def test_worker_killed_after_a_new_topic_is_exactly_once(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 600)
@@ -114,7 +114,7 @@ def test_of_two_workers_one_is_killed_after_a_topic_came_and_nothing_is_lost_or_
 
 @pytest.mark.deep_for("cooperative-sticky")
 @pytest.mark.parametrize("protocol", ["cooperative-sticky", "consumer"])
-def test_a_worker_that_has_not_heard_of_a_topic_gets_none_of_it_and_holds_nothing_up(
+def test_worker_with_older_metadata_gets_none_of_a_new_topic(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     """Workers learn of a topic at moments of their own; the one that knows it is killed and comes back."""
@@ -143,9 +143,7 @@ def test_a_worker_that_has_not_heard_of_a_topic_gets_none_of_it_and_holds_nothin
     pipeline.verify()
 
 
-def test_a_topic_that_came_while_no_worker_ran_is_read_from_its_beginning_even_with_latest(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_topic_created_between_runs_is_read_from_its_beginning(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.skip_loaded()
     first = pipeline.worker(settings=LATEST | SOON, reads=[pipeline.pattern])
@@ -163,7 +161,7 @@ def test_a_topic_that_came_while_no_worker_ran_is_read_from_its_beginning_even_w
 
 
 @pytest.mark.deep
-def test_topics_that_come_on_three_brokers_end_no_worker(cluster: LocalKafka, pipelines: Pipelines) -> None:
+def test_new_topics_on_three_brokers_stop_no_worker(cluster: LocalKafka, pipelines: Pipelines) -> None:
     """Each broker learns of a topic at a moment of its own, and librdkafka calls one that it asks too early unknown."""
     pipeline = pipelines.on(cluster, 600, replicas=3)
     often = {"topic.metadata.refresh.interval.ms": "50"}
@@ -179,7 +177,7 @@ def test_topics_that_come_on_three_brokers_end_no_worker(cluster: LocalKafka, pi
     pipeline.verify()
 
 
-def test_a_cluster_tells_its_topics_and_those_that_every_broker_knows(kafka: LocalKafka, names: Names) -> None:
+def test_cluster_reports_topics_that_every_broker_knows(kafka: LocalKafka, names: Names) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("in"), 2)
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
         assert topic in admin.topics()
@@ -195,9 +193,7 @@ def life(kafka: LocalKafka, tmp_path: Path, names: Names) -> Life:
     return Life(kafka, tmp_path, app, pattern=f"^{app}-in.*")
 
 
-def test_where_no_topic_matches_run_doctor_and_reset_end_with_69_and_the_pattern(
-    kafka: LocalKafka, tmp_path: Path, names: Names
-) -> None:
+def test_pattern_without_a_topic_is_exit_69(kafka: LocalKafka, tmp_path: Path, names: Names) -> None:
     life = Life(kafka, tmp_path, names("app"), pattern=f"^{names('nothing')}-.*")
     sentence = f"no topic at {life.servers} matches '^{names('nothing')}-.*', and the App '{life.app}' names none"
     for ended in (life.run(), life.reset("--from", "earliest", "--yes")):
@@ -208,7 +204,7 @@ def test_where_no_topic_matches_run_doctor_and_reset_end_with_69_and_the_pattern
     assert sentence in shown.stdout
 
 
-def test_what_matches_is_what_run_doctor_and_reset_see(life: Life) -> None:
+def test_run_doctor_and_reset_use_the_matching_topics(life: Life) -> None:
     second = create_topic(life.servers, f"{life.input}-2")
     life.load([b"a"])
     life.load([b"b"], topic=second)
@@ -226,7 +222,7 @@ def test_what_matches_is_what_run_doctor_and_reset_see(life: Life) -> None:
 
 
 @pytest.mark.deep
-def test_two_workers_under_a_supervisor_take_a_topic_in(life: Life) -> None:
+def test_supervised_workers_read_a_new_topic(life: Life) -> None:
     life.load([b"a"])
     (port,) = free_ports(1)
     with life.running("--workers", "2", "--instance", "w", "--http-port", f"{port}", *POLL) as supervisor:
@@ -251,9 +247,7 @@ def test_two_workers_under_a_supervisor_take_a_topic_in(life: Life) -> None:
     assert life.settled() == [b"a", b"b", b"b", b"c", b"c", b"d", b"d"]
 
 
-def test_a_topic_whose_dead_letters_have_no_topic_is_not_read_until_they_have(
-    kafka: LocalKafka, tmp_path: Path, names: Names
-) -> None:
+def test_new_topic_is_read_once_its_dead_letter_topic_exists(kafka: LocalKafka, tmp_path: Path, names: Names) -> None:
     app = names("app")
     life = Life(kafka, tmp_path, app, pattern=f"^{app}-in.*", on_error="dlq")
     create_topic(life.servers, f"{life.input}.dlq")
@@ -280,9 +274,7 @@ def test_a_topic_whose_dead_letters_have_no_topic_is_not_read_until_they_have(
 
 
 @pytest.mark.deep
-def test_dead_letters_of_new_topics_are_created_where_a_setting_says_so(
-    kafka: LocalKafka, tmp_path: Path, names: Names
-) -> None:
+def test_dead_letter_topics_of_new_topics_are_created_if_set(kafka: LocalKafka, tmp_path: Path, names: Names) -> None:
     app = names("app")
     life = Life(kafka, tmp_path, app, pattern=f"^{app}-in.*", on_error="dlq")
     life.load([b"a", POISON])
@@ -304,7 +296,7 @@ def _all(life: Life, topic: str) -> list[bytes | None]:
     return [value for values in visible_values(life.servers, topic).values() for value in values]
 
 
-def test_a_topic_that_matched_and_is_deleted_ends_the_worker_as_a_named_one_and_the_next_goes_on_without_it(
+def test_deleted_topic_of_a_pattern_stops_one_worker_only(
     life: Life,
 ) -> None:
     life.load([b"a"])
@@ -321,7 +313,7 @@ def test_a_topic_that_matched_and_is_deleted_ends_the_worker_as_a_named_one_and_
     assert life.settled() == [b"a", b"b", b"c"]
 
 
-def test_eos_run_of_a_user_s_test_reads_its_own_topics_only(kafka: LocalKafka, names: Names) -> None:
+def test_eos_run_of_a_test_reads_its_own_topics_only(kafka: LocalKafka, names: Names) -> None:
     strange = create_topic(kafka.bootstrap_servers, names("in-strange"))
     app = App(names("app"))
 
@@ -337,7 +329,7 @@ def test_eos_run_of_a_user_s_test_reads_its_own_topics_only(kafka: LocalKafka, n
     assert f"{strange}.dlq" not in known
 
 
-def test_a_worker_of_one_s_own_program_finds_its_topics_itself(kafka: LocalKafka, names: Names) -> None:
+def test_worker_in_a_program_finds_its_topics(kafka: LocalKafka, names: Names) -> None:
     app = App(names("app"))
 
     @app.process(f"^{names('in')}-.*", to=names("out"))
@@ -356,7 +348,7 @@ def test_a_worker_of_one_s_own_program_finds_its_topics_itself(kafka: LocalKafka
     assert sorted(settled_values(kafka.bootstrap_servers, names("out"))[0], key=str) == [b"0", b"1"]
 
 
-def test_a_session_asks_for_new_topics_only_when_no_transaction_is_open(kafka: LocalKafka, names: Names) -> None:
+def test_session_checks_for_new_topics_between_transactions(kafka: LocalKafka, names: Names) -> None:
     """In mid-transaction the group's new generation would refuse its offsets: work for nothing."""
     servers = kafka.bootstrap_servers
     first, second, out = (create_topic(servers, names(name)) for name in ("first", "second", "out"))

@@ -30,7 +30,7 @@ def forget(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("reset", "danger"), [("earliest", "handle all records again"), ("latest", "skip the records")]
 )
-def test_a_group_that_was_forgotten_is_refused_until_it_is_told_where_to_go_on(
+def test_group_without_committed_offsets_is_refused_until_reset(
     reset: str, danger: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 600)
@@ -60,7 +60,7 @@ def test_a_group_that_was_forgotten_is_refused_until_it_is_told_where_to_go_on(
 
 
 @pytest.mark.deep
-def test_without_a_topic_of_notes_a_group_begins_anew(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_group_without_a_history_topic_starts_again(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     settings = {"eos.places.topic": ""}
     pipeline.finish(settings=settings)

@@ -140,23 +140,19 @@ def killed_among_dead_letters(pipeline: Pipeline, settings: dict[str, str]) -> N
     assert "dead_letters=" in pipeline.workers[-1].log
 
 
-def test_dead_letters_are_there_exactly_once_though_workers_are_killed(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_dead_letters_of_killed_workers_exist_exactly_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
     killed_among_dead_letters(pipelines.on(kafka, 2_000), SESSION)
 
 
 @pytest.mark.deep
-def test_dead_letters_are_there_exactly_once_in_a_group_of_the_consumer_protocol(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_dead_letters_in_the_consumer_protocol_exist_exactly_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 2_000)
     pipeline.set_group_session_timeout(2_000)
     killed_among_dead_letters(pipeline, CONSUMER)
 
 
 @pytest.mark.deep
-def test_dead_letters_are_there_exactly_once_on_a_broker_before_kip_890(
-    kafka392: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_dead_letters_before_kip_890_exist_exactly_once(kafka392: LocalKafka, pipelines: Pipelines) -> None:
     killed_among_dead_letters(pipelines.on(kafka392, 2_000), SESSION)
 
 
@@ -175,7 +171,7 @@ def test_dead_letters_are_there_exactly_once_on_a_broker_before_kip_890(
     ],
     ids=["client-skip", "client-dlq", "client-retry", "broker-skip", "broker-retry-then-dlq-consumer"],
 )
-def test_an_output_that_is_too_large_is_treated_by_the_policy_and_never_half_sent(
+def test_policy_handles_an_output_that_is_too_large(
     refused_by: str, policy: str, settings: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 900)
@@ -191,9 +187,7 @@ def test_an_output_that_is_too_large_is_treated_by_the_policy_and_never_half_sen
     assert ("retries=2" in log) is (policy == "retry")
 
 
-def test_a_transaction_that_fails_of_a_record_while_others_are_still_sent_finds_that_record(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_record_that_fails_an_asynchronous_send_is_found(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     letters = with_dead_letters(pipeline)
     limit_bytes(pipeline, pipeline.destinations[1], 100_000)
@@ -205,7 +199,7 @@ def test_a_transaction_that_fails_of_a_record_while_others_are_still_sent_finds_
     assert "MSG_SIZE_TOO_LARGE" in pipeline.workers[-1].log
 
 
-def test_a_dead_letter_that_is_refused_too_stops_the_worker_with_65(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_refused_dead_letter_stops_the_worker_with_65(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     letters = with_dead_letters(pipeline, max_bytes=100)
     topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 50)
@@ -222,9 +216,7 @@ def test_a_dead_letter_that_is_refused_too_stops_the_worker_with_65(kafka: Local
 # Tries.
 
 
-def test_no_transaction_is_open_while_a_retry_waits_and_a_stop_uses_none_up(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_retry_waits_without_an_open_transaction(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     letters = with_dead_letters(pipeline)
     place = pipeline.record((pipeline.sources[0], 1), 50)
@@ -248,9 +240,7 @@ def test_no_transaction_is_open_while_a_retry_waits_and_a_stop_uses_none_up(
 # Functions that are too slow.
 
 
-def test_a_record_slower_than_the_transaction_timeout_is_found_and_run_first_in_a_transaction_of_its_own(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_record_slower_than_the_timeout_gets_its_own_transaction(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
     topic, partition, offset = pipeline.record((pipeline.sources[0], 1), 20)
     pipeline.finish(slow_at=(topic, partition, offset, 3.5), settings={"transaction.timeout.ms": "1500", **SESSION})
@@ -262,9 +252,7 @@ def test_a_record_slower_than_the_transaction_timeout_is_found_and_run_first_in_
 
 
 @pytest.mark.long
-def test_a_function_slower_than_the_poll_interval_ends_with_78_that_names_both_settings(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_function_slower_than_the_poll_interval_is_exit_78(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
     place = pipeline.record((pipeline.sources[0], 1), 20)
     settings = {"session.timeout.ms": "6000", "max.poll.interval.ms": "6000", "transaction.timeout.ms": "30000"}
@@ -293,9 +281,7 @@ def double(order: Order) -> Order:
 """
 
 
-def test_an_input_that_does_not_decode_is_its_own_dead_letter_with_where_and_why(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_input_that_cannot_be_decoded_becomes_a_dead_letter(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)  # each value is b"input", which is no JSON
     letters = with_dead_letters(pipeline)
     pipeline.program(TYPED, "--until-end").assert_ended(0)
@@ -380,7 +366,7 @@ async def closed():
 
 
 @pytest.mark.parametrize("program", [BATCH, ASYNC], ids=["batch", "async"])
-def test_batch_and_async_functions_that_fail_on_some_records_keep_all_others_and_their_order(
+def test_batch_and_async_failures_keep_other_records_in_order(
     program: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 900)
@@ -407,9 +393,7 @@ def connect():
 )
 
 
-def test_a_start_hook_that_raises_ends_the_run_with_75_and_the_users_own_frames(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_start_hook_error_is_exit_75_with_the_users_frames(kafka: LocalKafka, pipelines: Pipelines) -> None:
     worker = pipelines.on(kafka).program(CANNOT_START, "--until-end")
     worker.assert_ended(75, "on_start: connect raised OSError: the database is away")
     assert "program.py" in worker.log
@@ -441,9 +425,7 @@ else:
 
 
 @pytest.mark.parametrize("batch", [False, pytest.param(True, marks=pytest.mark.long)], ids=["single", "batch"])
-def test_outputs_too_large_and_to_a_partition_that_does_not_exist_are_found_in_a_large_transaction(
-    batch: bool, kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_refused_outputs_are_found_in_a_large_transaction(batch: bool, kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
     letters = with_dead_letters(pipeline)
     pipeline.program(REFUSED.replace("{batch}", str(batch)), "--until-end").assert_ended(0)
@@ -457,9 +439,7 @@ def test_outputs_too_large_and_to_a_partition_that_does_not_exist_are_found_in_a
     assert "_UNKNOWN_PARTITION" in log
 
 
-def test_a_topic_of_dead_letters_that_is_missing_is_exit_69_before_the_first_record(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_missing_dead_letter_topic_is_exit_69_at_the_start(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 10)
     missing = ", ".join(f"{source}.dlq" for source in pipeline.sources)
     pipeline.program(TYPED, "--until-end").assert_ended(UNAVAILABLE, f"topics {missing} do not exist at ")
@@ -483,9 +463,7 @@ async def closed():
 """
 
 
-def test_async_functions_that_do_not_end_are_given_up_at_the_second_signal(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_second_signal_abandons_unfinished_async_functions(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     worker = pipeline.program(STUCK, "--until-end", "-X", "transaction.timeout.ms=60000")
     worker.wait_line("STUCK")
@@ -513,9 +491,7 @@ app.process(second, to={destinations!r}[0], on_error=eos.skip)(copy)
 """
 
 
-def test_verify_takes_a_skipped_record_for_a_filtered_one_and_a_dead_letter_for_an_output(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_verify_counts_skipped_records_and_dead_letters(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
     letters = with_dead_letters(pipeline)
     worker = pipeline.program(LINEAGE, "--until-end", "-X", "eos.lineage=true")

@@ -45,7 +45,7 @@ def limit_producer(servers: str, client_id: str, bytes_per_s: float) -> None:
         pytest.param(11, 200_000, 30_000, {}, id="default", marks=[pytest.mark.long, pytest.mark.timeout(500)]),
     ],
 )
-def test_backlog_under_a_producer_quota_gets_through_with_smaller_transactions(
+def test_backlog_under_a_quota_uses_smaller_transactions(
     caplog: pytest.LogCaptureFixture, window: int, bytes_per_s: int, count: int, more: dict[str, int]
 ) -> None:
     """All of it at once takes longer than a transaction may."""

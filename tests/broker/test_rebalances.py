@@ -48,7 +48,7 @@ def prepared(pipelines: Pipelines, kafka: LocalKafka, records: int, protocol: st
 
 @pytest.mark.deep_for("roundrobin*", "cooperative*")
 @pytest.mark.parametrize("repetition", REPETITIONS)
-def test_members_that_come_and_go_while_records_flow_lose_and_double_nothing(
+def test_joins_and_leaves_lose_and_duplicate_nothing(
     protocol: str, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
     come_and_go(prepared(pipelines, kafka, 2_000, protocol), protocol, chance)
@@ -57,7 +57,7 @@ def test_members_that_come_and_go_while_records_flow_lose_and_double_nothing(
 @pytest.mark.long
 @pytest.mark.parametrize("protocol", ["cooperative-sticky", "roundrobin"])
 @pytest.mark.parametrize("repetition", range(1, 6))
-def test_members_that_come_and_go_on_a_broker_before_kip_890_lose_and_double_nothing(
+def test_joins_and_leaves_before_kip_890_are_exactly_once(
     protocol: str, repetition: int, kafka392: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
     come_and_go(prepared(pipelines, kafka392, 2_000, protocol), protocol, chance)
@@ -106,7 +106,7 @@ def change_one(
 
 
 @pytest.mark.deep_for("roundrobin", "consumer")
-def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
+def test_rebalance_waits_for_the_transaction_of_a_slow_member(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = prepared(pipelines, kafka, 3_000, protocol)
@@ -135,9 +135,7 @@ def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
     "protocol",
     ["cooperative-sticky", *(pytest.param(name, marks=pytest.mark.long) for name in ("roundrobin", "consumer"))],
 )
-def test_partitions_revoked_in_mid_transaction_take_the_transaction_with_them(
-    protocol: str, kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_revoked_partitions_end_their_transaction(protocol: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
     """A transaction of a backlog polls on: there a revocation reaches it while it is open."""
     pipeline = prepared(pipelines, kafka, 3_600, protocol)
     # Its transaction would end with the backlog, after seven seconds of work and more: the group tells it before.
@@ -162,9 +160,7 @@ def test_partitions_revoked_in_mid_transaction_take_the_transaction_with_them(
     stop_all(pipeline, joining)
 
 
-def test_a_member_that_joins_anew_unnoticed_commits_nothing_of_what_it_had(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_member_that_rejoined_unnoticed_commits_nothing_old(kafka: LocalKafka, pipelines: Pipelines) -> None:
     """Found by the failure matrix: 2,628 outputs doubled. A JoinGroup that finds the member unknown makes librdkafka
     join under a new id without a word, with the partitions of before, and the broker takes this new member's offsets.
     """
@@ -209,7 +205,7 @@ def stop_all(pipeline: Pipeline, *workers: WorkerProcess) -> None:
         pytest.param("consumer", "offsets sent", SHORT_MS, marks=pytest.mark.long),
     ],
 )
-def test_a_member_that_loses_its_partitions_in_mid_transaction_goes_on_without_harm(
+def test_member_that_lost_partitions_in_a_transaction_continues(
     protocol: str, step: str, timeout_ms: int, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = prepared(pipelines, kafka, 3_000, protocol)

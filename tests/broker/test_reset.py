@@ -31,7 +31,7 @@ def life(kafka: LocalKafka, tmp_path: Path, names: Names) -> Life:
     return Life(kafka, tmp_path, names("app"))
 
 
-def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(life: Life) -> None:
+def test_reset_skips_a_poison_record_and_replays_the_input(life: Life) -> None:
     life.load([b"a", POISON, b"b"])
     life.load([b"c"], partition=1)
     stopped = life.run()
@@ -62,7 +62,7 @@ def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(
     assert life.settled() == [b"a", b"b", b"b", b"c", b"c"], "the record before is not read again, the others are"
 
 
-def test_what_is_no_record_to_a_reader_cannot_be_skipped(life: Life) -> None:
+def test_reset_skips_only_records_that_a_reader_sees(life: Life) -> None:
     with raw_producer(life.servers, f"{life.app}-other") as producer:
         producer.begin()
         producer.send(life.input, "given up")
@@ -74,7 +74,7 @@ def test_what_is_no_record_to_a_reader_cannot_be_skipped(life: Life) -> None:
     assert life.committed()[0] < 0
 
 
-def test_a_reset_is_refused_while_a_member_lives_and_names_it(life: Life) -> None:
+def test_reset_is_refused_while_a_member_lives(life: Life) -> None:
     life.load([b"a"])
     with life.running("--instance", "the-living") as worker:
         wait_until("its output", lambda: life.outputs() == [b"a"], 60)
@@ -88,7 +88,7 @@ def test_a_reset_is_refused_while_a_member_lives_and_names_it(life: Life) -> Non
     assert life.committed() == [0, 0]
 
 
-def test_a_reset_is_refused_while_a_transaction_pends_on_the_offsets(life: Life) -> None:
+def test_reset_is_refused_while_offsets_are_pending(life: Life) -> None:
     life.load([b"a"])
     with raw_producer(life.servers, f"{life.app}-dead") as producer:
         producer.begin()
@@ -100,7 +100,7 @@ def test_a_reset_is_refused_while_a_transaction_pends_on_the_offsets(life: Life)
     assert life.committed()[0] == 1
 
 
-def test_where_a_reset_cannot_go_is_refused_and_nothing_is_moved(life: Life) -> None:
+def test_invalid_reset_target_is_refused_and_moves_nothing(life: Life) -> None:
     life.load([b"a"])
     assert life.run().returncode == 0
     for where, code in ((f"{life.input}:0:7", 78), (f"{life.input}:9:0", 64), ("other:0:0", 64), ("soon", 64)):
@@ -110,7 +110,7 @@ def test_where_a_reset_cannot_go_is_refused_and_nothing_is_moved(life: Life) -> 
     assert life.committed() == [1, -1]
 
 
-def test_the_group_of_an_at_least_once_consumer_is_adopted_where_it_stands(life: Life) -> None:
+def test_group_of_an_at_least_once_consumer_is_continued(life: Life) -> None:
     life.load([b"handled before", b"a"])
     consumer = Consumer(
         {"bootstrap.servers": life.servers, "group.id": life.app, "auto.offset.reset": "earliest"}
@@ -157,9 +157,7 @@ def test_reset_keeps_offset_metadata(life: Life) -> None:
 
 @pytest.mark.deep_for("more1")
 @pytest.mark.parametrize("more", [(), ("-X", "partition.assignment.strategy=range")])
-def test_an_app_whose_sources_changed_reads_the_new_ones_and_no_others_right_after_a_kill(
-    life: Life, more: tuple[str, ...]
-) -> None:
+def test_app_with_changed_sources_reads_only_the_new_ones(life: Life, more: tuple[str, ...]) -> None:
     """A static member that comes back gets the partitions of before without a rebalance, whatever it subscribes to."""
     first, second = life.input, create_topic(life.servers, f"{life.input}-2")
     file = life.path / "theapp.py"
@@ -176,7 +174,7 @@ def test_an_app_whose_sources_changed_reads_the_new_ones_and_no_others_right_aft
             wait_until("the outputs of both", lambda wanted=wanted: life.outputs() == wanted, 60)  # type: ignore[misc]
 
 
-def test_a_topic_made_anew_while_no_worker_runs_is_read_from_its_beginning(life: Life) -> None:
+def test_topic_recreated_between_runs_is_read_from_its_beginning(life: Life) -> None:
     """Kafka forgets a group's offsets with the topic."""
     life.load([b"a", b"b", b"c"])
     assert life.run().returncode == 0
@@ -187,7 +185,7 @@ def test_a_topic_made_anew_while_no_worker_runs_is_read_from_its_beginning(life:
 
 @pytest.mark.deep_for("fewer*")
 @pytest.mark.parametrize("records", [1, 8], ids=["fewer records than before", "more records than before"])
-def test_a_topic_made_anew_under_a_running_worker_stops_it_with_66(records: int, life: Life) -> None:
+def test_topic_recreated_during_a_run_stops_the_worker_with_66(records: int, life: Life) -> None:
     """With more records than before the client would go on in the middle of the new topic, and say nothing."""
     life.load([b"a", b"b", b"c"])
     with life.running("--instance", "one") as worker:
@@ -201,7 +199,7 @@ def test_a_topic_made_anew_under_a_running_worker_stops_it_with_66(records: int,
 
 
 @pytest.mark.deep
-def test_a_rolling_restart_under_the_same_names_loses_and_doubles_nothing(life: Life) -> None:
+def test_rolling_restart_loses_and_duplicates_nothing(life: Life) -> None:
     """One worker after the other is stopped and started again, as for an upgrade, while records come."""
     names = ("a", "b")
     log = life.path / "workers.log"
@@ -258,7 +256,7 @@ except eos.PoisonRecord as error:
 """
 
 
-def test_a_program_of_ones_own_runs_an_app_as_the_command_does(life: Life) -> None:
+def test_program_runs_an_app_as_the_command_does(life: Life) -> None:
     (life.path / "program.py").write_text(PROGRAM)
     life.load([b"a"])
     command = [sys.executable, "program.py", life.servers]

@@ -22,9 +22,7 @@ def servers(request: pytest.FixtureRequest) -> str:
     return kafka.bootstrap_servers
 
 
-def test_what_both_ids_of_a_killed_worker_have_open_is_aborted_once_and_the_init_finds_nothing_to_wait_for(
-    servers: str, names: Names
-) -> None:
+def test_start_aborts_transactions_of_both_ids_of_a_killed_worker(servers: str, names: Names) -> None:
     topic, ids = names("t"), [names("p"), names("p-alternate")]
     create_topic(servers, topic)
     killed = [RawProducer(servers, name) for name in ids]  # never closed, as after a SIGKILL
@@ -48,7 +46,7 @@ def test_what_both_ids_of_a_killed_worker_have_open_is_aborted_once_and_the_init
     assert visible_values(servers, topic) == {0: []}
 
 
-def test_ids_that_nobody_used_or_that_committed_are_left_as_they_are(servers: str, names: Names) -> None:
+def test_unused_and_committed_ids_stay_unchanged(servers: str, names: Names) -> None:
     topic, used, unused = names("t"), names("used"), names("unused")
     create_topic(servers, topic)
     with raw_producer(servers, used) as producer:

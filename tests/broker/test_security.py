@@ -184,7 +184,7 @@ def ways(pki: Path, endpoint: str) -> dict[str, tuple[str, dict[str, Any]]]:
         "token of an identity provider",
     ],
 )
-def test_a_worker_with_just_its_rights_works(way: str, case: Case, pki: Path, token_endpoint: str) -> None:
+def test_worker_with_minimal_rights_works(way: str, case: Case, pki: Path, token_endpoint: str) -> None:
     case.allow_all()
     listener, settings = ways(pki, token_endpoint)[way]
     ended = case.run(listener, settings)
@@ -194,7 +194,7 @@ def test_a_worker_with_just_its_rights_works(way: str, case: Case, pki: Path, to
     assert case.outputs() == case.values
 
 
-def test_who_may_not_note_its_places_works_all_the_same_and_is_told(case: Case) -> None:
+def test_worker_without_history_rights_works_with_a_warning(case: Case) -> None:
     case.allow_all()
     case.kafka.withdraw("TOPIC", "__eos_places")
     ended = case.run("SASL", PLAIN)
@@ -226,7 +226,7 @@ def resource(case: Case, which: str) -> tuple[str, str, str]:
 @pytest.mark.deep_for("nothing-input", "nothing-output", "nothing-group")
 @pytest.mark.parametrize("which", ["input", "output", "group", "id"])
 @pytest.mark.parametrize("left", ["nothing", "describe"])
-def test_a_missing_right_is_exit_77_with_its_resource(which: str, left: str, case: Case) -> None:
+def test_missing_right_is_exit_77_with_its_resource(which: str, left: str, case: Case) -> None:
     case.allow_all()
     kind, name, sentence = resource(case, which)
     assert case.kafka.withdraw(kind, name) == 1
@@ -240,7 +240,7 @@ def test_a_missing_right_is_exit_77_with_its_resource(which: str, left: str, cas
     assert case.outputs() == []
 
 
-def test_doctor_names_every_missing_right_at_once(case: Case) -> None:
+def test_doctor_names_all_missing_rights(case: Case) -> None:
     ended = case.eos("SASL", PLAIN, "doctor", "theapp.py:app", "--instance", "one", "--json")
     assert ended.returncode == 77, ended.stderr
     failed = [row["found"] for row in json.loads(ended.stdout) if row["level"] == "failed"]
@@ -250,9 +250,7 @@ def test_doctor_names_every_missing_right_at_once(case: Case) -> None:
 
 @pytest.mark.deep_for("input", "output", "group")
 @pytest.mark.parametrize("which", ["input", "output", "group", "id"])
-def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_resource(
-    which: str, case: Case
-) -> None:
+def test_right_withdrawn_during_a_run_stops_the_worker_with_77(which: str, case: Case) -> None:
     case.allow_all()
     log = case.directory / "worker.log"
     (case.directory / "eos.toml").write_text("\n".join(f"{json.dumps(n)} = {json.dumps(v)}" for n, v in PLAIN.items()))
@@ -275,7 +273,7 @@ def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_
     assert sentence.split(":")[0] in words
 
 
-def test_a_command_without_its_right_is_exit_77_with_the_resource(case: Case) -> None:
+def test_command_without_its_right_is_exit_77(case: Case) -> None:
     """The topic may be described, which is not enough to see who has a transaction open on it."""
     case.kafka.allow("TOPIC", case.input, "DESCRIBE")
     for arguments, resource, operation in (
@@ -292,7 +290,7 @@ def test_a_command_without_its_right_is_exit_77_with_the_resource(case: Case) ->
 # ---- what is said of wrong logins and certificates ---------------------------------------------------------------
 
 
-def test_a_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: str, pki: Path) -> None:
+def test_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: str, pki: Path) -> None:
     case.allow_all()
     wrong = ways(pki, token_endpoint)["token of an identity provider"][1] | {"sasl.oauthbearer.client.secret": "no"}
     for settings in (PLAIN | {"sasl.password": "not-hers"}, wrong):
@@ -304,7 +302,7 @@ def test_a_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: s
         took_under(15, began, "a refused login")
 
 
-def test_a_broker_whose_certificate_nobody_knows_is_exit_69_within_seconds(case: Case, pki: Path) -> None:
+def test_unknown_broker_certificate_is_exit_69_within_seconds(case: Case, pki: Path) -> None:
     settings = PLAIN | {"security.protocol": "sasl_ssl"}
     began = time.monotonic()
     ended = case.run("BOTH", settings)
@@ -315,7 +313,7 @@ def test_a_broker_whose_certificate_nobody_knows_is_exit_69_within_seconds(case:
 
 
 @pytest.mark.parametrize("name", ["ssl.ca.location", "ssl.certificate.location", "ssl.key.location"])
-def test_a_file_that_is_not_there_is_exit_78_and_named(name: str, case: Case, pki: Path) -> None:
+def test_missing_file_is_exit_78_and_named(name: str, case: Case, pki: Path) -> None:
     settings = {
         "security.protocol": "ssl",
         "ssl.ca.location": str(pki / "ca.pem"),
@@ -327,7 +325,7 @@ def test_a_file_that_is_not_there_is_exit_78_and_named(name: str, case: Case, pk
     assert "/nowhere/at.pem" in ended.stderr or name in ended.stderr
 
 
-def test_secrets_are_shown_by_no_command(case: Case, pki: Path, token_endpoint: str) -> None:
+def test_commands_show_no_secrets(case: Case, pki: Path, token_endpoint: str) -> None:
     """`Case.eos` looks for them in everything that is printed."""
     case.allow_all()
     settings = ways(pki, token_endpoint)["token of an identity provider"][1] | PLAIN

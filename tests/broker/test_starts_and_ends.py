@@ -66,7 +66,7 @@ def life(kafka: LocalKafka, tmp_path: Path, names: Callable[[str], str]) -> Life
 # Where it begins.
 
 
-def test_latest_begins_at_the_end_and_commits_that_start_at_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_latest_starts_at_the_end_and_commits_this_offset(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.skip_loaded()
     worker = pipeline.worker(settings=LATEST)
@@ -78,9 +78,7 @@ def test_latest_begins_at_the_end_and_commits_that_start_at_once(kafka: LocalKaf
     pipeline.verify()
 
 
-def test_a_partition_that_is_added_later_begins_at_its_beginning_even_with_latest(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_added_partition_is_read_from_its_beginning_with_latest(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.skip_loaded()
     worker = pipeline.worker(settings=LATEST | {"topic.metadata.refresh.interval.ms": "1000"})
@@ -94,7 +92,7 @@ def test_a_partition_that_is_added_later_begins_at_its_beginning_even_with_lates
     pipeline.verify()
 
 
-def test_latest_reads_topics_between_functions_whole(kafka: LocalKafka, life: Life) -> None:
+def test_latest_reads_topics_between_functions_completely(kafka: LocalKafka, life: Life) -> None:
     """What one function wrote before the other one's partition began counts."""
     between = create_topic(kafka.bootstrap_servers, f"{life.app}-between")
     (life.path / "theapp.py").write_text(CHAIN.format(app=life.app, source=life.input, between=between, to=life.output))
@@ -109,7 +107,7 @@ def test_latest_reads_topics_between_functions_whole(kafka: LocalKafka, life: Li
     assert life.settled() == [b"1", b"2", b"3", b"4"]
 
 
-def test_a_committed_offset_that_is_gone_stops_the_worker_with_66(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_deleted_committed_offset_stops_the_worker_with_66(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.finish()
     pipeline.verify()
@@ -125,7 +123,7 @@ def test_a_committed_offset_that_is_gone_stops_the_worker_with_66(kafka: LocalKa
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_the_place_of_a_partition_without_new_records_is_committed_again(
+def test_offset_of_an_idle_partition_is_committed_again(
     idle: bool, kafka: LocalKafka, pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under group.protocol=consumer the brokers count offsets.retention.minutes from each offset's own commit: without
@@ -166,9 +164,7 @@ def test_the_place_of_a_partition_without_new_records_is_committed_again(
 # How it ends: --until-end.
 
 
-def test_until_end_is_not_held_up_by_empty_aborted_and_ending_in_aborted_partitions(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_until_end_finishes_with_empty_and_aborted_partitions(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka)
     first, second = pipeline.sources
     full = [(first, 0), (first, 1), (second, 0), (second, 1)]
@@ -179,15 +175,13 @@ def test_until_end_is_not_held_up_by_empty_aborted_and_ending_in_aborted_partiti
     pipeline.verify()
 
 
-def test_until_end_of_topics_without_any_record_ends_at_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_until_end_of_empty_topics_ends_immediately(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka)
     assert pipeline.worker(until_end=True).wait(30) == 0
     assert pipeline.delivered == 0
 
 
-def test_until_end_leaves_records_that_came_after_its_start_to_the_next_run(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_until_end_leaves_later_records_to_the_next_run(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     worker = pipeline.worker(until_end=True, holds=[("flush", 1)])
     worker.wait_at("flush", 1)
@@ -225,9 +219,7 @@ def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines
 
 @pytest.mark.deep_for("the-shutdown-timeout")
 @pytest.mark.parametrize("how", ["a-second-sigterm", "the-shutdown-timeout"])
-def test_a_stop_that_takes_too_long_gives_the_transaction_up_and_exits_75(
-    how: str, kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_slow_stop_aborts_and_exits_75(how: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
     pipeline.finish()  # something is committed, whatever the first transaction of the slow worker takes in
     pipeline.load(300)
@@ -249,9 +241,7 @@ def test_a_stop_that_takes_too_long_gives_the_transaction_up_and_exits_75(
 # How it ends: a record that cannot be handled.
 
 
-def test_a_function_that_raises_stops_the_worker_with_65_just_before_its_record(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_function_error_stops_the_worker_with_65_at_its_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
     topic, partition, offset = poison = pipeline.record((pipeline.sources[0], 1), 70)
     worker = pipeline.worker(raise_at=poison)
@@ -269,9 +259,7 @@ def test_a_function_that_raises_stops_the_worker_with_65_just_before_its_record(
 
 @pytest.mark.deep_for("the-broker")
 @pytest.mark.parametrize("refused_by", ["the-client", "the-broker"])
-def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
-    refused_by: str, kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_output_too_large_stops_the_worker_with_65(refused_by: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
     if refused_by == "the-broker":
         # Large enough for a batch of ordinary outputs, as a topic's limit is.
@@ -293,7 +281,7 @@ def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
 # How it ends: the surroundings.
 
 
-def test_a_topic_that_does_not_exist_is_exit_69_with_its_name(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_missing_topic_is_exit_69_with_its_name(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka)
     missing = f"{pipeline.app}-missing"
     worker = pipeline.program(APP, sources=[pipeline.sources[0], missing])
@@ -309,7 +297,7 @@ def test_a_topic_that_does_not_exist_is_exit_69_with_its_name(kafka: LocalKafka,
     ],
     ids=["four-seconds", "by-default"],
 )
-def test_a_cluster_that_cannot_be_reached_is_exit_69_in_time(
+def test_unreachable_cluster_is_exit_69_in_time(
     arguments: tuple[str, ...], limit_s: float, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka)

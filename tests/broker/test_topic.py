@@ -51,7 +51,7 @@ def begun(kafka: LocalKafka, transactional_id: str) -> Producer:
     return producer
 
 
-def test_a_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka, names: Names) -> None:
+def test_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka, names: Names) -> None:
     topic, second = names("t"), names("u")
     assert eos("create", topic, second, "--partitions", "2")[0] == 0
     assert eos("partitions", topic, "1") == (64, "", f"eos: {topic} has 2 partitions: Kafka cannot remove any\n")
@@ -67,7 +67,7 @@ def test_a_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka
         assert eos(*command, "--yes") == (69, "", f"eos: topic {topic} does not exist\n")
 
 
-def test_a_topic_is_made_once_written_in_one_transaction_and_read(
+def test_topic_is_created_written_in_one_transaction_and_read(
     eos: Run, kafka: LocalKafka, names: Names, capfd: pytest.CaptureFixture[str]
 ) -> None:
     topic, second = names("t"), names("u")
@@ -107,9 +107,7 @@ def test_a_topic_is_made_once_written_in_one_transaction_and_read(
     assert of_sends("--prefix", "eos-topic-send-") >= 2
 
 
-def test_aborted_and_open_records_are_shown_only_when_asked_for_and_marked(
-    eos: Run, kafka: LocalKafka, names: Names
-) -> None:
+def test_uncommitted_records_are_shown_and_marked_on_request(eos: Run, kafka: LocalKafka, names: Names) -> None:
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, partitions=1)
     eos("send", topic, "a", "b")
@@ -140,7 +138,7 @@ def test_aborted_and_open_records_are_shown_only_when_asked_for_and_marked(
     assert [value for value, _ in values(eos("tail", topic, "--json")[1])] == ["a", "b", "c", "maybe", "behind"]
 
 
-def test_the_last_records_are_found_behind_many_that_nobody_sees(eos: Run, kafka: LocalKafka, names: Names) -> None:
+def test_last_records_are_found_before_many_aborted_ones(eos: Run, kafka: LocalKafka, names: Names) -> None:
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, partitions=1)
     eos("send", topic, "first", "second")
@@ -153,7 +151,7 @@ def test_the_last_records_are_found_behind_many_that_nobody_sees(eos: Run, kafka
     assert eos("tail", topic, "-n", "0")[:2] == (0, "")
 
 
-def test_what_comes_is_shown_until_ctrl_c_and_that_ends_well(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+def test_follow_shows_new_records_until_ctrl_c(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, partitions=3)
     environment = os.environ | {"KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers}
@@ -182,7 +180,7 @@ def test_what_comes_is_shown_until_ctrl_c_and_that_ends_well(kafka: LocalKafka, 
     assert len(shown()) == 4
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(kafka: LocalKafka, eos: Run, names: Names) -> None:
+def test_closed_output_pipe_is_no_error(kafka: LocalKafka, eos: Run, names: Names) -> None:
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic)
     eos("send", topic, *map(str, range(3_000)))
@@ -200,7 +198,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(kafka: LocalKafka, eos: Run, 
     assert (first.startswith(f"{topic}[0]@0  "), code, ended.stderr) == (True, "0", "")
 
 
-def test_a_topic_that_does_not_exist_is_not_made_by_asking_for_it(eos: Run, names: Names) -> None:
+def test_missing_topic_is_not_created_by_a_query(eos: Run, names: Names) -> None:
     topic = names("nowhere")
     for arguments in (("tail", topic), ("send", topic, "x")):
         code, told, error = eos(*arguments)
@@ -210,9 +208,7 @@ def test_a_topic_that_does_not_exist_is_not_made_by_asking_for_it(eos: Run, name
     assert topic not in eos("list")[1]
 
 
-def test_what_a_broker_does_not_have_yet_is_waited_for_and_what_it_has_deleted_is_not(
-    eos: Run, kafka: LocalKafka, names: Names
-) -> None:
+def test_query_waits_for_new_topics_but_not_deleted_ones(eos: Run, kafka: LocalKafka, names: Names) -> None:
     """Found by a soak: behind a broker's fault a changelog's reader was told OFFSET_OUT_OF_RANGE of what was there."""
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, 1)

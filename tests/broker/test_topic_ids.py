@@ -51,7 +51,7 @@ class Refusing:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("down", range(3))
-def test_while_a_broker_is_down_it_is_left_alone_and_a_topic_made_anew_is_seen(
+def test_recreated_topic_is_noticed_while_a_broker_is_down(
     down: int, cluster: LocalKafka, names: Callable[[str], str]
 ) -> None:
     servers = cluster.bootstrap_servers

@@ -20,7 +20,7 @@ PARTITIONS = 4
 LATE_S = 1.5  # longer than between two heartbeats
 
 
-def test_partitions_in_an_answer_that_came_too_late_are_read_all_the_same(
+def test_partitions_of_a_late_heartbeat_answer_are_read(
     kafka: LocalKafka, names: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(unheard, "_PATIENCE_S", 2.0)

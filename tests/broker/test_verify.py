@@ -136,9 +136,7 @@ def source_of(message: Message) -> lineage.Source:
     return lineage.decode(dict(headers)[lineage.HEADER])
 
 
-def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
-    run: Run, names: Callable[[str], str]
-) -> None:
+def test_verify_passes_a_killed_run_and_names_each_damage(run: Run, names: Callable[[str], str]) -> None:
     killed = run.worker("-X", "eos.lineage=true", "-X", "eos.transaction.max.records=100")
     try:
         wait_until("a committed part", lambda: run.committed() > 1_000, timeout=60)
@@ -179,9 +177,7 @@ def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
     assert f"note: only {run.targets[0]} was searched for outputs: if the App writes to another topic too" in told
 
 
-def test_outputs_that_retention_removed_are_a_note_and_a_loss_behind_them_is_still_found(
-    run: Run, names: Callable[[str], str]
-) -> None:
+def test_verify_finds_a_loss_after_outputs_deleted_by_retention(run: Run, names: Callable[[str], str]) -> None:
     assert run.worker("-X", "eos.lineage=true").wait(120) == 0, (run.directory / "worker.log").read_text()
 
     def without_the_newest_of_partition_0(messages: list[Message]) -> list[Message]:
@@ -204,7 +200,7 @@ def test_outputs_that_retention_removed_are_a_note_and_a_loss_behind_them_is_sti
     assert f"{damaged} is compacted: not decided" in told
 
 
-def test_without_lineage_nothing_is_decided_and_a_missing_topic_is_named(run: Run) -> None:
+def test_verify_without_lineage_decides_nothing(run: Run) -> None:
     assert run.worker().wait(120) == 0, (run.directory / "worker.log").read_text()
     code, told = run.verify()
     assert code == 65, told
@@ -215,7 +211,7 @@ def test_without_lineage_nothing_is_decided_and_a_missing_topic_is_named(run: Ru
     assert "there-is-no-such-topic" in told
 
 
-def test_an_app_names_its_topics_between_functions_and_of_dead_letters(
+def test_verify_checks_intermediate_and_dead_letter_topics(
     kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path
 ) -> None:
     run = Run(kafka, names, tmp_path, CHAIN)

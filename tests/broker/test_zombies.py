@@ -69,7 +69,7 @@ def paused_in_transaction(
     [("kafka", "flush"), ("kafka", "flushed"), ("kafka", "offsets sent"), ("kafka392", "flushed")],
     indirect=["broker"],
 )
-def test_a_worker_paused_past_its_transaction_timeout_goes_on_by_itself(
+def test_worker_paused_past_its_transaction_timeout_continues(
     broker: LocalKafka, step: str, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(broker, RECORDS)
@@ -95,9 +95,7 @@ def test_a_worker_paused_past_its_transaction_timeout_goes_on_by_itself(
 
 @pytest.mark.takes(39)
 @pytest.mark.deep
-def test_a_worker_whose_every_transaction_outlives_its_timeout_gives_up_and_a_healthy_one_finishes(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_worker_with_only_timed_out_transactions_stops(kafka: LocalKafka, pipelines: Pipelines) -> None:
     """Of one record each: larger ones would be followed by smaller ones."""
     pipeline = pipelines.on(kafka, RECORDS)
     settings = {"transaction.timeout.ms": str(SHORT_MS), "session.timeout.ms": "10000"}
@@ -158,7 +156,7 @@ ZOMBIES = pytest.mark.parametrize(
 
 @pytest.mark.deep_for("before-its-timeout-consumer", "past-its-timeout-classic", "kafka392")
 @ZOMBIES
-def test_a_zombie_resumed_while_its_successor_is_in_a_transaction_is_fenced(
+def test_zombie_resumed_during_its_successors_transaction_is_fenced(
     broker: LocalKafka, timeout_ms: int, settings: dict[str, str], pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(broker, RECORDS)
@@ -182,7 +180,7 @@ def test_a_zombie_resumed_while_its_successor_is_in_a_transaction_is_fenced(
 
 @pytest.mark.deep_for("before-its-timeout-classic", "past-its-timeout-consumer")
 @ZOMBIES
-def test_a_zombie_resumed_when_its_successor_has_nothing_left_to_do_is_fenced(
+def test_zombie_resumed_after_its_successor_finished_is_fenced(
     broker: LocalKafka, timeout_ms: int, settings: dict[str, str], pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(broker, RECORDS)
@@ -204,9 +202,7 @@ def test_a_zombie_resumed_when_its_successor_has_nothing_left_to_do_is_fenced(
     pipeline.verify()
 
 
-def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_idle_zombie_is_fenced_by_an_idle_successor(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     # After a slow last commit it would replace its own producer while the test looks who owns the id.
     zombie = pipeline.worker(keep_producer=True)
@@ -226,9 +222,7 @@ def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
 
 
 @pytest.mark.deep
-def test_an_idle_zombie_of_the_consumer_protocol_is_fenced_at_its_next_record(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_idle_zombie_in_the_consumer_protocol_is_fenced_at_a_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     pipeline.set_group_session_timeout(2_000)
     zombie = pipeline.worker(settings=CONSUMER, keep_producer=True)  # see above
@@ -247,7 +241,7 @@ def test_an_idle_zombie_of_the_consumer_protocol_is_fenced_at_its_next_record(
 
 
 @pytest.mark.deep
-def test_a_zombie_whose_successor_was_killed_is_fenced_all_the_same(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_zombie_is_fenced_although_its_successor_was_killed(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     zombie, before = paused_in_transaction(pipeline, "flushed", {"transaction.timeout.ms": str(TIMEOUT_MS)})
     successor = pipeline.worker(holds=[("flushed", 2)])
@@ -263,9 +257,7 @@ def test_a_zombie_whose_successor_was_killed_is_fenced_all_the_same(kafka: Local
 
 
 @pytest.mark.deep_for("kafka392")
-def test_a_place_in_the_group_without_the_transactional_id_is_no_newer_instance(
-    broker: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_group_member_without_the_id_is_no_newer_instance(broker: LocalKafka, pipelines: Pipelines) -> None:
     """As after a session that ended unnoticed, when the answer to librdkafka's own new join is lost: the group holds
     the worker's instance under a member id that it was never told, and refuses it. Seen in the matrix; it ended with
     79. Here another consumer joins under its instance, which goes away without leaving, as static members do."""
@@ -349,7 +341,7 @@ def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> TransactionalI
 
 
 @pytest.mark.deep_for("kafka392")
-def test_an_id_that_ended_its_own_transactions_is_still_its_own(producer: Start, topic: str, ask: Ask) -> None:
+def test_id_that_ended_its_transactions_is_still_owned(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -364,7 +356,7 @@ def test_an_id_that_ended_its_own_transactions_is_still_its_own(producer: Start,
 
 
 @pytest.mark.deep_for("kafka392")
-def test_the_first_transaction_that_timed_out_is_an_own_timeout(producer: Start, topic: str, ask: Ask) -> None:
+def test_first_timed_out_transaction_is_an_own_timeout(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
     raw.send(topic, "one")
@@ -377,9 +369,7 @@ def test_the_first_transaction_that_timed_out_is_an_own_timeout(producer: Start,
 
 
 @pytest.mark.deep_for("kafka392")
-def test_an_own_timeout_is_told_while_the_broker_is_still_ending_the_transaction(
-    producer: Start, topic: str, ask: Ask
-) -> None:
+def test_own_timeout_is_recognised_while_the_abort_is_prepared(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -393,7 +383,7 @@ def test_an_own_timeout_is_told_while_the_broker_is_still_ending_the_transaction
 
 
 @pytest.mark.deep_for("kafka392")
-def test_a_second_one_initialised_while_ours_was_open_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_during_our_transaction_is_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
     raw.send(topic, "one")
@@ -407,9 +397,7 @@ def test_a_second_one_initialised_while_ours_was_open_is_newer(producer: Start, 
     assert judge(situation(mine, late=True), wait_for(ask, mine, 2, "Ongoing")) is Owner.NEWER
 
 
-def test_a_second_one_still_inside_its_init_is_not_taken_for_an_own_timeout(
-    producer: Start, topic: str, ask: Ask
-) -> None:
+def test_instance_inside_its_init_is_no_own_timeout(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
     raw.send(topic, "one")
@@ -421,7 +409,7 @@ def test_a_second_one_still_inside_its_init_is_not_taken_for_an_own_timeout(
     init.result()
 
 
-def test_a_second_one_that_died_inside_its_init_looks_like_an_own_timeout(
+def test_instance_that_died_inside_its_init_is_an_own_timeout(
     broker: LocalKafka, producer: Start, topic: str, ask: Ask, names: Callable[[str], str]
 ) -> None:
     with HoldingProxy.before(broker) as proxy:
@@ -448,7 +436,7 @@ class RawInit(RawProducer):
 
 
 @pytest.mark.deep_for("kafka392")
-def test_a_second_one_initialised_while_ours_was_idle_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_while_ours_was_idle_is_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -471,9 +459,7 @@ def test_a_second_one_initialised_while_ours_was_idle_is_newer(producer: Start, 
 
 
 @pytest.mark.deep_for("kafka392")
-def test_a_second_one_at_work_under_the_next_epoch_is_newer_once_patience_ends(
-    producer: Start, topic: str, ask: Ask
-) -> None:
+def test_instance_with_the_next_epoch_is_newer_after_the_wait(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -486,7 +472,7 @@ def test_a_second_one_at_work_under_the_next_epoch_is_newer_once_patience_ends(
 
 
 @pytest.mark.deep_for("kafka392")
-def test_a_second_one_initialised_after_ours_timed_out_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_after_our_timeout_is_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
     raw.send(topic, "one")
@@ -505,7 +491,7 @@ def test_a_second_one_initialised_after_ours_timed_out_is_newer(producer: Start,
     assert judge(late, wait_for(ask, mine, 3, "CompleteAbort")) is Owner.NEWER
 
 
-def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka, names: Callable[[str], str]) -> None:
+def test_timed_out_transaction_of_a_late_request_is_recognised(kafka: LocalKafka, names: Callable[[str], str]) -> None:
     servers, name = kafka.bootstrap_servers, names("tx")
     topic = create_topic(servers, names("out"))
     with (
@@ -522,7 +508,7 @@ def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka
 
 
 @pytest.mark.deep_for("kafka392")
-def test_an_id_that_the_cluster_does_not_know_is_nobodys(ask: Ask) -> None:
+def test_unknown_id_has_no_owner(ask: Ask) -> None:
     def answered() -> bool:
         with suppress(Unavailable):  # the first question of all makes the transaction log
             assert ask() is None
@@ -533,9 +519,7 @@ def test_an_id_that_the_cluster_does_not_know_is_nobodys(ask: Ask) -> None:
     assert settle(situation(Identity(1, 0)), ask)[0] is Owner.EXPIRED
 
 
-def test_an_epoch_that_our_own_client_took_after_records_timed_out_is_known_as_ours(
-    kafka: LocalKafka, names: Callable[[str], str]
-) -> None:
+def test_epoch_bumped_by_our_client_after_a_timeout_is_ours(kafka: LocalKafka, names: Callable[[str], str]) -> None:
     """The abort of a transaction whose records timed out makes librdkafka ask for the next epoch (KIP-360). Whoever is
     fenced from the group right then (found by the failure matrix) must not take it for a newer instance's."""
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("tx")

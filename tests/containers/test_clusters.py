@@ -143,9 +143,7 @@ def a_new_connection_is_answered(server: str) -> bool:
 
 
 @everywhere
-def test_a_killed_leader_is_replaced_and_comes_back_with_every_record(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_killed_leader_is_replaced_and_returns_with_all_records(whole: Cluster, names: Callable[[str], str]) -> None:
     topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
@@ -171,7 +169,7 @@ def test_a_killed_leader_is_replaced_and_comes_back_with_every_record(
 
 @pytest.mark.deep_for("jvm*")
 @newest
-def test_a_stopped_leader_hands_over_before_it_goes(whole: Cluster, names: Callable[[str], str]) -> None:
+def test_stopped_leader_hands_over_before_it_ends(whole: Cluster, names: Callable[[str], str]) -> None:
     topic = new_topic(whole, names("t"))
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
@@ -188,9 +186,7 @@ def test_a_stopped_leader_hands_over_before_it_goes(whole: Cluster, names: Calla
 
 @pytest.mark.deep_for("jvm*")
 @newest
-def test_a_restarted_node_is_a_new_process_with_its_old_address_and_every_record(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_restarted_node_keeps_its_address_and_records(whole: Cluster, names: Callable[[str], str]) -> None:
     topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
@@ -206,9 +202,7 @@ def test_a_restarted_node_is_a_new_process_with_its_old_address_and_every_record
 
 
 @newest
-def test_a_paused_leader_keeps_its_connections_and_says_nothing_until_it_is_resumed(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_paused_leader_keeps_connections_without_answering(whole: Cluster, names: Callable[[str], str]) -> None:
     topic = new_topic(whole, names("t"))
     leader = whole.leader_of(topic)
     with closing(Conversation(whole.server(leader))) as talk:
@@ -230,9 +224,7 @@ def test_a_paused_leader_keeps_its_connections_and_says_nothing_until_it_is_resu
 
 
 @everywhere
-def test_a_leader_that_is_cut_off_loses_its_place_but_no_connection(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_disconnected_leader_is_replaced_and_keeps_connections(whole: Cluster, names: Callable[[str], str]) -> None:
     topic = new_topic(whole, names("t"))
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
@@ -259,9 +251,7 @@ def test_a_leader_that_is_cut_off_loses_its_place_but_no_connection(
 
 @pytest.mark.deep_for("jvm*")
 @newest
-def test_the_controller_and_the_coordinators_are_those_that_kafka_names(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_controller_and_coordinators_agree_with_kafka(whole: Cluster, names: Callable[[str], str]) -> None:
     group, transactional_id = names("g"), names("x")
     group_coordinator = whole.coordinator_of(group=group)
     assert whole.coordinator_of(transactional_id=transactional_id) in range(3)
@@ -292,7 +282,7 @@ def test_the_controller_and_the_coordinators_are_those_that_kafka_names(
 
 @pytest.mark.deep_for("jvm*")
 @newest
-def test_a_node_that_is_slow_to_come_back_is_told_with_its_state_and_last_words_and_can_be_waited_for(
+def test_slow_node_start_is_reported_with_state_and_last_log_lines(
     whole: Cluster,
 ) -> None:
     controller = whole.controller()
@@ -306,7 +296,7 @@ def test_a_node_that_is_slow_to_come_back_is_told_with_its_state_and_last_words_
 
 
 @on("jvm-4.4.0")
-def test_a_node_that_ends_as_it_starts_is_told_with_its_error_and_can_be_started_again(whole: Cluster) -> None:
+def test_node_that_fails_to_start_is_reported_and_restartable(whole: Cluster) -> None:
     assert isinstance(whole, JvmCluster)
     properties = whole._kafka.log_path(0).with_name("server.properties")
     whole.kill(0)
@@ -321,9 +311,7 @@ def test_a_node_that_ends_as_it_starts_is_told_with_its_error_and_can_be_started
 
 
 @newest
-def test_what_was_acknowledged_is_there_after_all_nodes_were_killed_at_once(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_acknowledged_records_survive_a_kill_of_all_nodes(whole: Cluster, names: Callable[[str], str]) -> None:
     topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
     sent = [f"record {n}" for n in range(20)]
     for value in sent:

@@ -130,7 +130,7 @@ def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Project]
 
 @pytest.mark.takes(236)
 @pytest.mark.timeout(600)
-def test_three_brokers_a_worker_and_a_shim_double_every_number_once_while_a_broker_is_killed(project: Project) -> None:
+def test_compose_doubles_every_number_once_despite_a_killed_broker(project: Project) -> None:
     started = time.monotonic()
     assert f"KAFKA_BOOTSTRAP_SERVERS={project.servers}" in project("up")
     print(f"three brokers after {time.monotonic() - started:.1f} s")
@@ -161,7 +161,7 @@ def test_three_brokers_a_worker_and_a_shim_double_every_number_once_while_a_brok
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-def test_records_outlive_the_brokers_and_a_worker_leaves_the_brokers_as_they_are(project: Project) -> None:
+def test_records_survive_a_restart_and_workers_keep_the_brokers(project: Project) -> None:
     project("up")
     create(project, "numbers", "doubled")
     load(project, range(50))
@@ -178,7 +178,7 @@ def test_records_outlive_the_brokers_and_a_worker_leaves_the_brokers_as_they_are
 
 
 @pytest.mark.parametrize("generation", ["v1", "v2"])
-def test_the_file_is_read_by_both_generations_of_compose(generation: str) -> None:
+def test_compose_file_is_read_by_both_compose_generations(generation: str) -> None:
     if (command := composes().get(generation)) is None:
         pytest.skip(f"not run: no compose {generation} is installed")
     profiles = [*command, "--profile", "worker", "--profile", "shim"]
@@ -195,7 +195,7 @@ def test_the_file_is_read_by_both_generations_of_compose(generation: str) -> Non
     assert names("--volumes") == brokers
 
 
-def test_docker_without_a_compose_is_no_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docker_without_compose_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker = tmp_path / "docker"
     docker.write_text("#!/bin/sh\necho \"docker: 'compose' is not a docker command.\" >&2\nexit 1\n")
     docker.chmod(0o755)
@@ -203,7 +203,7 @@ def test_docker_without_a_compose_is_no_compose(tmp_path: Path, monkeypatch: pyt
     assert composes() == {}
 
 
-def test_everything_of_a_project_says_who_owns_it(project: Project) -> None:
+def test_project_resources_have_owner_labels(project: Project) -> None:
     configured = project("config").partition("\nx-")[0]  # compose v2 prints the anchors too
     # Three brokers, the worker, the shim, the network and three volumes.
     assert configured.count(f"{OWNER_LABEL}: {owner()}") == 9

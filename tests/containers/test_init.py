@@ -75,7 +75,7 @@ def written(servers: str) -> list[bytes | None]:
 
 
 @pytest.mark.deep
-def test_the_image_of_a_new_app_is_a_healthy_worker_that_is_not_root_and_stops_in_order(
+def test_image_of_a_new_app_is_a_healthy_worker_without_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: list[str]
 ) -> None:
     choice = choose(None, "4.4.0")

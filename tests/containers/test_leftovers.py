@@ -47,7 +47,7 @@ def another_owner() -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.wait(30)
 
 
-def test_only_a_process_that_is_gone_is_dead() -> None:
+def test_only_an_ended_process_is_dead() -> None:
     assert not is_dead(owner())
     assert is_dead(dead_owner())
     machine, pid, start = owner().rsplit("/", 2)
@@ -59,7 +59,7 @@ def test_only_a_process_that_is_gone_is_dead() -> None:
     assert not is_dead("somebody")
 
 
-def test_what_dead_runs_left_is_removed_and_nothing_else(docker: Any, names: Any) -> None:
+def test_only_resources_of_dead_runs_are_removed(docker: Any, names: Any) -> None:
     from eos.testing.clusters.container import BASE_IMAGE
 
     def make(label: dict[str, str], suffix: str) -> list[Any]:
@@ -123,7 +123,7 @@ with ContainerCluster(nodes=1) as cluster:
 """
 
 
-def test_a_cluster_goes_with_its_run_even_if_that_is_killed(docker: Any) -> None:
+def test_cluster_is_removed_with_its_killed_run(docker: Any) -> None:
     run = subprocess.Popen([sys.executable, "-c", RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     try:

@@ -76,7 +76,7 @@ REMEMBERING = """
 """
 
 
-def test_what_is_remembered_on_spark_is_what_a_worker_remembers_also_behind_a_killed_driver(
+def test_state_on_spark_equals_a_workers_after_a_killed_driver(
     spark_runs: SparkRuns,
 ) -> None:
     inputs = {name: spark_runs.topic(name) for name in ("counted", "pages", "sales", "plain")}

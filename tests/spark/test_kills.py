@@ -41,7 +41,7 @@ WRITING = {"tasks": BY_TASKS, "driver": {}}
         pytest.param("commit", "driver", marks=LONG),
     ],
 )
-def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
+def test_driver_killed_after_a_step_loses_and_duplicates_nothing(
     step: str, writing: str, kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:
     query = queries(kafka.bootstrap_servers, settings=WRITING[writing]).create().load(RECORDS)
@@ -68,7 +68,7 @@ def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
         ("EndTxn unanswered", "driver"),
     ],
 )
-def test_a_driver_killed_inside_a_step_loses_and_doubles_nothing(
+def test_driver_killed_inside_a_step_loses_and_duplicates_nothing(
     fault: str, writing: str, kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, settings=WRITING[writing])
@@ -102,7 +102,7 @@ def test_a_driver_killed_inside_a_step_loses_and_doubles_nothing(
     query.verify(RECORDS)
 
 
-def test_the_checker_sees_it_when_the_marker_is_outside_of_the_transaction(
+def test_checker_finds_a_marker_outside_the_transaction(
     kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:
     """The sabotage that the design exists against: rows committed, marker not yet."""

@@ -67,7 +67,7 @@ def test_only_committed_markers_count(wire: Wire, names: Names) -> None:
         assert found(wire, each, ours) == 1
 
 
-def test_somebody_elses_hanging_transaction_hides_nothing(wire: Wire, names: Names) -> None:
+def test_foreign_hanging_transaction_hides_no_marker(wire: Wire, names: Names) -> None:
     """It holds the last stable offset back; a reader that stopped there would write batch 1 twice."""
     ours, other = names("a"), names("b")
     reader = MarkerReader(wire, PARTITION, 30, ours)
@@ -83,7 +83,7 @@ def test_somebody_elses_hanging_transaction_hides_nothing(wire: Wire, names: Nam
         assert found(wire, each, ours) == 1
 
 
-def test_a_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire: Wire, names: Names) -> None:
+def test_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire: Wire, names: Names) -> None:
     ours = names("a")
     old = MarkerReader(wire, PARTITION, 30, ours)
     plain = Producer({"bootstrap.servers": kafka.bootstrap_servers})
@@ -95,7 +95,7 @@ def test_a_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire
         assert found(wire, old, ours) == found(wire, MarkerReader(wire, PARTITION, 30, ours), ours) == expected
 
 
-def test_a_reader_keeps_the_markers_of_its_own_sink_only(wire: Wire, names: Names) -> None:
+def test_reader_keeps_the_markers_of_its_own_sink_only(wire: Wire, names: Names) -> None:
     """The topic holds those of all sinks, and of each write with a batch_id."""
     ours, others = names("a"), [names(f"b{number}") for number in range(5)]
     for name in (ours, *others):

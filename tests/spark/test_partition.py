@@ -45,7 +45,7 @@ def rows(count: int, first: int = 0, size: int = 100) -> pa.RecordBatch:
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_librdkafka_reads_what_was_written(compression: str, kafka: LocalKafka, names: Names, wire: Wire) -> None:
+def test_librdkafka_reads_the_written_records(compression: str, kafka: LocalKafka, names: Names, wire: Wire) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     transaction = Transaction(wire, names("id"), 60_000, 30)
     transaction.init()
@@ -69,7 +69,7 @@ def test_librdkafka_reads_what_was_written(compression: str, kafka: LocalKafka, 
 
 
 @pytest.mark.parametrize(("bound", "requests"), [(1, 80), (100_000, 80), (32_000_000, 80), (1, 7)])
-def test_a_share_of_many_partitions_is_written_within_its_bounds(
+def test_requests_to_many_partitions_stay_within_their_bounds(
     bound: int, requests: int, kafka: LocalKafka, names: Names, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Share 1 of two: the odd partitions, whose rows come mixed, in three values of each of four batches."""
@@ -117,7 +117,7 @@ def test_a_share_of_many_partitions_is_written_within_its_bounds(
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BEFORE, Fault.CUT_AFTER])
 @pytest.mark.parametrize("nth", [1, 3])
-def test_a_lost_request_or_answer_neither_loses_nor_doubles_a_record(
+def test_lost_request_or_response_keeps_each_record_once(
     nth: int, fault: Fault, kafka: LocalKafka, names: Names
 ) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
@@ -155,7 +155,7 @@ def test_a_lost_request_or_answer_neither_loses_nor_doubles_a_record(
         (ApiKey.EndTxn, Fault.CUT_AFTER),
     ],
 )
-def test_the_coordinators_lost_answers_are_asked_for_again(
+def test_requests_with_lost_coordinator_responses_are_retried(
     api: ApiKey, fault: Fault, kafka: LocalKafka, names: Names
 ) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
@@ -178,7 +178,7 @@ def test_the_coordinators_lost_answers_are_asked_for_again(
     assert read_topic(kafka.bootstrap_servers, topic).values == [b"%0100d" % number for number in range(200)]
 
 
-def test_a_newer_identity_fences_the_older_one(kafka: LocalKafka, names: Names, wire: Wire) -> None:
+def test_newer_identity_fences_the_older_one(kafka: LocalKafka, names: Names, wire: Wire) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     old, new = (Transaction(wire, name, 60_000, 30) for _ in range(2))
     old.init()
@@ -194,7 +194,7 @@ def test_a_newer_identity_fences_the_older_one(kafka: LocalKafka, names: Names, 
     assert len(read_topic(kafka.bootstrap_servers, topic)) == 0
 
 
-def test_a_record_above_the_topics_limit_is_named(kafka: LocalKafka, names: Names, wire: Wire) -> None:
+def test_record_above_the_topics_limit_is_named(kafka: LocalKafka, names: Names, wire: Wire) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     transaction = Transaction(wire, name, 60_000, 30)
     transaction.init()
@@ -208,7 +208,7 @@ def test_a_record_above_the_topics_limit_is_named(kafka: LocalKafka, names: Name
         writer.finish()
 
 
-def test_a_partition_that_nobody_leads_is_given_up_after_the_timeout(names: Names, wire: Wire) -> None:
+def test_partition_without_leader_fails_after_the_timeout(names: Names, wire: Wire) -> None:
     transaction = Transaction(wire, names("id"), 60_000, 30)
     transaction.init()
     nowhere = PartitionWriter(wire, names("id"), transaction.identity, names("no-topic"), 0, delivery_timeout_s=2)
@@ -217,7 +217,7 @@ def test_a_partition_that_nobody_leads_is_given_up_after_the_timeout(names: Name
         nowhere.finish()
 
 
-def test_a_broker_before_kip_890_is_written_to_alike(kafka392: LocalKafka, names: Names) -> None:
+def test_broker_before_kip_890_is_supported(kafka392: LocalKafka, names: Names) -> None:
     topic, name = create_topic(kafka392.bootstrap_servers, names("out")), names("id")
     wire = connect(kafka392.bootstrap_servers)
     assert ensure_marker_topic(wire, [topic], 30) == marker.PARTITIONS

@@ -150,7 +150,7 @@ def holding(runs: SparkRuns, source: str, target: str) -> str:
     return runs.app(HOLD, app=runs.prefix, source=source, to=target, go_on=go_on)
 
 
-def test_an_app_on_spark_gives_exactly_the_outputs_of_the_worker(spark_runs: SparkRuns) -> None:
+def test_app_on_spark_gives_the_outputs_of_the_worker(spark_runs: SparkRuns) -> None:
     inputs = [spark_runs.topic(name) for name in ("numbers", "orders", "batches")]
     load_everything(spark_runs, *inputs, count=6_000)
     outputs: dict[str, list[str]] = {}
@@ -175,7 +175,7 @@ def test_an_app_on_spark_gives_exactly_the_outputs_of_the_worker(spark_runs: Spa
     assert spark_runs._processes[-1].log.count("batch committed") > 1
 
 
-def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_gone_stops_with_66(
+def test_run_exits_65_for_poison_records_and_66_for_deleted_input(
     spark_runs: SparkRuns,
 ) -> None:
     """Four runs on one checkpoint, each of which goes on where the one before ended."""
@@ -209,7 +209,7 @@ def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_g
 
 
 @pytest.mark.deep
-def test_what_is_wrong_is_said_in_one_sentence_before_spark_starts(spark_runs: SparkRuns) -> None:
+def test_errors_are_reported_in_one_sentence_before_spark_starts(spark_runs: SparkRuns) -> None:
     source = spark_runs.topic("in")
     missing = f"{spark_runs.prefix}-missing"
     app = copying(spark_runs, source, missing)
@@ -236,7 +236,7 @@ def test_what_is_wrong_is_said_in_one_sentence_before_spark_starts(spark_runs: S
     spark_runs.spark(sinkless).assert_ended(CONFIGURATION, "names a destination")
 
 
-def test_an_executor_runs_an_app_without_a_kafka_client_of_the_driver(tmp_path: Path) -> None:
+def test_executor_runs_an_app_without_the_drivers_kafka_client(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.modules["confluent_kafka"] = sys.modules["lmdb"] = None
@@ -262,7 +262,7 @@ assert not set(["kafka", "spark_connector.run", "spark_connector.sink"]) & set(s
 
 
 @pytest.mark.deep
-def test_what_the_executors_python_lacks_is_named(spark_runs: SparkRuns) -> None:
+def test_module_missing_on_the_executor_is_named(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     spark_runs.load(source, [b"x"])
     python = python_without(["pyarrow"], spark_runs.directory / "python")
@@ -272,7 +272,7 @@ def test_what_the_executors_python_lacks_is_named(spark_runs: SparkRuns) -> None
 
 
 @pytest.mark.deep
-def test_executors_of_a_cluster_get_the_app_and_this_package_from_the_driver(spark_runs: SparkRuns) -> None:
+def test_executors_get_the_app_and_the_package_from_the_driver(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = spark_runs.app(
         """
@@ -301,7 +301,7 @@ def test_executors_of_a_cluster_get_the_app_and_this_package_from_the_driver(spa
 
 
 @pytest.mark.deep
-def test_a_jvm_that_is_gone_is_exit_75_and_a_restart_repairs_it(spark_runs: SparkRuns) -> None:
+def test_killed_jvm_is_exit_75_and_a_restart_continues(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = copying(spark_runs, source, target)
     spark_runs.load(source, [b"%d" % n for n in range(3_000)])
@@ -315,9 +315,7 @@ def test_a_jvm_that_is_gone_is_exit_75_and_a_restart_repairs_it(spark_runs: Spar
 
 @pytest.mark.deep_for("the older")
 @pytest.mark.parametrize("newer_is_too_late", [True, False], ids=["the newer", "the older"])
-def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the_other_goes_on(
-    newer_is_too_late: bool, spark_runs: SparkRuns
-) -> None:
+def test_second_driver_on_a_checkpoint_ends_the_slower_with_79(newer_is_too_late: bool, spark_runs: SparkRuns) -> None:
     """Spark lets one of them write down the next batch. A newer driver that is too late has fenced nobody yet."""
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = copying(spark_runs, source, target)
@@ -348,7 +346,7 @@ def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the
 
 
 @pytest.mark.deep
-def test_of_two_drivers_in_one_batch_the_older_ends_with_79_and_the_newer_writes_it(spark_runs: SparkRuns) -> None:
+def test_newer_of_two_drivers_in_a_batch_writes_it(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = holding(spark_runs, source, target)
     spark_runs.load(source, [b"%d" % n for n in range(30)])
@@ -385,7 +383,7 @@ def _reads(runs: SparkRuns, run: WorkerProcess) -> bool:
 
 
 @pytest.mark.deep
-def test_a_second_signal_gives_up_at_once_and_a_restart_repairs_it(spark_runs: SparkRuns) -> None:
+def test_second_signal_stops_immediately_and_a_restart_continues(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = holding(spark_runs, source, target)
     spark_runs.load(source, [b"%d" % n for n in range(30)])

@@ -43,9 +43,7 @@ def settled(servers: str, *topics: str) -> Any:
 # What is written where
 
 
-def test_each_column_arrives_and_a_key_lands_where_the_java_client_puts_it(
-    kafka: LocalKafka, names: Names, spark: Any
-) -> None:
+def test_columns_are_written_and_keys_partitioned_as_by_java(kafka: LocalKafka, names: Names, spark: Any) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), 5)
     rows = [(f"key-{i}", f"value-{i}", None, None, None) for i in range(50)]
     rows += [
@@ -71,7 +69,7 @@ def test_each_column_arrives_and_a_key_lands_where_the_java_client_puts_it(
     assert by_value[b"no key"].headers() is None
 
 
-def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any) -> None:
+def test_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), 3)
     df = spark.range(1000).selectExpr("cast(id as string) as value")
     where: dict[str, Any] = {
@@ -102,7 +100,7 @@ def test_many_and_large_rows_are_split_below_the_topics_limit(
     query.verify(20_000)
 
 
-def test_an_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any) -> None:
+def test_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     source = tmp_path / "rows"
     source.mkdir()
@@ -126,7 +124,7 @@ def test_an_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_pa
     ]
 
 
-def test_a_batch_is_planned_for_the_sink_and_the_users_plans_are_not(
+def test_only_batches_of_the_sink_are_planned_for_it(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
 ) -> None:
     """200 rows of 100 KB are one Arrow batch by Spark's own settings. The user's own function, in front of the sink, is
@@ -189,7 +187,7 @@ def test_a_batch_is_planned_for_the_sink_and_the_users_plans_are_not(
 
 
 @pytest.mark.parametrize("many", [3, 30])
-def test_rows_of_many_partitions_are_packed_in_few_tasks_and_in_order(
+def test_rows_of_many_partitions_stay_in_order_in_few_tasks(
     many: int, kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
 ) -> None:
     """As a stateful query has them. The rows of each partition have one key, so that they go to one place."""
@@ -224,7 +222,7 @@ def test_rows_of_many_partitions_are_packed_in_few_tasks_and_in_order(
     assert all(values == sorted(values) for values in by_key.values())
 
 
-def test_a_small_batch_is_written_by_the_driver_and_a_large_one_behind_it_by_tasks(
+def test_driver_writes_small_batches_and_tasks_large_ones(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the same order, to the same partitions, whoever writes; what the driver gave up is not written twice. The
@@ -271,9 +269,7 @@ def test_a_small_batch_is_written_by_the_driver_and_a_large_one_behind_it_by_tas
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["as given", "changed"])
-def test_the_driver_gathers_no_more_than_its_bound_of_however_many_tasks(
-    changed: bool, spark: Any, tmp_path: Path
-) -> None:
+def test_driver_collects_no_more_rows_than_its_limit(changed: bool, spark: Any, tmp_path: Path) -> None:
     """Rows that the user's foreachBatch function changed are in as many partitions as those that it was given."""
     gathered: list[list[pa.RecordBatch | None]] = []
     most, in_all = 10_000, 40_000
@@ -299,7 +295,7 @@ def test_the_driver_gathers_no_more_than_its_bound_of_however_many_tasks(
     assert of_unknown_tasks is None
 
 
-def test_a_small_batch_that_spark_would_not_let_the_driver_have_is_written_by_tasks(
+def test_tasks_write_small_batches_above_max_result_size(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
@@ -338,7 +334,7 @@ def gauges(spark: Any, query: str) -> dict[str, Any]:
     return found
 
 
-def test_each_batch_tells_its_rows_and_the_time_of_each_step(
+def test_batches_report_their_rows_and_step_times(
     kafka: LocalKafka, queries: Queries, spark: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("eos"), "propagate", True)
@@ -368,9 +364,7 @@ def test_each_batch_tells_its_rows_and_the_time_of_each_step(
 # Restarts
 
 
-def test_a_batch_that_is_in_kafka_is_not_written_again_a_long_time_later(
-    kafka: LocalKafka, queries: Queries, spark: Any
-) -> None:
+def test_batch_in_kafka_is_not_written_again_much_later(kafka: LocalKafka, queries: Queries, spark: Any) -> None:
     """Spark died between the sink's return and its own note of it: the last batch comes again, with state to make."""
     for plan in ("stamped", "counted"):
         query = queries(kafka.bootstrap_servers, plan=plan)
@@ -395,9 +389,7 @@ def failure(query: Query, spark: Any, **options: Any) -> str:
     return str(failed.value)
 
 
-def test_a_checkpoint_from_another_time_is_refused(
-    kafka: LocalKafka, queries: Queries, spark: Any, tmp_path: Path
-) -> None:
+def test_checkpoint_of_another_time_is_refused(kafka: LocalKafka, queries: Queries, spark: Any, tmp_path: Path) -> None:
     query = queries(kafka.bootstrap_servers).create().load(1000)
     query.run(spark)
     shutil.copytree(query.checkpoint, tmp_path / "older")
@@ -415,7 +407,7 @@ def test_a_checkpoint_from_another_time_is_refused(
     query.verify(3000)
 
 
-def test_a_query_whose_marker_is_not_there_is_adopted_only_when_told(
+def test_query_without_its_marker_is_adopted_on_request_only(
     kafka: LocalKafka, queries: Queries, spark: Any, names: Names
 ) -> None:
     query = queries(kafka.bootstrap_servers).create().load(1000)
@@ -432,7 +424,7 @@ def test_a_query_whose_marker_is_not_there_is_adopted_only_when_told(
 # What is refused
 
 
-def test_two_queries_with_one_transactional_id_are_told_apart(
+def test_two_queries_with_one_transactional_id_are_distinguished(
     kafka: LocalKafka, queries: Queries, spark: Any, names: Names
 ) -> None:
     one = queries(kafka.bootstrap_servers).create().load(1000)
@@ -450,7 +442,7 @@ def test_two_queries_with_one_transactional_id_are_told_apart(
 
 
 @pytest.mark.parametrize("same_object", [True, False])
-def test_a_second_write_in_a_micro_batch_is_refused_and_not_taken_for_the_first(
+def test_second_write_in_a_micro_batch_is_refused(
     same_object: bool, kafka: LocalKafka, names: Names, spark: Any, tmp_path: Path
 ) -> None:
     topics = [create_topic(kafka.bootstrap_servers, names(name)) for name in ("a", "b")]
@@ -471,7 +463,7 @@ def test_a_second_write_in_a_micro_batch_is_refused_and_not_taken_for_the_first(
     assert len(settled(kafka.bootstrap_servers, *topics)) == 10
 
 
-def test_a_driver_that_was_stopped_while_idle_does_not_take_the_id_back_from_its_successor(
+def test_driver_suspended_while_idle_does_not_fence_its_successor(
     kafka: LocalKafka, names: Names, spark: Any, tmp_path: Path
 ) -> None:
     """Two drivers on one checkpoint: the older one ends with 79, and the newer one goes on."""
@@ -499,9 +491,7 @@ def test_a_driver_that_was_stopped_while_idle_does_not_take_the_id_back_from_its
     assert len(settled(kafka.bootstrap_servers, topic)) == 25
 
 
-def test_a_batch_longer_than_the_transaction_timeout_names_the_setting(
-    kafka: LocalKafka, queries: Queries, spark: Any
-) -> None:
+def test_batch_longer_than_the_timeout_names_the_setting(kafka: LocalKafka, queries: Queries, spark: Any) -> None:
     query = queries(kafka.bootstrap_servers, settings={"transaction.timeout.ms": "1500"}).create().load(1000)
 
     def state() -> str:
@@ -520,7 +510,7 @@ def test_a_batch_longer_than_the_transaction_timeout_names_the_setting(
     query.verify(1000)
 
 
-def test_the_transaction_timeout_is_the_brokers_maximum_unless_set(kafka: LocalKafka, names: Names, spark: Any) -> None:
+def test_transaction_timeout_defaults_to_the_brokers_maximum(kafka: LocalKafka, names: Names, spark: Any) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     df = spark.range(1).selectExpr("'v' as value")
     where: dict[str, Any] = {
@@ -550,7 +540,7 @@ def test_the_transaction_timeout_is_the_brokers_maximum_unless_set(kafka: LocalK
         ("'v' as value; array(named_struct('key', cast(null as string), 'value', X'00')) as headers", "has no key"),
     ],
 )
-def test_rows_that_cannot_be_written_are_refused_in_one_sentence(
+def test_invalid_rows_are_refused_with_one_sentence(
     columns: str, said: str, kafka: LocalKafka, names: Names, spark: Any
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), 2)
@@ -564,7 +554,7 @@ def test_rows_that_cannot_be_written_are_refused_in_one_sentence(
     assert len(settled(kafka.bootstrap_servers, topic)) == 0
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
+def test_wrong_arguments_are_refused_before_a_send() -> None:
     good: dict[str, Any] = {"topic": "t", "transactional_id": "i", "bootstrap_servers": "127.0.0.1:1"}
     for wrong, said in [
         ({"topic": []}, "at least one topic"),
@@ -580,7 +570,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
             exactly_once_sink(**(good | wrong))
 
 
-def test_topics_that_cannot_take_a_batch_are_refused(kafka: LocalKafka, names: Names, spark: Any) -> None:
+def test_unsuitable_topics_are_refused(kafka: LocalKafka, names: Names, spark: Any) -> None:
     df = spark.range(1).selectExpr("'v' as value")
     where = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
     with pytest.raises(Unavailable, match="does not exist"):

@@ -45,7 +45,7 @@ def executors_of(driver: Driver) -> Iterator[psutil.Process]:
                 yield process
 
 
-def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
+def test_executor_killed_during_a_batch_is_exactly_once(
     kafka: LocalKafka, queries: Callable[..., Query], drivers: Callable[..., Driver]
 ) -> None:
     # Several tasks read one source partition each, on two executors: what a writing task fetches comes in any order.
@@ -71,7 +71,7 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
 
 
 @pytest.mark.deep
-def test_executors_need_neither_the_package_nor_the_files_of_the_settings(
+def test_executors_need_neither_the_package_nor_setting_files(
     pki: Path,  # noqa: F811
     standalone: Standalone,
     queries: Callable[..., Query],

@@ -94,7 +94,7 @@ def sink_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.deep_for("counted")
 @pytest.mark.parametrize("plan", ["stamped", "counted"])
-def test_a_task_that_dies_behind_its_records_does_not_double_them(
+def test_task_killed_after_its_records_does_not_duplicate_them(
     plan: str, kafka: LocalKafka, queries: Queries, spark: Any, sink_log: pytest.LogCaptureFixture
 ) -> None:
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, plan=plan, settings=BY_TASKS).create(
@@ -112,7 +112,7 @@ def test_a_task_that_dies_behind_its_records_does_not_double_them(
         query.verify_counts(RECORDS)
 
 
-def test_shuffle_files_that_vanish_in_mid_stage_lose_and_double_nothing(
+def test_lost_shuffle_files_lose_and_duplicate_nothing(
     kafka: LocalKafka,
     queries: Queries,
     spark: Any,

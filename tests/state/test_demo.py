@@ -13,7 +13,7 @@ from tests.support.reading import TooSlow
 
 
 @pytest.mark.deep
-def test_the_demo_kills_two_workers_and_every_sum_is_right(tmp_path: Path) -> None:
+def test_demo_kills_two_workers_and_every_sum_is_right(tmp_path: Path) -> None:
     demo = subprocess.run(
         [sys.executable, "-m", "eos", "demo", "--state", "--flights", "40000"],
         capture_output=True,

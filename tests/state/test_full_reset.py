@@ -95,7 +95,7 @@ def words(kafka: LocalKafka, names: Names, tmp_path: Path) -> Words:
     return words
 
 
-def test_renamed_state_and_function_keep_what_they_hold_or_begin_empty_on_purpose(words: Words) -> None:
+def test_renamed_state_and_function_keep_their_entries(words: Words) -> None:
     words.run(words.app())
     assert words.state() == {"seen": WORDS}
     with pytest.raises(ConfigurationError, match=r"kept the state seen, but the code has total .* begin empty"):
@@ -126,7 +126,7 @@ def test_renamed_state_and_function_keep_what_they_hold_or_begin_empty_on_purpos
         words.begin(words.app(name="tally", state="total"))
 
 
-def test_another_id_does_not_handle_what_is_between_functions_again(words: Words, tmp_path: Path) -> None:
+def test_app_under_a_new_id_skips_intermediate_records(words: Words, tmp_path: Path) -> None:
     words.run(words.app())
     other = words.app(f"{words.id}-b")
     with pytest.raises(ConfigurationError, match=f"{words.between} between functions of {other.id} holds records"):
@@ -201,7 +201,7 @@ def begin_anew(words: Words, last: int = 0, before: bool = True) -> list[str]:
     return made
 
 
-def test_input_is_handled_anew_with_empty_state_though_the_reset_died_at_any_step(words: Words) -> None:
+def test_full_reset_killed_at_any_step_can_be_repeated(words: Words) -> None:
     words.run(words.app())
     admin = AdminClient({"bootstrap.servers": words.servers})
     admin.create_partitions([NewPartitions(words.between, 4)])[words.between].result(30)

@@ -278,9 +278,7 @@ def counting(kafka: LocalKafka, names: Names, tmp_path: Path) -> Counting:
 @pytest.mark.takes(60)
 @pytest.mark.deep_for("memory")
 @pytest.mark.parametrize("where", ["memory", "lmdb", "rocksdb"])
-def test_state_goes_on_where_it_was_committed_in_a_changelog_of_one_record_per_key_and_transaction(
-    counting: Counting, where: str
-) -> None:
+def test_state_continues_from_its_committed_changelog(counting: Counting, where: str) -> None:
     if where == "memory":
         counting.state_dir = ""
     else:
@@ -299,9 +297,7 @@ def test_state_goes_on_where_it_was_committed_in_a_changelog_of_one_record_per_k
 
 
 @pytest.mark.takes(50)
-def test_what_another_member_counted_meanwhile_is_read_by_a_worker_that_comes_back_to_its_folder(
-    kafka: LocalKafka, names: Names, tmp_path: Path
-) -> None:
+def test_returning_worker_reads_the_counts_of_another_member(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     """It stood still for longer than its session, another machine's worker took over, and it is stopped in order."""
     counting = Counting(kafka, names, tmp_path)
     counting.load(300)
@@ -322,7 +318,7 @@ def test_what_another_member_counted_meanwhile_is_read_by_a_worker_that_comes_ba
     assert "read=0" not in told
 
 
-def test_a_worker_on_rocksdb_that_is_killed_before_it_writes_reads_what_it_has_not(counting: Counting) -> None:
+def test_worker_killed_before_a_rocksdb_write_restores_the_rest(counting: Counting) -> None:
     counting.engine = "rocksdb"
     counting.load(1_200)
     counting.run(program=("-c", KILLED, "committed", "before", "4"), ends=-signal.SIGKILL)
@@ -343,7 +339,7 @@ def test_a_worker_on_rocksdb_that_is_killed_before_it_writes_reads_what_it_has_n
         pytest.param("restore", "behind", marks=pytest.mark.long),
     ],
 )
-def test_a_worker_that_is_killed_at_a_step_leaves_no_key_wrong(counting: Counting, step: str, when: str) -> None:
+def test_worker_killed_at_a_step_leaves_every_key_right(counting: Counting, step: str, when: str) -> None:
     counting.load(1_200)
     number = "1" if step == "restore" else "4"
     counting.run(program=("-c", KILLED, step, when, number), ends=-signal.SIGKILL)
@@ -356,7 +352,7 @@ def test_a_worker_that_is_killed_at_a_step_leaves_no_key_wrong(counting: Countin
 
 @pytest.mark.deep_for("before")
 @pytest.mark.parametrize("when", ["before", "behind"])
-def test_a_commit_whose_outcome_is_unknown_counts_if_it_came_to_pass(counting: Counting, when: str) -> None:
+def test_commit_with_unknown_outcome_counts_if_it_succeeded(counting: Counting, when: str) -> None:
     counting.load(1_200)
     told = counting.run(program=("-c", UNKNOWN, when))
     counting.check()
@@ -372,9 +368,7 @@ def test_a_commit_whose_outcome_is_unknown_counts_if_it_came_to_pass(counting: C
         pytest.param("rocksdb", 1_000, marks=pytest.mark.long),
     ],
 )
-def test_a_folder_that_cannot_be_written_any_more_ends_the_worker_and_loses_nothing(
-    counting: Counting, engine: str, most_bytes: int
-) -> None:
+def test_unwritable_folder_stops_the_worker_without_loss(counting: Counting, engine: str, most_bytes: int) -> None:
     counting.engine = engine
     counting.load(1_200 if engine == "lmdb" else 5_000)
     limited = (
@@ -410,9 +404,7 @@ def test_deleted_folder_does_not_stop_watched_workers(counting: Counting, engine
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_maps_lists_batches_and_async_functions_go_on_behind_a_kill(
-    counting: Counting, names: Names, where: str
-) -> None:
+def test_all_kinds_of_functions_continue_after_a_kill(counting: Counting, names: Names, where: str) -> None:
     counting.state_dir = counting.state_dir if where == "folder" else ""
     other = names("sales")
     create_topic(counting.servers, other, partitions=PARTITIONS)
@@ -438,7 +430,7 @@ def test_maps_lists_batches_and_async_functions_go_on_behind_a_kill(
 
 @pytest.mark.deep_for("folder")
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_what_is_forgotten_is_forgotten_by_the_records_time_also_behind_a_kill(counting: Counting, where: str) -> None:
+def test_ttl_uses_record_time_also_after_a_kill(counting: Counting, where: str) -> None:
     counting.state_dir = counting.state_dir if where == "folder" else ""
     (counting.folder / "counting.py").write_text(FORGETS.format(**vars(counting)))
     expected: defaultdict[str, list[str]] = defaultdict(list)
@@ -474,7 +466,7 @@ def test_what_is_forgotten_is_forgotten_by_the_records_time_also_behind_a_kill(c
     assert {row["key"]: row["state"]["seen"] for row in rows if row["state"].get("seen")} == left, "the rest is deleted"
 
 
-def test_a_chain_of_functions_is_handled_to_its_end_and_exact_behind_a_kill(counting: Counting, names: Names) -> None:
+def test_chain_of_functions_is_exact_after_a_kill(counting: Counting, names: Names) -> None:
     other = names("between")
     (counting.folder / "counting.py").write_text(CHAIN.format(other=other, **vars(counting)))
     counting.load(1_500)
@@ -488,7 +480,7 @@ def test_a_chain_of_functions_is_handled_to_its_end_and_exact_behind_a_kill(coun
         assert (found.report.ok, found.inputs, found.outputs) == (True, 1_500, 1_500), str(found.report)
 
 
-def test_what_is_remembered_can_be_looked_at_from_outside(counting: Counting) -> None:
+def test_state_can_be_queried_from_outside(counting: Counting) -> None:
     eos_state = functools.partial(eos_of, counting, "state")
     counting.load(400)
     assert "topic " in eos_state("show", "counting:app", ends=69).stderr, "there is no changelog yet"
@@ -504,7 +496,7 @@ def test_what_is_remembered_can_be_looked_at_from_outside(counting: Counting) ->
     assert "not a function with state of" in eos_state("show", "counting:app", "--function", "nope", ends=64).stderr
 
 
-def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+def test_moved_partitions_keep_their_state(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     """A second worker joins and is killed in the middle; the first one has gone on meanwhile, and takes over again."""
     counting = Counting(kafka, names, tmp_path, work_s=0.002)
     counting.load(1_500)
@@ -520,9 +512,7 @@ def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, 
         counting.check()
 
 
-def test_while_a_partition_waits_for_its_state_the_group_is_polled_and_others_are_worked_on(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_other_partitions_continue_during_a_restore(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipelines.stateful = True
     pipeline = pipelines.on(kafka, 600)
     pipeline.finish()
@@ -550,7 +540,7 @@ def test_while_a_partition_waits_for_its_state_the_group_is_polled_and_others_ar
     pipeline.verify()
 
 
-def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: Counting) -> None:
+def test_incompatible_state_is_reported_before_the_first_record(counting: Counting) -> None:
     counting.load(20)
     counting.run()
     reset = eos_of(counting, "reset", "counting:app", "--from", "earliest", "--yes", ends=64)
@@ -579,7 +569,7 @@ def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: C
 
 
 @pytest.mark.deep
-def test_state_that_is_gone_is_not_begun_anew_unasked(counting: Counting) -> None:
+def test_lost_state_is_not_recreated_without_a_request(counting: Counting) -> None:
     """One run is enough: how far the changelog goes is committed beside the first offsets."""
     counting.load(20)
     counting.run()
@@ -593,7 +583,7 @@ def test_state_that_is_gone_is_not_begun_anew_unasked(counting: Counting) -> Non
     assert counting.visible() == before, "nothing was handled"
 
 
-def test_deleted_changelog_is_seen_after_a_reset(counting: Counting) -> None:
+def test_deleted_changelog_is_noticed_after_a_reset(counting: Counting) -> None:
     """`--accept-changelog` goes on with what the changelog holds."""
     counting.state_dir = ""
     counting.load(20)
@@ -634,7 +624,7 @@ def test_changelog_without_its_beginning_ends_the_worker(counting: Counting) -> 
     counting.check_outputs()
 
 
-def test_changelog_of_others_ends_the_worker(counting: Counting) -> None:
+def test_foreign_changelog_stops_the_worker(counting: Counting) -> None:
     """Of a group that was deleted, and with a record of another program: neither is the failure of an input record."""
     counting.load(60)
     counting.run()
