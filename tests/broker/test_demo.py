@@ -1,4 +1,4 @@
-"""The demo proves what it says, leaves nothing behind, and would say so if a record were lost or doubled."""
+"""Check that the demo proves what it prints, leaves nothing behind, and would report a lost or duplicate record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLIGHTS = 20_000
 
 
 def start_demo(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`eos demo` with a directory of its own for everything temporary."""
+    """Start `eos demo` with its own directory for temporary files."""
     temporary.mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "eos", "demo", "--flights", str(FLIGHTS), *arguments],
@@ -41,12 +41,12 @@ def start_demo(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def interruptible() -> None:
-    """A shell starts what runs in the background with SIGINT ignored, and that is inherited: by a test run too."""
+    """Restore SIGINT, which a shell ignores in the processes that it starts in the background and in their children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def processes_using(directory: Path) -> list[str]:
-    """Command lines of the processes whose working directory is below `directory`."""
+    """Return the command lines of processes whose working directory is below `directory`."""
     found = []
     for process in psutil.process_iter(["cwd", "cmdline"]):
         if (process.info["cwd"] or "").startswith(str(directory)):
@@ -55,7 +55,7 @@ def processes_using(directory: Path) -> list[str]:
 
 
 def rows_of(printed: str) -> dict[str, list[str]]:
-    """The table: check -> expected, seen, verdict."""
+    """Return the printed table: check -> expected, seen, verdict."""
     lines = [line.strip("│").split("│") for line in printed.splitlines() if line.startswith("│")]
     return {check.strip(): [cell.strip() for cell in cells] for check, *cells in lines}
 
@@ -74,7 +74,7 @@ def test_demo_hits_open_transactions_and_proves_exact_results(tmp_path: Path) ->
     assert re.fullmatch(r"0 of 2\d,\d{3}", rows["records lost"][1])
     assert int(rows["aborted records a read_uncommitted reader gets"][1].replace(",", "")) > 0
     assert "Exactly once" in printed
-    assert "\x1b" not in printed, "escape sequences on something that is no terminal"
+    assert "\x1b" not in printed, "escape sequences in an output that is not a terminal"
     assert not list((tmp_path / "t").iterdir()), "temporary files were left behind"
     assert processes_using(tmp_path) == []
 
@@ -86,7 +86,7 @@ def test_demo_deletes_its_topics_from_an_existing_cluster(kafka: LocalKafka, tmp
 
     assert demo.returncode == 0, printed
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
-    wait_until("its topics are gone", lambda: not set(topics.TOPICS) & set(admin.list_topics(timeout=10).topics))
+    wait_until("its topics are deleted", lambda: not set(topics.TOPICS) & set(admin.list_topics(timeout=10).topics))
     groups = {group.group_id for group in admin.list_consumer_groups().result(10).valid}
     assert not groups & {topics.GROUP, topics.CONTRAST_GROUP}
 
@@ -125,7 +125,7 @@ def test_interrupted_demo_leaves_no_process_and_no_file(tmp_path: Path, number: 
 
     assert demo.returncode != 0, printed
     assert "Traceback" not in printed
-    wait_until("nothing runs any more", lambda: processes_using(tmp_path) == [])
+    wait_until("all its processes have ended", lambda: processes_using(tmp_path) == [])
     assert not list((tmp_path / "t").iterdir())
 
 
@@ -133,7 +133,7 @@ def test_interrupted_demo_leaves_no_process_and_no_file(tmp_path: Path, number: 
 
 
 def log(topic_names: tuple[str, ...], records: list[tuple[int, int, int, bytes, bytes]]) -> Log:
-    """(topic index, partition, offset, key, value) each."""
+    """Build a Log from tuples of topic index, partition, offset, key and value."""
     topic, partition, offset, keys, values = zip(*records, strict=True)
     return Log(
         topics=topic_names,
@@ -165,7 +165,7 @@ def expected() -> Expectation:
 
 def wrong(rows: list[Row]) -> set[str]:
     assert len(rows) >= 4
-    assert all(row.why for row in rows if not row.holds), "a row that does not hold says why"
+    assert all(row.why for row in rows if not row.holds), "a failed row has no reason"
     return {row.check for row in rows if not row.holds}
 
 
@@ -191,7 +191,7 @@ def test_proof_finds_a_duplicate_record() -> None:
 
 
 def test_proof_finds_a_record_that_replaced_another() -> None:
-    """The count is right; only keys and lineage show it."""
+    """Replace a record and keep the count, so that only keys and lineage show the difference."""
     stranger = (0, 0, 0, b"flight 99", DELAYS[0][4])
     assert judged([stranger, *DELAYS[1:], *LATES]) >= {
         "records in flight-delays",

@@ -1,5 +1,7 @@
-"""What docs/findings.md says of other people's software shows itself with the versions that are here: one that does not
-any more has been mended, and its page and what we do about it can go."""
+"""Check that each defect of other software in docs/findings.md still shows itself in the installed versions.
+
+A finding that no longer shows itself is fixed upstream: remove its page and our workaround.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ PATIENCE_S = 240
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """What was started with this folder for temporary files, and lives."""
+    """Return the living processes that were started with this folder for temporary files."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""Histories read from a real broker are whole: what is committed is there, what is aborted is not."""
+"""Read histories from a real broker: they hold every committed record and no aborted one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Names = Callable[[str], str]
 
 @pytest.fixture
 def producer(kafka: LocalKafka, names: Names) -> Iterator[Callable[[str], Producer]]:
-    """Makes initialised transactional producers; each ends its open transaction when the test is over."""
+    """Create initialised transactional producers, and abort their open transactions after the test."""
     made: list[Producer] = []
 
     def make(name: str) -> Producer:
@@ -98,7 +98,7 @@ def test_committed_read_ends_at_an_open_transaction(kafka, names, producer):
     with transaction(other):
         write(other, topic, 0, [b"waits behind it"])
 
-    # The marker of the second producer is the last: behind it nothing moves.
+    # The marker of the second producer is last: the log does not grow after it.
     wait_until("both markers", lambda: end_offsets(kafka.bootstrap_servers, [topic]).log_end[topic, 0] == 5)
     ends = end_offsets(kafka.bootstrap_servers, [topic])
     assert (ends.stable[topic, 0], ends.log_end[topic, 0]) == (2, 5)
@@ -165,7 +165,7 @@ def test_unreachable_cluster_is_an_error_within_its_timeout():
 
 
 def run(kafka: LocalKafka, names: Names, worker: Producer, records: int, lose: int = -1) -> tuple[str, str, str, str]:
-    """A consume-transform-produce run of transactions of ten, each aborted once and done again; fan-out 2."""
+    """Copy records in transactions of ten, each aborted once and repeated, with two outputs per input."""
     servers = kafka.bootstrap_servers
     source, left, right = (create_topic(servers, names(n), 2) for n in ("in", "left", "right"))
     feeder = Producer({"bootstrap.servers": servers})
@@ -225,7 +225,7 @@ def test_committed_offsets_are_stable_and_skip_empty_partitions(kafka, names, pr
     one.begin_transaction()
     one.send_offsets_to_transaction([TopicPartition(topic, 0, 9), TopicPartition(topic, 1, 9)], metadata, 30)
     with pytest.raises(Unavailable, match=f"committed offsets of group {group}"):
-        committed_offsets(servers, group, topic, timeout_s=5.0)  # neither 4 nor 9 is certain now
+        committed_offsets(servers, group, topic, timeout_s=5.0)  # The outcome of 4 and of 9 is unknown now.
     one.abort_transaction(30)
     assert committed_offsets(servers, group, topic) == {(topic, 0): 4}
     consumer.close()
@@ -273,7 +273,7 @@ def test_records_deleted_during_a_read_are_an_error(kafka, names, monkeypatch):
     admin = AdminClient({"bootstrap.servers": servers})
     for deleted in admin.delete_records([TopicPartition(topic, 0, 2)]).values():
         assert deleted.result(30).low_watermark == 2
-    # As if the records had gone between the question where the log begins and the first fetch.
+    # Simulate records deleted between the query for the log's beginning and the first fetch.
     monkeypatch.setattr(
         history, "_beginnings", lambda admin, places: [TopicPartition(topic, at, 0) for topic, at in places]
     )

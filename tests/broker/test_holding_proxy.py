@@ -1,8 +1,8 @@
-"""The holding proxy itself, and what a bare confluent-kafka producer does and tells on a bad network.
+"""Test the holding proxy, and what a bare confluent-kafka producer does and reports on a bad network.
 
-The session's replacement rule rests on these facts of the client; what it loses without the rule: tests/shim/
-test_protect.py, `--no-protect`. When one of them fails the client or the broker has changed: read it again before
-touching the rule. Nothing here imports a session.
+The session's replacement rule relies on these facts about the client; tests/shim/test_protect.py with `--no-protect`
+shows the losses without the rule. When one of these tests fails, the client or the broker has changed: review the facts
+before you change the rule. Nothing here imports a session.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def raw(kafka: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str]) -> 
 
 
 def held_commit(proxy: HoldingProxy, raw: RawProducer, topic: str) -> tuple[Rule, Background]:
-    """The rule that holds its EndTxn, and the commit of one record, which waits."""
+    """Return the rule that holds an EndTxn, and the commit of one record that waits for it."""
     hold = proxy.on(ApiKey.EndTxn, Fault.HOLD_REQUEST, transactional_id=raw.transactional_id)
     raw.begin()
     raw.send(topic, "one")
@@ -76,8 +76,8 @@ def test_held_request_arrives_although_its_client_is_disconnected(
     hold, commit = held_commit(proxy, raw, topic)
     hold.wait()
     assert proxy.cut_all() >= 1
-    commit.result()  # the retry on a new connection did it
-    # While the markers are being written the coordinator answers 51 CONCURRENT_TRANSACTIONS to anything.
+    commit.result()  # The retry on a new connection succeeded.
+    # While the markers are written, the coordinator answers 51 CONCURRENT_TRANSACTIONS to every request.
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
     hold.release()
     assert hold.answer().error == 0
@@ -91,7 +91,7 @@ def test_commit_survives_a_cut_around_end_txn(
     cut = proxy.on(ApiKey.EndTxn, fault, transactional_id=raw.transactional_id)
     raw.commit_one(topic, "one")
     cut.wait()
-    # More than one: while the markers are being written, the retry of a commit that arrived is told to come again.
+    # More than one request: until the markers are written, the coordinator asks the client to retry its commit.
     first, *retries = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
     assert retries
     assert first.connection not in {retry.connection for retry in retries}
@@ -119,7 +119,7 @@ def test_unused_rule_fails_the_test(proxy: HoldingProxy) -> None:
     proxy._rules.clear()
 
 
-# What a bare producer starts.
+# What a bare producer causes.
 
 
 @pytest.mark.deep_for("AddPartitionsToTxn")
@@ -146,17 +146,17 @@ def test_late_add_partitions_starts_a_hanging_transaction(
     assert late.deliver_late().error == 0
     ghost = transaction_of(servers, raw.transactional_id)
     assert (ghost.state, len(ghost.partitions)) == ("Ongoing", 1)
-    raw.commit_one(topic, "two")  # the next real transaction absorbs it
+    raw.commit_one(topic, "two")  # The next real transaction absorbs it.
     assert settled_values(servers, topic)[0] == [b"one", b"two"]
 
 
-# How a client notices that it retried.
+# How a client notices its own retry.
 
 
 @pytest.mark.parametrize(
     ("api", "call", "at_least_s"),
     [
-        # librdkafka waits retry.backoff.ms (100) less 20 % jitter, or a constant 500 ms for TxnOffsetCommit.
+        # librdkafka waits retry.backoff.ms (100) minus 20 % jitter, or a constant 500 ms for TxnOffsetCommit.
         (ApiKey.EndTxn, "commit_transaction", 0.080),
         (ApiKey.AddOffsetsToTxn, "send_offsets_to_transaction", 0.080),
         (ApiKey.TxnOffsetCommit, "send_offsets_to_transaction", 0.500),
@@ -179,10 +179,10 @@ def test_retried_call_takes_at_least_the_backoff(
         raw.commit()
         return raw.durations_s[call][-1]
 
-    consume_and_produce()  # the first one also finds the coordinators
-    # The fastest of a few: a machine that does other things too makes a healthy call slow now and then.
+    consume_and_produce()  # The first call also finds the coordinators.
+    # The fastest of several: other load on the machine sometimes slows a healthy call.
     fastest_s = min(consume_and_produce() for _ in range(5))
-    assert fastest_s < at_least_s, "a healthy call should be faster, or the sign is worth nothing"
+    assert fastest_s < at_least_s, "a healthy call is not faster than a retried one, so its duration shows nothing"
     late = proxy.on(api, Fault.LATE_COPY, transactional_id=raw.transactional_id)
     assert consume_and_produce() >= at_least_s
     assert late.hit

@@ -1,4 +1,4 @@
-"""The local Kafka is a real one: transactions work, data is kept, a node can be lost, and nothing is left behind."""
+"""Test LocalKafka: transactions work, data survives restarts, a node may die, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_committed_record_survives_a_stop_and_a_kill(names: Callable[[str], str]
         servers = kafka.bootstrap_servers
         create_topic(servers, names("out"))
         commit(servers, names("out"), names("tx"), "before the stop")
-        # Ended before its marker is written, a single 4.x node may never write it: see LocalKafka.kill.
+        # A single 4.x node that stops before it writes the marker may never write it: see LocalKafka.kill.
         assert settled_values(servers, names("out"))[0] == [b"before the stop"]
         kafka.stop(0)
         assert not kafka.running(0)
@@ -89,9 +89,9 @@ def test_used_port_is_named_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        # Refused before there is a log, by the tool that formats the storage …
+        # Refused before there is a log, by the tool that formats the storage, ...
         ({"num.network.threads": -1}, "could not be formatted.*num.network.threads"),
-        # … and by the broker, which says why in its log.
+        # ... and by the broker, which logs the reason.
         ({"metric.reporters": "no.such.Reporter"}, "stopped while starting.*no.such.Reporter.*server.log"),
     ],
 )
@@ -114,9 +114,9 @@ def test_failed_block_keeps_and_copies_the_logs(
     kafka = LocalKafka()
     started = "Kafka Server started"
     with pytest.raises(RuntimeError, match="the test's own"), kafka:
-        # The broker answers a moment before it says so in its log.
-        wait_until("the log says that it has started", lambda: started in kafka.log_path(0).read_text(), DEADLINE_S)
-        raise RuntimeError("the test's own")
+        # The broker answers a moment before it logs this.
+        wait_until("the log reports the start", lambda: started in kafka.log_path(0).read_text(), DEADLINE_S)
+        raise RuntimeError("the broker of the test")
     assert not alive(kafka.pid(0))
     assert kafka.log_path(0).exists()
     assert f"the logs of the local Kafka are in {kafka.directory}" in capfd.readouterr().err
@@ -155,7 +155,7 @@ def alive(pid: int) -> bool:
 
 
 class Command:
-    """`eos broker` as a user runs it, on one data directory."""
+    """Run `eos broker` as a user does, on one data directory."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -211,7 +211,7 @@ def test_broker_start_restarts_killed_nodes_and_checks_the_data(broker: Command)
     assert (code, "is running" in said) == (78, True), said
     (pid,) = broker.pids()
     os.kill(pid, signal.SIGKILL)
-    wait_until("the killed broker is seen to be down", lambda: broker("status")[0] == 69, DEADLINE_S)
+    wait_until("the killed broker is reported as down", lambda: broker("status")[0] == 69, DEADLINE_S)
     code, said = broker("start")
     assert code == 0, said
     assert broker.pids() not in ([], [pid])
