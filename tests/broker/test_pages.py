@@ -1,4 +1,4 @@
-"""Programs and tests of docs/howto, as a reader has them: each page's files in a folder, against a real broker."""
+"""Run the programs and tests of docs/howto as a reader does: each page's files in a folder, with a real broker."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ TOPICS = [
     "words",
     "loud-words",
     "words.dlq",
-]  # the pages' own
+]  # topics of the programs on the pages
 
 
 @pytest.fixture
 def servers(kafka: LocalKafka) -> Iterator[str]:
-    """The broker that all tests share, with the topics of these pages for as long as the test runs."""
+    """Return the address of the shared broker, and keep the topics of these pages only during the test."""
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
     create_topics(kafka.bootstrap_servers, [NewTopic(topic, 1, 1) for topic in TOPICS])
     yield kafka.bootstrap_servers
     for deleted in admin.delete_topics(TOPICS).values():
         deleted.result(30)
-    wait_until("the topics are gone", lambda: not admin.list_topics(timeout=10).topics.keys() & {*TOPICS})
+    wait_until("the topics are deleted", lambda: not admin.list_topics(timeout=10).topics.keys() & {*TOPICS})
 
 
 def written(page: str, folder: Path, servers: str) -> list[str]:
@@ -85,7 +85,7 @@ def values_of(servers: str, topic: str) -> list[bytes | None]:
 
 
 def test_tests_shown_on_pages_pass(kafka: LocalKafka, tmp_path: Path) -> None:
-    servers = kafka.bootstrap_servers  # without these topics: eos_run makes its own
+    servers = kafka.bootstrap_servers  # without these topics, because eos_run creates its own
     pages = ("functions", "state", "joins", "own-loop")
     for page in pages:
         assert any(name.startswith("test_") for name in written(page, tmp_path / page, servers))
@@ -101,7 +101,7 @@ def test_programs_shown_on_pages_run(servers: str, tmp_path: Path) -> None:
     assert values_of(servers, "totals") == [b"10"]
 
     partition, offset = map(int, done(tmp_path, servers, "nightly_load.py").split())
-    assert (partition, offset) == (0, 2)  # behind the record before and its transaction's marker
+    assert (partition, offset) == (0, 2)  # after the record before and the marker of its transaction
     assert values_of(servers, "totals") == [b"10", b'{"day":"mon"}', b'{"day":"tue"}']
 
     send(servers, "words", b"to", b"be")

@@ -1,4 +1,4 @@
-"""Topics that match a pattern come while workers run: each is read from its beginning, by one worker, exactly once."""
+"""Create topics that match a pattern while workers run: one worker reads each from its beginning, exactly once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.reading import create_topic, settled_values, visible_values, 
 
 pytestmark = pytest.mark.takes(310)
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -66,8 +66,8 @@ def test_topic_created_during_a_run_is_read_from_its_beginning(
         pipeline.skip_loaded()
     worker = pipeline.worker(settings=SOON | PROTOCOLS[protocol] | more, reads=[pipeline.pattern])
     wait_until("a commit of every partition", lambda: len(pipeline.committed()) == 6, 30)
-    pipeline.load_transaction(3_000)  # what it works on while the topic comes
-    # It stands still while these are written: whenever it looks, they are there before it has noticed the topic.
+    pipeline.load_transaction(3_000)  # records to handle while the topic is created
+    # The worker is paused during these writes, so they precede its discovery of the topic.
     worker.pause()
     new = pipeline.add_source()
     pipeline.load_transaction(120, places=new)
@@ -117,7 +117,7 @@ def test_worker_killed_after_a_new_topic_is_exactly_once(
 def test_worker_with_older_metadata_gets_none_of_a_new_topic(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
-    """Workers learn of a topic at moments of their own; the one that knows it is killed and comes back."""
+    """Kill the worker that already knows a new topic, while another one has older metadata."""
     pipeline = pipelines.on(kafka, 600)
     if protocol == "consumer":
         pipeline.set_group_session_timeout(3_000)
@@ -125,7 +125,7 @@ def test_worker_with_older_metadata_gets_none_of_a_new_topic(
     pipeline.skip_loaded()
     deaf = pipeline.worker("deaf", settings=settings | NEVER, reads=[pipeline.pattern])
     hears = pipeline.worker("hears", settings=settings | SOON, reads=[pipeline.pattern])
-    deaf.wait_log("session started")  # it has looked which topics there are
+    deaf.wait_log("session started")  # It has queried which topics exist.
     wait_until("a commit of every partition", lambda: len(pipeline.committed()) == 6, 30)
     new = pipeline.add_source()
     pipeline.load_transaction(1_500)
@@ -162,7 +162,8 @@ def test_topic_created_between_runs_is_read_from_its_beginning(kafka: LocalKafka
 
 @pytest.mark.deep
 def test_new_topics_on_three_brokers_stop_no_worker(cluster: LocalKafka, pipelines: Pipelines) -> None:
-    """Each broker learns of a topic at a moment of its own, and librdkafka calls one that it asks too early unknown."""
+    """Create topics on three brokers: each learns of them at its own time, and librdkafka reports early queries as
+    unknown."""
     pipeline = pipelines.on(cluster, 600, replicas=3)
     often = {"topic.metadata.refresh.interval.ms": "50"}
     worker = pipeline.worker(settings=often, reads=[pipeline.pattern])
@@ -184,7 +185,8 @@ def test_cluster_reports_topics_that_every_broker_knows(kafka: LocalKafka, names
         assert admin.known_to_all_brokers([topic, names("not-there")]) == {topic}
 
 
-# ---- a life of years -------------------------------------------------------------------------------------------------
+# ---- a sequence of versions of one App
+# --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -257,13 +259,13 @@ def test_new_topic_is_read_once_its_dead_letter_topic_exists(kafka: LocalKafka, 
         second = create_topic(life.servers, f"{life.input}-2")
         life.load([b"b", POISON], topic=second)
         sentence = f"its topic of dead letters, {second}.dlq, does not exist"
-        wait_until("the log says so", lambda: sentence in life.log, 60)
+        wait_until("the log names the missing topic", lambda: sentence in life.log, 60)
         assert sentence in life.eos("doctor", "theapp.py:app", "--json").stdout
         third = f"{life.input}-3"
-        for topic in (f"{third}.dlq", third):  # in this order: it never lacks anything
+        for topic in (f"{third}.dlq", third):  # in this order, so that the second topic is complete at once
             create_topic(life.servers, topic)
         life.load([b"c"], topic=third)
-        # It was looked at behind the second one, which has waited since.
+        # It was checked after the second topic, which has waited since.
         wait_until("the third topic's output", lambda: life.outputs() == [b"a", b"c"], 60)
         create_topic(life.servers, f"{second}.dlq")
         wait_until("the second topic's output", lambda: life.outputs() == [b"a", b"b", b"c"], 60)
@@ -349,7 +351,7 @@ def test_worker_in_a_program_finds_its_topics(kafka: LocalKafka, names: Names) -
 
 
 def test_session_checks_for_new_topics_between_transactions(kafka: LocalKafka, names: Names) -> None:
-    """In mid-transaction the group's new generation would refuse its offsets: work for nothing."""
+    """Check only between transactions: inside one, the group's new generation would refuse the offsets."""
     servers = kafka.bootstrap_servers
     first, second, out = (create_topic(servers, names(name)) for name in ("first", "second", "out"))
     settings = {"bootstrap.servers": servers, "group.id": names("group"), "eos.instance": "one"}

@@ -1,4 +1,4 @@
-"""`eos.transaction` and what a reader sees: K1, K2, K3, K5, K7, K18, K20 without an input."""
+"""Test `eos.transaction` and what readers see: K1, K2, K3, K5, K7, K18 and K20 without an input."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_replaced_producer_commits_offsets_under_a_new_id_before_4_0(
     names: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a session's do: tests/broker/test_late_requests.py shows what they are lost by under the same one."""
+    """Replace the producer as a session does; tests/broker/test_late_requests.py shows the losses under the same id."""
     monkeypatch.setattr(TransactionalProducer, "decide_replacement", lambda self: "retry: asked by the test")
     servers = request.getfixturevalue(broker).bootstrap_servers
     topic, name = create_topic(servers, names("in")), names("tx")
@@ -107,7 +107,7 @@ def test_exception_in_the_block_aborts_and_is_raised_unchanged(
 def test_refused_abort_does_not_hide_the_error_of_the_block(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
-    """As when a block ends right behind its first send: EndTxn overtakes AddPartitionsToTxn, INVALID_TXN_STATE."""
+    """End a block right after its first send, so that EndTxn overtakes AddPartitionsToTxn: INVALID_TXN_STATE."""
     proxied = settings | {"bootstrap.servers": kafka.proxied_servers}
     with HoldingProxy.before(kafka) as proxy, Transactions(proxied) as transactions:
         swallowed = proxy.on(ApiKey.AddPartitionsToTxn, Fault.BLACKHOLE)
@@ -136,7 +136,7 @@ def test_transaction_becomes_visible_in_all_partitions(
 def test_plain_record_after_an_open_transaction_keeps_its_order(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
-    """K20: the last stable offset holds back everything behind the first open transaction of a partition."""
+    """Check K20: the last stable offset holds back all records after the first open transaction of a partition."""
     plain = Producer({"bootstrap.servers": kafka.bootstrap_servers, "enable.idempotence": True, "log_level": 0})
     with Transactions(settings) as transactions:
         with transactions.begin() as txn:
@@ -183,7 +183,7 @@ def test_newer_producer_fences_the_older_one(kafka: LocalKafka, settings: dict[s
 def test_aborted_producer_does_not_fence_a_newer_one(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
-    """A producer that aborted is replaced before the next transaction, and the replacement's init would take the id."""
+    """Abort in a fenced producer, which is replaced before the next transaction; an init would take the id back."""
     with Transactions(settings) as old:
         with contextlib.suppress(ZeroDivisionError), old.begin() as txn:
             txn.send(topic, "aborted", partition=0)
@@ -218,7 +218,8 @@ def test_transaction_past_its_timeout_can_be_retried(
 def test_commit_refused_without_outcome_is_reported_as_unknown(
     kafka: LocalKafka, settings: dict[str, object], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H1, row 5: a late EndTxn ends the next transaction; its own gets INVALID_TXN_STATE, which tells no outcome."""
+    """End the transaction with a late EndTxn (H1, row 5): its own EndTxn gets INVALID_TXN_STATE, which shows no
+    outcome."""
     monkeypatch.setattr(TransactionalProducer, "decide_replacement", decide_replacement_if_broken)
     proxied = settings | {"bootstrap.servers": kafka.proxied_servers}
     with HoldingProxy.before(kafka) as proxy, Transactions(proxied) as transactions:
@@ -243,7 +244,7 @@ def test_block_that_ignores_a_refused_send_aborts_with_its_reason(
     with Transactions(settings) as transactions:
         with pytest.raises(PoisonRecord, match="MSG_SIZE_TOO_LARGE") as refused, transactions.begin() as txn:
             txn.send(topic, "small", partition=0)
-            transactions._producer.flush()  # or an abort has nothing to abort
+            transactions._producer.flush()  # Otherwise the abort would have nothing to abort.
             with contextlib.suppress(PoisonRecord):
                 txn.send(topic, b"x" * 2_000_000, partition=0)
         assert refused.value.topic == topic
@@ -289,7 +290,7 @@ def test_missing_topic_is_named(settings: dict[str, object], names: Callable[[st
 def test_interrupted_commit_does_not_end_later_transactions(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
-    """Nobody knows whether it came to pass; the next one begins all the same."""
+    """Interrupt a commit, so that its outcome is unknown; the next transaction begins all the same."""
     with HoldingProxy.before(kafka) as proxy:
         name = str(settings["transactional.id"])
         with Transactions(settings | {"bootstrap.servers": kafka.proxied_servers}) as transactions:

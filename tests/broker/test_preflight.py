@@ -1,4 +1,4 @@
-"""Preflight and `eos doctor` on real brokers, fit and unfit ones: exit code, sentence, within seconds."""
+"""Run the preflight and `eos doctor` on suitable and unsuitable brokers: exit codes and messages within seconds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with TransactSession(settings, ["{topic}"]):
 
 @pytest.fixture(scope="module")
 def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    """One node with a low limit for transactions, and with Kafka's own idea of how many brokers there are."""
+    """Start one node with a low transaction timeout limit and Kafka's default replication of its internal topics."""
     unfit = {
         "transaction.max.timeout.ms": 20_000,
         "transaction.state.log.replication.factor": 3,
@@ -46,14 +46,14 @@ def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
 
 
 class Directory:
-    """A user's directory with an App from `app-in` to `app-out`."""
+    """Write an App from `app-in` to `app-out` into a user's directory."""
 
     def __init__(self, path: Path, app: str) -> None:
         self.path, self.app, self.input, self.output = path, app, f"{app}-in", f"{app}-out"
         write_app(path, app, self.input, self.output)
 
     def eos(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Its last argument is where the cluster is."""
+        """Run `eos` with these arguments; the last one is the cluster."""
         *first, servers = arguments
         return forked.run(["eos", *first, "--bootstrap-servers", servers], cwd=self.path)
 
@@ -80,7 +80,7 @@ def failed(rows: list[dict[str, object]]) -> list[str]:
     return [str(row["found"]) for row in rows if row["level"] == "failed"]
 
 
-# In this order: the first transaction of the cluster makes its log.
+# In this order: the first transaction of the cluster creates its transaction log.
 
 
 def test_transaction_log_for_too_many_brokers_is_exit_78(kafka: LocalKafka, here: Directory) -> None:
@@ -109,7 +109,7 @@ def test_missing_topic_is_exit_69_and_can_be_created(kafka: LocalKafka, here: Di
     )
     assert missing.stderr.splitlines()[-1].startswith(sentence)
     repaired = AdminClient({"bootstrap.servers": servers})
-    # What the preflight said is wrong with this cluster is what an operator would change.
+    # Change what the preflight reported about this cluster, as an operator would.
     kafka.stop(0)
     properties = kafka.directory / "node-0" / "server.properties"
     text = properties.read_text().replace("log.replication.factor=3", "log.replication.factor=1")
@@ -202,7 +202,7 @@ def test_older_broker_passes(kafka392: LocalKafka, here: Directory) -> None:
 
 
 def test_brokers_with_unreachable_addresses_are_named(here: Directory, kafka: LocalKafka) -> None:
-    """As a container whose broker advertises an address of its own network: the first connection succeeds."""
+    """Advertise an address of another network, as in a container: only the first connection succeeds."""
     create_topic(kafka.bootstrap_servers, here.input, 1)
     create_topic(kafka.bootstrap_servers, here.output, 1)
     bootstrap = "{}:{}".format(*kafka.proxied_upstream)

@@ -1,4 +1,4 @@
-"""A worker that is started again after a kill: what its predecessor left open, on real brokers, old and new."""
+"""Restart a killed worker on old and new brokers, and check the transactions that it left open."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def test_start_aborts_transactions_of_both_ids_of_a_killed_worker(servers: str, 
         assert [after[name].state for name in ids] == ["CompleteAbort", "CompleteAbort"]
         assert [after[name].producer_epoch - before[name].producer_epoch for name in ids] == [1, 1]
         abort_left_open(admin, ids)
-    assert {name: transaction_of(servers, name) for name in ids} == after, "nothing was open: nothing may change"
-    # A successor's init is answered at its first try, without the client's fixed back-off of 500 ms between two.
-    # 0: librdkafka bootstrapped again meanwhile, which restarts its counters (seen on 3.9.2).
+    assert {name: transaction_of(servers, name) for name in ids} == after, (
+        "an id without an open transaction must not change"
+    )
+    # A successor's init succeeds at its first try, without the client's fixed backoff of 500 ms.
+    # 0: librdkafka bootstrapped again in between, which restarts its counters (seen on 3.9.2).
     with raw_producer(servers, ids[0]) as successor:
         brokers = successor.settle(2)["brokers"].values()
         assert sum(broker["req"].get("InitProducerId", 0) for broker in brokers) <= 1

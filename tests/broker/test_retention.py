@@ -1,4 +1,4 @@
-"""Old input on a real broker: topics that eos makes between functions keep it, and a worker warns of a destination."""
+"""Keep old input on a real broker: topics between functions retain it, and a worker warns about a destination."""
 
 from __future__ import annotations
 

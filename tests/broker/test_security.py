@@ -1,4 +1,4 @@
-"""Workers on a broker that wants to know who asks: TLS, SASL, ACLs; and what is said when one of them is missing."""
+"""Run workers on a broker with TLS, SASL and ACLs, and check the message for each missing part."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PLAIN = {
     "sasl.username": "alice",
     "sasl.password": ALICE,
 }
-# As beginners have it: whatever a library says goes to stderr.
+# Logging as beginners set it up: all libraries log to stderr.
 LOGS_ALL = """import logging
 logging.basicConfig(level=logging.DEBUG)
 logging.getLogger("kafka.protocol.parser").setLevel(logging.DEBUG)
 """
-UNSIGNED = "eyJhbGciOi"  # what a token of a test begins with
+UNSIGNED = "eyJhbGciOi"  # the beginning of each token of these tests
 TOKEN = {"security.protocol": "sasl_plaintext", "sasl.mechanism": "OAUTHBEARER"}
 
 
@@ -54,7 +54,7 @@ def kafka(pki: Path, request: pytest.FixtureRequest) -> Iterator[SecureKafka]:
 
 @pytest.fixture(scope="module")
 def token_endpoint() -> Iterator[str]:
-    """An identity provider that gives alice's token to who knows the client's secret."""
+    """Run an identity provider that returns alice's token for the client secret."""
 
     class Endpoint(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -75,7 +75,7 @@ def token_endpoint() -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nothing on stderr."""
+            """Write nothing to stderr."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -85,7 +85,7 @@ def token_endpoint() -> Iterator[str]:
 
 
 class Case:
-    """An App `app` from topic `app-in` to `app-out` in a directory of its own, and what its user is allowed."""
+    """Run the App `app` from `app-in` to `app-out` in its own directory, with the rights of its user."""
 
     def __init__(self, kafka: SecureKafka, directory: Path, app: str, records: int = 5) -> None:
         self.kafka, self.directory, self.app = kafka, directory, app
@@ -103,7 +103,7 @@ class Case:
         module.write_text(f"{LOGS_ALL}\n{module.read_text()}")
 
     def allow_all(self) -> None:
-        """The least a worker needs; docs/howto/secure.md has the same list."""
+        """Grant the minimal rights of a worker, which docs/howto/secure.md lists too."""
         self.kafka.allow("TOPIC", self.input, "READ")
         self.kafka.allow("TOPIC", self.output, "WRITE")
         self.kafka.allow("GROUP", self.app, "READ")
@@ -111,7 +111,7 @@ class Case:
         self.kafka.allow("TOPIC", "__eos_places", "CREATE", "READ", "WRITE")
 
     def eos(self, listener: str, settings: Mapping[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command; its settings are in a file, as secrets are. None of them may be printed by anything."""
+        """Run a command with its settings in a file, as secrets are stored. No output may contain a secret."""
         lines = [f"{json.dumps(name)} = {json.dumps(value)}" for name, value in settings.items()]
         (self.directory / "eos.toml").write_text("\n".join(lines))
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("EOS_", "KAFKA_"))}
@@ -135,7 +135,7 @@ def case(kafka: SecureKafka, names: Names, tmp_path: Path) -> Case:
     return Case(kafka, tmp_path, names("app"))
 
 
-# ---- who one is -----------------------------------------------------------------------------------------------
+# ---- authentication ------------------------------------------------------------------------------------------------
 
 
 def ways(pki: Path, endpoint: str) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -210,11 +210,11 @@ def test_worker_without_history_rights_works_with_a_warning(case: Case) -> None:
     assert case.outputs() == case.values
 
 
-# ---- what one is allowed --------------------------------------------------------------------------------------
+# ---- authorization -------------------------------------------------------------------------------------------------
 
 
 def resource(case: Case, which: str) -> tuple[str, str, str]:
-    """(kind, the name that its ACL has, how a sentence names it)."""
+    """Return the kind of resource, the name in its ACL, and its name in messages."""
     return {
         "input": ("TOPIC", case.input, f"topic {case.input}: not authorised to READ it"),
         "output": ("TOPIC", case.output, f"topic {case.output}: not authorised to WRITE it"),
@@ -230,7 +230,7 @@ def test_missing_right_is_exit_77_with_its_resource(which: str, left: str, case:
     case.allow_all()
     kind, name, sentence = resource(case, which)
     assert case.kafka.withdraw(kind, name) == 1
-    if left == "describe":  # what can be asked beforehand can be seen, what is needed is not allowed
+    if left == "describe":  # a right that can be queried is reported as missing, a needed one as refused
         case.kafka.allow(kind, name, "DESCRIBE", prefixed=which == "id")
     began = time.monotonic()
     ended = case.run("SASL", PLAIN)
@@ -274,7 +274,7 @@ def test_right_withdrawn_during_a_run_stops_the_worker_with_77(which: str, case:
 
 
 def test_command_without_its_right_is_exit_77(case: Case) -> None:
-    """The topic may be described, which is not enough to see who has a transaction open on it."""
+    """Allow describing the topic, which is not enough to see whose transaction is open on it."""
     case.kafka.allow("TOPIC", case.input, "DESCRIBE")
     for arguments, resource, operation in (
         (("txn", "describe", f"{case.app}-one"), f"transactional.id {case.app}-one", "DESCRIBE"),
@@ -287,7 +287,8 @@ def test_command_without_its_right_is_exit_77(case: Case) -> None:
         assert ended.stderr.splitlines()[-1] == f"eos: {resource}: not authorised to {operation} it: {right}"
 
 
-# ---- what is said of wrong logins and certificates ---------------------------------------------------------------
+# ---- messages about wrong logins and certificates
+# ----------------------------------------------------------------------
 
 
 def test_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: str, pki: Path) -> None:
@@ -326,7 +327,7 @@ def test_missing_file_is_exit_78_and_named(name: str, case: Case, pki: Path) -> 
 
 
 def test_commands_show_no_secrets(case: Case, pki: Path, token_endpoint: str) -> None:
-    """`Case.eos` looks for them in everything that is printed."""
+    """Run commands; `Case.eos` searches each output for the secrets."""
     case.allow_all()
     settings = ways(pki, token_endpoint)["token of an identity provider"][1] | PLAIN
     shown = case.eos("SASL", settings, "config", "theapp.py:app")

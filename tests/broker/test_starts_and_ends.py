@@ -1,6 +1,6 @@
-"""Where a worker begins, how it ends, and what it says: start positions, --until-end, signals and exit codes.
+"""Test where a worker starts and how it ends: start offsets, --until-end, signals, messages and exit codes.
 
-Every test runs the real command line in a process of its own and judges by what is in Kafka afterwards.
+Every test runs the real command line in its own process and judges by the contents of Kafka.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eos.session.outcomes import Listener
 from tests.support.life import Life
 from tests.support.reading import configure, create_topic, took_under, wait_until
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -63,16 +63,16 @@ def life(kafka: LocalKafka, tmp_path: Path, names: Callable[[str], str]) -> Life
     return Life(kafka, tmp_path, names("app"))
 
 
-# Where it begins.
+# Where it starts.
 
 
 def test_latest_starts_at_the_end_and_commits_this_offset(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.skip_loaded()
     worker = pipeline.worker(settings=LATEST)
-    wait_until("all starts are committed", lambda: len(pipeline.committed()) == 6)
+    wait_until("all start offsets are committed", lambda: len(pipeline.committed()) == 6)
     worker.kill()
-    # Without the committed start, the restarted worker would begin behind these.
+    # Without the committed start offset, the restarted worker would start after these records.
     pipeline.load(300)
     pipeline.finish(settings=LATEST)
     pipeline.verify()
@@ -82,7 +82,7 @@ def test_added_partition_is_read_from_its_beginning_with_latest(kafka: LocalKafk
     pipeline = pipelines.on(kafka, 600)
     pipeline.skip_loaded()
     worker = pipeline.worker(settings=LATEST | {"topic.metadata.refresh.interval.ms": "1000"})
-    wait_until("all starts are committed", lambda: len(pipeline.committed()) == 6)
+    wait_until("all start offsets are committed", lambda: len(pipeline.committed()) == 6)
     added = pipeline.add_partition(pipeline.sources[0])
     pipeline.load_transaction(90, places=[added])
     pipeline.load(300)
@@ -93,12 +93,12 @@ def test_added_partition_is_read_from_its_beginning_with_latest(kafka: LocalKafk
 
 
 def test_latest_reads_topics_between_functions_completely(kafka: LocalKafka, life: Life) -> None:
-    """What one function wrote before the other one's partition began counts."""
+    """Write with one function before the partition of the other one has an offset; `latest` must not skip it."""
     between = create_topic(kafka.bootstrap_servers, f"{life.app}-between")
     (life.path / "theapp.py").write_text(CHAIN.format(app=life.app, source=life.input, between=between, to=life.output))
     life.load([b"before the group", b"also"])
     life.load([b"1", b"2", b"3"], topic=between)
-    # Else what is between would be taken for another App's.
+    # Otherwise the intermediate topic would look like another App's.
     moved = "--topic", life.input, "--from", "latest", "--yes"
     wait_until("the first group has a coordinator", lambda: life.reset(*moved).returncode == 0, 30)
     assert life.run("-X", "auto.offset.reset=latest").returncode == 0
@@ -126,8 +126,11 @@ def test_deleted_committed_offset_stops_the_worker_with_66(kafka: LocalKafka, pi
 def test_offset_of_an_idle_partition_is_committed_again(
     idle: bool, kafka: LocalKafka, pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under group.protocol=consumer the brokers count offsets.retention.minutes from each offset's own commit: without
-    this the next start of an empty group repeats whatever lies in such a partition."""
+    """Commit the offset of an idle partition again, because it can expire under group.protocol=consumer.
+
+    Brokers then count offsets.retention.minutes from each offset's own commit, and the next start of an empty group
+    would repeat the records of that partition.
+    """
     pipeline = pipelines.on(kafka, 600)
     pipeline.finish()
     before = pipeline.committed()
@@ -198,7 +201,7 @@ def test_until_end_leaves_later_records_to_the_next_run(kafka: LocalKafka, pipel
 
 def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 2_000)
-    # Time enough for every transaction: none may be aborted.
+    # Enough time for every transaction: none may be aborted.
     worker = pipeline.worker(work_ms=2, settings={"transaction.timeout.ms": "30000"})
     pipeline.wait_handled(100)
     asked = time.monotonic()
@@ -210,8 +213,8 @@ def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines
     assert commits
     for line in commits:
         assert re.search(r" transactional_id=\S+ producer_id=\d+ epoch=\d+ state=\w+$", line), line
-    assert pipeline.delivered < 2 * pipeline.loaded, "it was stopped in mid-run"
-    assert pipeline.members() == [], "a final stop takes a static member out of the group"
+    assert pipeline.delivered < 2 * pipeline.loaded, "the worker must be stopped during its run"
+    assert pipeline.members() == [], "a final stop must remove a static member from the group"
     pipeline.verify(complete=False)
     pipeline.finish()
     pipeline.verify()
@@ -221,7 +224,7 @@ def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines
 @pytest.mark.parametrize("how", ["a-second-sigterm", "the-shutdown-timeout"])
 def test_slow_stop_aborts_and_exits_75(how: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
-    pipeline.finish()  # something is committed, whatever the first transaction of the slow worker takes in
+    pipeline.finish()  # one transaction is committed, however many records the slow worker's first one has
     pipeline.load(300)
     slow = (*pipeline.record((pipeline.sources[0], 0), 80), 120.0)
     settings = {"eos.shutdown.timeout.ms": "500"} if how == "the-shutdown-timeout" else {}
@@ -232,7 +235,7 @@ def test_slow_stop_aborts_and_exits_75(how: str, kafka: LocalKafka, pipelines: P
     if how == "a-second-sigterm":
         worker.terminate()
     worker.assert_ended(TEMPORARY, "the stop took too long")
-    pipeline.wait_not_open(timeout_s=5)  # it aborted the transaction itself, long before its timeout
+    pipeline.wait_not_open(timeout_s=5)  # The worker aborted the transaction itself, long before its timeout.
     pipeline.verify(complete=False)
     pipeline.finish()
     pipeline.verify()
@@ -246,7 +249,7 @@ def test_function_error_stops_the_worker_with_65_at_its_record(kafka: LocalKafka
     topic, partition, offset = poison = pipeline.record((pipeline.sources[0], 1), 70)
     worker = pipeline.worker(raise_at=poison)
     worker.assert_ended(POISON, f"{topic}[{partition}]@{offset}", "ValueError: this record is poison")
-    assert 'raise ValueError("this record is poison")' in worker.log, "the user's own frames are shown"
+    assert 'raise ValueError("this record is poison")' in worker.log, "the user's own frames are missing"
     before = pipeline.record((topic, partition), 69)[2]
     assert before < pipeline.committed()[topic, partition] <= offset
     pipeline.verify(complete=False)
@@ -262,7 +265,7 @@ def test_function_error_stops_the_worker_with_65_at_its_record(kafka: LocalKafka
 def test_output_too_large_stops_the_worker_with_65(refused_by: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
     if refused_by == "the-broker":
-        # Large enough for a batch of ordinary outputs, as a topic's limit is.
+        # Large enough for a batch of ordinary outputs, as topic limits are.
         configure(pipeline.servers, pipeline.destinations[1], "max.message.bytes", "100000")
     size = 2_000_000 if refused_by == "the-client" else 200_000
     topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 70)
@@ -278,7 +281,7 @@ def test_output_too_large_stops_the_worker_with_65(refused_by: str, kafka: Local
     pipeline.verify()
 
 
-# How it ends: the surroundings.
+# How it ends: missing topics and clusters.
 
 
 def test_missing_topic_is_exit_69_with_its_name(kafka: LocalKafka, pipelines: Pipelines) -> None:

@@ -1,4 +1,4 @@
-"""`eos topic` on a real broker: what is committed, aborted and open, and what a script gets of it."""
+"""Run `eos topic` on a real broker: committed, aborted and open records, and its output for scripts."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def test_topic_is_created_written_in_one_transaction_and_read(
         "eos: value 2, 'b', has no key separator ':'; nothing was sent\n",
     )
 
-    # Each call had a transactional.id of its own, which nobody wants to see.
+    # Each call had its own transactional.id, which the list must not show.
     def of_sends(*arguments: str) -> int:
         cli.invoke(["txn", "list", "--json", *arguments])
         ids = [row["transactional_id"] for row in json.loads(capfd.readouterr().out)]
         return sum(each.startswith("eos-topic-send-") for each in ids)
 
-    wait_until("no send is listed", lambda: of_sends() == 0)  # the last one's markers may be on their way
+    wait_until("no send is listed", lambda: of_sends() == 0)  # The last one's markers may still be missing.
     assert of_sends("--prefix", "eos-topic-send-") >= 2
 
 
@@ -170,7 +170,7 @@ def test_follow_shows_new_records_until_ctrl_c(kafka: LocalKafka, names: Names, 
     try:
         wait_until("the first record", lambda: shown() == ["before"], 30)
         send("one\ntwo \udcff\n\n")
-        wait_until("those that came", lambda: len(shown()) == 4, 30)
+        wait_until("the new records", lambda: len(shown()) == 4, 30)
         assert sorted(map(str, shown())) == sorted(["before", "one", "{'base64': 'dHdvIP8='}", ""])
         tailing.send_signal(signal.SIGINT)
         assert tailing.wait(30) == 0
@@ -209,13 +209,13 @@ def test_missing_topic_is_not_created_by_a_query(eos: Run, names: Names) -> None
 
 
 def test_query_waits_for_new_topics_but_not_deleted_ones(eos: Run, kafka: LocalKafka, names: Names) -> None:
-    """Found by a soak: behind a broker's fault a changelog's reader was told OFFSET_OUT_OF_RANGE of what was there."""
+    """Query offsets early and late: after a broker fault, a soak saw OFFSET_OUT_OF_RANGE for existing records."""
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, 1)
     settings = Settings({"bootstrap.servers": kafka.bootstrap_servers})
     with TopicReader(settings, topic, {0: 3}, uncommitted=False) as reader:
         early = read_batches_until(reader, {0: 5})
-        for _ in range(10):  # a second, in which the broker says several times that there is no such offset
+        for _ in range(10):  # one second, in which the broker answers several times that the offset does not exist
             assert next(early) == []
         eos("send", topic, *"abcde")
         assert [seen.record.value for got in early for seen in got] == [b"d", b"e"]

@@ -1,7 +1,7 @@
-"""`eos txn` on a real broker: what is open, what hangs, what may be ended and how readers come free.
+"""Run `eos txn` on a real broker: open and hanging transactions, which of them may be ended, and their readers.
 
-The broker takes late requests of a producer unverified, so that the state which a lone broker is rarely left in after a
-kill, coordinator Complete and partition open, can be made at will.
+The broker accepts late requests of a producer without verification. So the tests can create at will a state that a kill
+rarely leaves: coordinator CompleteCommit and an open partition.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ def settings(kafka: LocalKafka) -> Settings:
 
 
 def test_committed_offsets_are_shown_during_an_open_transaction(kafka: LocalKafka, names: Names) -> None:
-    """A worker that starts need not wait for it (`latest`, and topics by a pattern)."""
+    """Read committed offsets during an open transaction; a starting worker (`latest`, patterns) need not wait for
+    it."""
     group, topics = names("group"), [create_topic(kafka.bootstrap_servers, names(which)) for which in ("old", "new")]
     with raw_producer(kafka.bootstrap_servers, names("tx")) as producer, ClusterAdmin(settings(kafka)) as admin:
         producer.begin()
         producer.send_offset(group, topics[0], 3)
         producer.commit()
-        wait_until("its place", lambda: admin.committed_topics(group) == {topics[0]})
+        wait_until("its committed offset", lambda: admin.committed_topics(group) == {topics[0]})
         producer.begin()
         producer.send_offset(group, topics[0], 4)
         producer.send_offset(group, topics[1], 4)
@@ -73,13 +74,13 @@ def is_settled(kafka: LocalKafka, transactional_id: str) -> bool:
 
 
 def commit_one(kafka: LocalKafka, producer: RawProducer, topic: str, value: str) -> None:
-    """Committed, and its markers written: what comes after is later than all of it."""
+    """Commit a transaction and wait for its markers, so that all that follows is later."""
     producer.commit_one(topic, value)
     wait_until("the markers", lambda: is_settled(kafka, producer.transactional_id))
 
 
 def hang(kafka: LocalKafka, topic: str, transactional_id: str) -> tuple[int, int]:
-    """A transaction that is open on `topic` [0] although its coordinator says CompleteCommit."""
+    """Open a transaction on `topic` [0] whose coordinator reports CompleteCommit."""
     servers = kafka.bootstrap_servers
     create_topic(servers, topic)
     with raw_producer(servers, transactional_id) as producer:
@@ -115,7 +116,7 @@ def test_hanging_partition_is_found_and_ended(kafka: LocalKafka, names: Names) -
     command = next(line for line in table.stderr.splitlines() if line.startswith("to abort it: eos "))
     healed = eos(kafka, *command.removeprefix("to abort it: eos ").split(), "--yes")
     assert healed.returncode == 0, healed.stderr
-    wait_until("readers come free", lambda: len(set(stable_and_high(kafka, topic))) == 1)
+    wait_until("readers can continue", lambda: len(set(stable_and_high(kafka, topic))) == 1)
     assert visible_values(kafka.bootstrap_servers, topic) == {0: [b"committed"]}
     again = eos(kafka, "txn", "find-hanging", "--topic", topic)
     assert (again.returncode, again.stdout) == (0, "no hanging transactions\n")
@@ -180,7 +181,7 @@ def test_transaction_that_ended_before_the_marker_stays_unchanged(kafka: LocalKa
 def test_coordinator_ends_a_transaction_and_fences_its_owner(kafka: LocalKafka, names: Names) -> None:
     topic, name = names("t"), names("id")
     create_topic(kafka.bootstrap_servers, topic)
-    producer = RawProducer(kafka.bootstrap_servers, name)  # fenced at the end: its close would only say so again
+    producer = RawProducer(kafka.bootstrap_servers, name)  # fenced by then, so its close would only raise this again
     producer.begin()
     producer.send(topic, "given up")
     listed = json.loads(eos(kafka, "txn", "list", "--state", "ongoing", "--prefix", name, "--json").stdout)
@@ -205,7 +206,7 @@ def test_coordinator_ends_a_transaction_and_fences_its_owner(kafka: LocalKafka, 
     with pytest.raises(Exception, match="FENCED"):
         producer.commit()
     timeout: Any = json.loads(eos(kafka, "txn", "describe", name, "--json").stdout)["timeout_ms"]
-    assert timeout == 30_000, "the successor's init brought another timeout"
+    assert timeout == 30_000, "the successor's init must set another timeout"
 
 
 def test_unknown_transactional_id_is_not_created(kafka: LocalKafka, names: Names) -> None:

@@ -1,4 +1,4 @@
-"""The tutorials do what they say, as a reader follows them: files, commands, a kill -9, what is printed."""
+"""Follow the tutorials as a reader does: files, commands, a kill -9, and the printed output."""
 
 from __future__ import annotations
 

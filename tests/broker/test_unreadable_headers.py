@@ -1,4 +1,4 @@
-"""A record with a header name that is not UTF-8, on real Kafka: it goes by policy, and every tool shows where it is."""
+"""Handle a record with a header name that is not UTF-8: it follows the policy, and every tool shows its offset."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def source(kafka: LocalKafka, names: Callable[[str], str]) -> str:
-    """A topic with five records, the third of which has such a name."""
+    """Create a topic with five records, the third of which has such a header name."""
     topic = names("in")
     create_topic(kafka.bootstrap_servers, topic)
     records = [(b"v%d" % number, BAD if number == 2 else [(b"h", b"1")]) for number in range(5)]
