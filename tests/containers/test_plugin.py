@@ -1,4 +1,4 @@
-"""The pytest plugin as a user of the package meets it: real pytest runs in a folder of their own."""
+"""Run pytest in a user's folder with the plugin of the package."""
 
 from __future__ import annotations
 

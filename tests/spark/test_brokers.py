@@ -1,4 +1,4 @@
-"""Brokers that die in the middle of a batch: three nodes, and one of them is the one that matters just then."""
+"""Kill the most important of three brokers during a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`eos demo --spark` proves what it says and leaves nothing behind."""
+"""Check that `eos demo --spark` proves its results and leaves nothing behind."""
 
 from __future__ import annotations
 

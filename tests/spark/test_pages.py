@@ -1,4 +1,4 @@
-"""The query of docs/howto/spark.md, as it stands but for the address of its broker and its checkpoint."""
+"""Run the query of docs/howto/spark.md unchanged except for the address of its broker and its checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_query_of_the_page_counts(kafka: LocalKafka, spark: Any, names: Callable
     for written, here in changes.items():
         assert written in program
         program = program.replace(written, here)
-    spark.conf.set("spark.sql.shuffle.partitions", "2")  # as a checkpoint begins; 200 tasks per batch otherwise
+    spark.conf.set(
+        "spark.sql.shuffle.partitions", "2"
+    )  # Fixed by the first batch of the checkpoint; the default is 200 tasks per batch.
     exec(compile(program, "totals.py", "exec"), {})
     (query,) = spark.streams.active
     try:

@@ -1,4 +1,4 @@
-"""TLS and SASL: the settings of a worker serve Spark's Java consumer and the sink's own connections too."""
+"""Use the TLS and SASL settings of a worker for Spark's Java consumer and for the sink's connections."""
 
 from __future__ import annotations
 

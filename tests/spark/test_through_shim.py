@@ -1,4 +1,4 @@
-"""Spark's Kafka source and our sink as clients of a shim that stands before three real brokers, of both versions."""
+"""Run Spark's Kafka source and our sink through a shim in front of three real brokers, on both versions."""
 
 from __future__ import annotations
 

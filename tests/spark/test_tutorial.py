@@ -1,4 +1,4 @@
-"""The tutorial of Spark does what it says, behind the worker's."""
+"""Follow the Spark tutorial after the worker's."""
 
 from __future__ import annotations
 
