@@ -2,7 +2,7 @@
 
 Owns how records pass through a function (one by one, in batches or concurrently), and which outputs are sent if it
 fails. A record's outputs exist only once its function has returned (a generator: is exhausted). A function that fails
-half way has sent nothing.
+in the middle has sent nothing.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from eos.errors import Action, CallFailed
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.observe import Pulse
@@ -49,6 +50,7 @@ def intake_of(world: World, interval_s: float = 0.1, stopping: Callable[[], bool
         ["in"],
         Pacing(interval_s, 5),
         [],
+        Watcher(Settings(SETTINGS), world),
         until_end=False,
         stopping=stopping,
         pulse=Pulse(world.now),

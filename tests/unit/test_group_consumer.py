@@ -13,6 +13,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicP
 from eos import log
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable
 from eos.kafka.admin import group_history
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Record
@@ -41,7 +42,7 @@ class _Message:
 def test_what_was_fetched_when_a_callback_failed_is_handed_out_to_who_goes_on_all_the_same() -> None:
     """The consumer does not fetch it again: dropped, it would be skipped, and a later commit would make that a loss."""
     positions: Positions[Record] = Positions()
-    group_consumer = GroupConsumer(Settings(SETTINGS), ["in"], positions, with_ends=False)
+    group_consumer = GroupConsumer(Settings(SETTINGS), ["in"], positions, Watcher(Settings(SETTINGS)), with_ends=False)
     real = group_consumer.consumer
 
     def consume(most: int, timeout_s: float) -> list[Any]:
@@ -62,7 +63,7 @@ def test_a_consumer_whose_close_does_not_end_is_left_behind(monkeypatch: pytest.
     """librdkafka can wait for ever in it: a worker that is stopped, or fenced, must end all the same."""
     monkeypatch.setattr(membership_module, "_CLOSE_S", 0.2)
     never = threading.Event()
-    one = GroupConsumer(Settings(SETTINGS), ["in"], Positions(), with_ends=False)
+    one = GroupConsumer(Settings(SETTINGS), ["in"], Positions(), Watcher(Settings(SETTINGS)), with_ends=False)
     real, one.consumer = one.consumer, SimpleNamespace(close=never.wait)  # type: ignore[assignment]
     try:
         one.close(leave=False)
@@ -114,7 +115,9 @@ class _Cluster:
 
 def _of(cluster: _Cluster, **more: Any) -> GroupConsumer:
     world = World(consumer=lambda configuration: cluster)  # type: ignore[arg-type, return-value]
-    return GroupConsumer(Settings(SETTINGS | more), ["in"], Positions(), with_ends=False, world=world)
+    return GroupConsumer(
+        Settings(SETTINGS | more), ["in"], Positions(), Watcher(Settings(SETTINGS), world), with_ends=False, world=world
+    )
 
 
 class _NobodyThere:

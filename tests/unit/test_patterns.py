@@ -16,7 +16,8 @@ import eos
 import eos.testing
 from eos import App, Out, Record, TransactSession
 from eos.errors import CallFailed, ConfigurationError, InputGone, NotAuthorised, Unavailable
-from eos.kafka.admin.topic_ids import TopicIdWatcher
+from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.session.consumer.assignment import Assignment
@@ -276,32 +277,31 @@ def test_missing_dead_letters_are_created_where_a_setting_says_so(
 
 def test_a_topic_that_two_functions_want_comes_out_where_the_worker_asks() -> None:
     brokers: Any = Brokers("in-b")
-    world = World(
-        admin=lambda settings, timeout_ms: contextlib.nullcontext(brokers), background=lambda name, run: run()
-    )
-    new = looking(app_of(("^in-.*", "out"), ("^.*-b", "out")), world, **{"topic.metadata.refresh.interval.ms": 1})
-    new.watch()
+    new = looking(app_of(("^in-.*", "out"), ("^.*-b", "out")))
+    with pytest.raises(ConfigurationError) as raised:
+        new._look(brokers)
+    assert new._on_error(raised.value) is None
     with pytest.raises(ConfigurationError, match="'in-b' matches the patterns of two functions"):
         new.arrived()
 
 
 def test_nobody_looks_where_the_client_was_told_not_to_look_for_partitions_either() -> None:
     started: list[str] = []
-    world = World(background=lambda name, run: started.append(name))
+    watcher = Watcher(Settings(SETTINGS), World(background=lambda name, run: started.append(name)))
     for interval_ms in (-1, 1):
-        looking(app_of(("^in-.*", "out")), world, **{"topic.metadata.refresh.interval.ms": interval_ms}).watch()
-        assert started == ([] if interval_ms < 0 else ["eos-new-topics"])
+        looking(app_of(("^in-.*", "out")), **{"topic.metadata.refresh.interval.ms": interval_ms}).watch(watcher)
+        assert started == ([] if interval_ms < 0 else ["eos-watcher"])
 
 
 def test_a_topic_that_was_taken_in_is_looked_at_whether_it_is_made_anew() -> None:
     ids = {"in": "1", "new": "1"}
     admin: Any = SimpleNamespace(topic_ids=lambda topics: {topic: ids[topic] for topic in topics})
-    watch = TopicIdWatcher(Settings({}), ["in"], lambda gone: None)
-    assert watch._check(admin) is None
+    watch = TopicIds(Settings({}), ["in"], lambda gone: None)
+    assert watch._find_changed(admin) is None
     watch.watch(["in", "new"])
-    assert watch._check(admin) is None
+    assert watch._find_changed(admin) is None
     ids["new"] = "2"
-    assert "topic new was deleted and recreated" in str(watch._check(admin))
+    assert "topic new was deleted and recreated" in str(watch._find_changed(admin))
 
 
 def test_missing_changelog_is_gone_after_a_moment() -> None:
@@ -313,13 +313,13 @@ def test_missing_changelog_is_gone_after_a_moment() -> None:
         sleep=lambda seconds: vars(clock).update(now=clock.now + seconds),
         admin=lambda settings, timeout_ms: contextlib.nullcontext(admin),
     )
-    watch = TopicIdWatcher(Settings({}), ["in"], lambda gone: None, world, changelogs=["log"])
+    watch = TopicIds(Settings({}), ["in"], lambda gone: None, world, changelogs=["log"])
     watch.learn_changelog_ids(admin)
     ids = {}
     unknown = set()
     watch.check_now()
     unknown = {"log"}
-    assert watch._check(admin) is None
+    assert watch._find_changed(admin) is None
     with pytest.raises(InputGone, match=r"the changelog log was deleted while this worker ran: .*--accept-changelog"):
         watch.check_now()
     assert 4 < clock.now < 6
