@@ -7,7 +7,7 @@ from tests.support.pages import DOCS, blocks_of, file_of
 PAGES = DOCS / "howto" / "migrate"
 OURS = "orders_eos.py"
 SETTINGS = "eos.toml"
-"""The file of our program on each page that has one."""
+"""The settings file of our program, on pages that have one."""
 THEIRS = {
     "from-a-loop": "orders_loop.py",
     "from-faststream": "orders_faststream.py",
