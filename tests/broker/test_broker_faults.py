@@ -1,9 +1,9 @@
-"""Brokers go away in the middle of a run: a worker waits for them, goes on, and the outcome is exact.
+"""Stop and kill brokers during a run: a worker waits for them and continues, and its outputs are exact.
 
-One broker alone is stopped in order (SIGTERM). A lone 4.3.1 node that ends a transaction while it comes back can take
-its partitions for deleted and write no marker: the last stable offset stays where it is (known limits).
-So transactions of these tests are not ended in that moment: they stay open over the restart, or 3.9.2 runs. Of three
-brokers one is killed: the one that coordinates the transaction.
+A single broker is stopped with SIGTERM. A single 4.3.1 node that ends a transaction while it starts again can consider
+its partitions deleted and write no marker; the last stable offset then never moves (known limits). These tests avoid
+that moment: their transactions stay open across the restart, or they run on 3.9.2. Of three brokers, the tests kill the
+one that coordinates the transaction.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.support.reading import coordinator_of, wait_until
 
 pytestmark = pytest.mark.takes(313)
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipeline, Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
 RECORDS = 3_000
 PATIENCE_S = 90.0
-# Longer than any broker is away here: what a shorter one leads to has a test of its own.
+# Longer than any outage in these tests. A separate test covers a shorter session timeout.
 LONG_SESSION = {"session.timeout.ms": "45000"}
 LONG_TRANSACTION = {"transaction.timeout.ms": "60000"}
 SESSION_MS = 6_000
@@ -44,7 +44,7 @@ def alone392(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
 
 
 def wait_for_markers(pipeline: Pipeline) -> None:
-    """Until no transaction of the worker is being ended: open, or ended with all its markers."""
+    """Wait until no transaction of the worker is in a Prepare state, so that every ended one has its markers."""
     wait_until(
         "the markers of ended transactions",
         lambda: not any(found.state.startswith("Prepare") for found in pipeline.describe()),
@@ -55,7 +55,7 @@ def wait_for_markers(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("timeout_ms", "broker"), [(60_000, "alone"), (3_000, "alone392")], ids=["within-its-timeout", "past-its-timeout"]
 )
-def test_a_commit_to_a_broker_that_is_away_waits_for_it_and_is_exact(
+def test_commit_waits_for_a_restarting_broker_and_is_exact(
     timeout_ms: int, broker: str, request: pytest.FixtureRequest, pipelines: Pipelines
 ) -> None:
     alone: LocalKafka = request.getfixturevalue(broker)
@@ -73,11 +73,12 @@ def test_a_commit_to_a_broker_that_is_away_waits_for_it_and_is_exact(
 
 
 @pytest.mark.deep
-def test_a_group_session_that_ended_while_no_broker_was_there_is_not_taken_for_a_newer_instance(
-    alone: LocalKafka, pipelines: Pipelines
-) -> None:
-    """While nobody polls the consumer, as in a commit that waits, its session times out; librdkafka forgets the member
-    id at once and goes on heartbeating with the instance id alone, which the broker that came back refuses."""
+def test_session_expired_during_an_outage_is_not_a_newer_instance(alone: LocalKafka, pipelines: Pipelines) -> None:
+    """Let the session of a consumer expire while no broker runs.
+
+    A consumer that is not polled, as during a waiting commit, loses its session. librdkafka forgets the member id
+    immediately and continues its heartbeats with the instance id alone, which the restarted broker refuses.
+    """
     pipeline = pipelines.on(alone, RECORDS)
     settings = {"session.timeout.ms": str(SESSION_MS)} | LONG_TRANSACTION
     worker = pipeline.worker(until_end=True, settings=settings, holds=[("committed", 3)])
@@ -85,7 +86,7 @@ def test_a_group_session_that_ended_while_no_broker_was_there_is_not_taken_for_a
     wait_for_markers(pipeline)
     alone.stop(0)
     away = time.monotonic()
-    wait_until("the session is over", lambda: time.monotonic() > away + 1 + SESSION_MS / 1000)
+    wait_until("the session has expired", lambda: time.monotonic() > away + 1 + SESSION_MS / 1000)
     alone.start(0)
     back = time.monotonic()
     wait_until("some heartbeats", lambda: time.monotonic() > back + 2.5)
@@ -96,9 +97,7 @@ def test_a_group_session_that_ended_while_no_broker_was_there_is_not_taken_for_a
 
 @pytest.mark.deep_for("offsets sent")
 @pytest.mark.parametrize("step", [pytest.param("flush", marks=pytest.mark.long), "flushed", "offsets sent"])
-def test_a_killed_coordinator_of_three_brokers_costs_nothing(
-    step: str, cluster: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_killed_coordinator_loses_and_duplicates_nothing(step: str, cluster: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(cluster, RECORDS, replicas=3)
     settings = LONG_SESSION | {"transaction.timeout.ms": "20000"}
     worker = pipeline.worker(until_end=True, holds=[(step, 3)], settings=settings)
@@ -115,10 +114,8 @@ def test_a_killed_coordinator_of_three_brokers_costs_nothing(
     pipeline.verify()
 
 
-@pytest.mark.long  # four minutes on a busy machine
-def test_every_one_of_three_brokers_may_be_killed_in_turn_while_records_flow(
-    cluster: LocalKafka, pipelines: Pipelines
-) -> None:
+@pytest.mark.long  # takes four minutes on a busy machine
+def test_killing_three_brokers_in_turn_loses_and_duplicates_nothing(cluster: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(cluster, 1_000, replicas=3)
     worker = pipeline.worker(work_ms=1, settings=LONG_SESSION)
     for node in range(3):

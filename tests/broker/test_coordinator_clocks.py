@@ -1,4 +1,4 @@
-"""What the cluster does by its own clock or while a part of it is gone: K13 (expiry) and K19 (a leader missing)."""
+"""Test what a cluster does on its own clock or without some brokers: K13 (expiry) and K19 (a missing leader)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.reading import coordinator_of, create_topic, ends_of, settled
 
 pytestmark = pytest.mark.takes(87)
 
-FORGETFUL = {
+SHORT_EXPIRY = {
     "transactional.id.expiration.ms": "4000",
     "transaction.remove.expired.transaction.cleanup.interval.ms": "300",
     "producer.id.expiration.ms": "4000",
@@ -27,8 +27,8 @@ FORGETFUL = {
 }
 
 
-def test_an_idle_session_whose_transactional_id_expired_goes_on_without_loss(names: Callable[[str], str]) -> None:
-    with LocalKafka(config=FORGETFUL) as kafka:
+def test_idle_session_continues_after_its_transactional_id_expired(names: Callable[[str], str]) -> None:
+    with LocalKafka(config=SHORT_EXPIRY) as kafka:
         servers, source, target = kafka.bootstrap_servers, names("in"), names("out")
         create_topic(servers, source)
         create_topic(servers, target)
@@ -53,9 +53,9 @@ def test_an_idle_session_whose_transactional_id_expired_goes_on_without_loss(nam
                     txn.send(target, record.value)
                 return txn.commit()
 
-            while not copy():  # on a slow machine it may expire already before the first one
+            while not copy():  # On a slow machine the id may expire before the first commit.
                 pass
-            while not copy():  # the first try meets INVALID_PRODUCER_ID_MAPPING; its records come again
+            while not copy():  # The first try gets INVALID_PRODUCER_ID_MAPPING, and its records are delivered again.
                 pass
             assert expired == [True]
         assert settled_values(servers, target) == {0: [b"before", b"after"]}
@@ -67,18 +67,18 @@ def load(servers: str, transactional_id: str, topic: str, value: str) -> None:
         txn.send(topic, value)
 
 
-SLOW_TO_GIVE_UP = {
-    # A paused node leaves the ISR soon, but stays the leader of what only it holds.
+LONG_BROKER_SESSION = {
+    # A paused node soon leaves the ISR but stays the leader of partitions that only it has.
     "replica.lag.time.max.ms": "2000",
     "broker.session.timeout.ms": "60000",
     "broker.heartbeat.interval.ms": "1000",
 }
 
 
-def test_a_partition_whose_leader_is_away_holds_up_no_other_and_gets_its_marker_later(
+def test_partition_without_leader_gets_its_marker_later(
     names: Callable[[str], str],
 ) -> None:
-    with LocalKafka(nodes=3, config=SLOW_TO_GIVE_UP) as cluster:
+    with LocalKafka(nodes=3, config=LONG_BROKER_SESSION) as cluster:
         servers, topic, transactional_id = cluster.bootstrap_servers, names("out"), names("tx")
         settings = Settings(
             {
@@ -114,7 +114,7 @@ RECORD_AND_MARKER = 2
 
 
 def stable_end(servers: str, topic: str, partition: int) -> int:
-    """The last stable offset; -1 while its leader does not answer."""
+    """Return the last stable offset, or -1 while its leader does not answer."""
     try:
         return ends_of(servers, [TopicPartition(topic, partition)], IsolationLevel.READ_COMMITTED)[0]
     except KafkaException:

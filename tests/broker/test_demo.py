@@ -1,4 +1,4 @@
-"""The demo proves what it says, leaves nothing behind, and would say so if a record were lost or doubled."""
+"""Check that the demo proves what it prints, leaves nothing behind, and would report a lost or duplicate record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLIGHTS = 20_000
 
 
 def start_demo(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`eos demo` with a directory of its own for everything temporary."""
+    """Start `eos demo` with its own directory for temporary files."""
     temporary.mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "eos", "demo", "--flights", str(FLIGHTS), *arguments],
@@ -41,12 +41,12 @@ def start_demo(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def interruptible() -> None:
-    """A shell starts what runs in the background with SIGINT ignored, and that is inherited: by a test run too."""
+    """Restore SIGINT, which a shell ignores in the processes that it starts in the background and in their children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def processes_using(directory: Path) -> list[str]:
-    """Command lines of the processes whose working directory is below `directory`."""
+    """Return the command lines of processes whose working directory is below `directory`."""
     found = []
     for process in psutil.process_iter(["cwd", "cmdline"]):
         if (process.info["cwd"] or "").startswith(str(directory)):
@@ -55,13 +55,13 @@ def processes_using(directory: Path) -> list[str]:
 
 
 def rows_of(printed: str) -> dict[str, list[str]]:
-    """The table: check -> expected, seen, verdict."""
+    """Return the printed table: check -> expected, seen, verdict."""
     lines = [line.strip("│").split("│") for line in printed.splitlines() if line.startswith("│")]
     return {check.strip(): [cell.strip() for cell in cells] for check, *cells in lines}
 
 
 @pytest.mark.takes(150)
-def test_the_demo_hits_open_transactions_and_proves_that_nothing_was_lost_or_doubled(tmp_path: Path) -> None:
+def test_demo_hits_open_transactions_and_proves_exact_results(tmp_path: Path) -> None:
     demo = start_demo(tmp_path / "t")
     printed, _ = demo.communicate(timeout=280)
 
@@ -74,26 +74,24 @@ def test_the_demo_hits_open_transactions_and_proves_that_nothing_was_lost_or_dou
     assert re.fullmatch(r"0 of 2\d,\d{3}", rows["records lost"][1])
     assert int(rows["aborted records a read_uncommitted reader gets"][1].replace(",", "")) > 0
     assert "Exactly once" in printed
-    assert "\x1b" not in printed, "escape sequences on something that is no terminal"
+    assert "\x1b" not in printed, "escape sequences in an output that is not a terminal"
     assert not list((tmp_path / "t").iterdir()), "temporary files were left behind"
     assert processes_using(tmp_path) == []
 
 
 @pytest.mark.long
-def test_on_a_cluster_of_somebody_else_it_deletes_what_it_made(kafka: LocalKafka, tmp_path: Path) -> None:
+def test_demo_deletes_its_topics_from_an_existing_cluster(kafka: LocalKafka, tmp_path: Path) -> None:
     demo = start_demo(tmp_path / "t", "--bootstrap-servers", kafka.bootstrap_servers)
     printed, _ = demo.communicate(timeout=280)
 
     assert demo.returncode == 0, printed
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
-    wait_until("its topics are gone", lambda: not set(topics.TOPICS) & set(admin.list_topics(timeout=10).topics))
+    wait_until("its topics are deleted", lambda: not set(topics.TOPICS) & set(admin.list_topics(timeout=10).topics))
     groups = {group.group_id for group in admin.list_consumer_groups().result(10).valid}
     assert not groups & {topics.GROUP, topics.CONTRAST_GROUP}
 
 
-def test_it_refuses_a_cluster_that_has_a_topic_of_its_names_and_leaves_that_alone(
-    kafka: LocalKafka, tmp_path: Path
-) -> None:
+def test_demo_refuses_a_cluster_that_has_its_topics(kafka: LocalKafka, tmp_path: Path) -> None:
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
     create_topic(kafka.bootstrap_servers, topics.LATE)
     try:
@@ -108,7 +106,7 @@ def test_it_refuses_a_cluster_that_has_a_topic_of_its_names_and_leaves_that_alon
         admin.delete_topics([topics.LATE])[topics.LATE].result(10)
 
 
-def test_a_cluster_that_does_not_answer_is_69(tmp_path: Path) -> None:
+def test_demo_exits_69_without_a_cluster(tmp_path: Path) -> None:
     demo = start_demo(tmp_path / "t", "--bootstrap-servers", "127.0.0.1:1")
     printed, _ = demo.communicate(timeout=60)
 
@@ -118,9 +116,7 @@ def test_a_cluster_that_does_not_answer_is_69(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_an_interrupt_while_the_workers_run_leaves_no_process_and_no_file(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_interrupted_demo_leaves_no_process_and_no_file(tmp_path: Path, number: signal.Signals) -> None:
     demo = start_demo(tmp_path / "t")
     wait_until("both workers run", lambda: sum("--instance" in c for c in processes_using(tmp_path)) >= 2, 60)
 
@@ -129,7 +125,7 @@ def test_an_interrupt_while_the_workers_run_leaves_no_process_and_no_file(
 
     assert demo.returncode != 0, printed
     assert "Traceback" not in printed
-    wait_until("nothing runs any more", lambda: processes_using(tmp_path) == [])
+    wait_until("all its processes have ended", lambda: processes_using(tmp_path) == [])
     assert not list((tmp_path / "t").iterdir())
 
 
@@ -137,7 +133,7 @@ def test_an_interrupt_while_the_workers_run_leaves_no_process_and_no_file(
 
 
 def log(topic_names: tuple[str, ...], records: list[tuple[int, int, int, bytes, bytes]]) -> Log:
-    """(topic index, partition, offset, key, value) each."""
+    """Build a Log from tuples of topic index, partition, offset, key and value."""
     topic, partition, offset, keys, values = zip(*records, strict=True)
     return Log(
         topics=topic_names,
@@ -169,7 +165,7 @@ def expected() -> Expectation:
 
 def wrong(rows: list[Row]) -> set[str]:
     assert len(rows) >= 4
-    assert all(row.why for row in rows if not row.holds), "a row that does not hold says why"
+    assert all(row.why for row in rows if not row.holds), "a failed row has no reason"
     return {row.check for row in rows if not row.holds}
 
 
@@ -177,25 +173,25 @@ def judged(outputs: list[tuple[int, int, int, bytes, bytes]]) -> set[str]:
     return wrong(proof.exactly_once_rows(expected(), found(outputs)))
 
 
-def test_the_proof_holds_for_an_exact_history() -> None:
+def test_proof_holds_for_an_exact_history() -> None:
     assert judged(DELAYS + LATES) == set()
 
 
-def test_the_proof_finds_a_lost_record() -> None:
+def test_proof_finds_a_lost_record() -> None:
     assert judged(DELAYS[1:] + LATES) == {
         "records in flight-delays", "records lost", "offsets that disagree with the output"
     }  # fmt: skip
 
 
-def test_the_proof_finds_a_doubled_record() -> None:
+def test_proof_finds_a_duplicate_record() -> None:
     again = (0, 1, 3, *DELAYS[5][3:])
     assert judged([*DELAYS, again, *LATES]) == {
         "records in flight-delays", "records doubled", "minutes of delay, all 1 airlines equal"
     }  # fmt: skip
 
 
-def test_the_proof_finds_a_record_that_replaced_another_one() -> None:
-    """The count is right; only keys and lineage show it."""
+def test_proof_finds_a_record_that_replaced_another() -> None:
+    """Replace a record and keep the count, so that only keys and lineage show the difference."""
     stranger = (0, 0, 0, b"flight 99", DELAYS[0][4])
     assert judged([stranger, *DELAYS[1:], *LATES]) >= {
         "records in flight-delays",
@@ -204,21 +200,21 @@ def test_the_proof_finds_a_record_that_replaced_another_one() -> None:
     }
 
 
-def test_the_proof_finds_a_transaction_that_is_visible_in_one_topic_only() -> None:
+def test_proof_finds_a_transaction_visible_in_one_topic_only() -> None:
     assert judged([*DELAYS, LATES[0]]) >= {"records lost", "flights in only one of two topics"}
 
 
-def test_the_proof_finds_a_changed_value() -> None:
+def test_proof_finds_a_changed_value() -> None:
     changed = (*DELAYS[3][:4], b'{"carrier":"UA","minutes":31}')
     assert judged([*DELAYS[:3], changed, *DELAYS[4:], *LATES]) == {"minutes of delay, all 1 airlines equal"}
 
 
-def test_the_proof_finds_swapped_records() -> None:
+def test_proof_finds_swapped_records() -> None:
     swapped = [(*DELAYS[0][:3], *DELAYS[2][3:]), (*DELAYS[2][:3], *DELAYS[0][3:])]
     assert judged([swapped[0], DELAYS[1], swapped[1], *DELAYS[3:], *LATES]) == {"records out of order"}
 
 
-def test_without_an_effect_of_the_faults_nothing_is_proven() -> None:
+def test_faults_without_effect_prove_nothing() -> None:
     exact, effective = found(DELAYS + LATES), Contrast(flights=6, records=7, doubled=1, kills=1)
     assert wrong(proof.fault_rows(exact, 1, 1, effective)) == set()
     assert len(wrong(proof.fault_rows(exact, 0, 1, effective))) == 1
@@ -227,7 +223,7 @@ def test_without_an_effect_of_the_faults_nothing_is_proven() -> None:
     assert len(wrong(proof.fault_rows(exact, 1, 1, dataclasses.replace(effective, doubled=0)))) == 1
 
 
-def test_the_expectation_is_the_published_file_read_without_importing_pandas() -> None:
+def test_expected_records_are_read_without_pandas() -> None:
     program = (
         "import sys; from eos.demo.data import *; e = expectation(FLIGHTS); "
         "print(len(e.keys), len(e.late), e.minutes.total(), len(e.minutes), 'pandas' in sys.modules)"

@@ -1,4 +1,4 @@
-"""`eos dlq list | replay` on a real broker: letters come back exactly once, whenever the replay is killed."""
+"""Replay dead letters with `eos dlq` on a real broker: each is handled exactly once, whenever the replay is killed."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def far_too_large(value: str) -> str:
 
 
 class Shop:
-    """An App of its own topics, and what is in them."""
+    """Run one App on its own topics and read their contents."""
 
     def __init__(self, kafka: LocalKafka, names: Names, folder: Path) -> None:
         self.servers, self.folder = kafka.bootstrap_servers, folder
-        self.sent_ms = int(time.time() * 1000) - 60_000  # not so old that retention removes it
+        self.sent_ms = int(time.time() * 1000) - 60_000  # recent enough that retention does not remove it
         self.id, self.source, self.out = names("app"), names("in"), names("out")
         self.other, self.large, self.dlq = names("other"), names("large"), f"{self.source}.dlq"
         for topic in (self.source, self.out, self.other, self.large, self.dlq):
@@ -79,8 +79,8 @@ class Shop:
             for number, (key, value, headers) in enumerate(records):
                 txn.send(topic, value, key=key, headers=headers, timestamp_ms=self.sent_ms + number)
 
-    def letters(self, count: int) -> list[str]:
-        """Writes dead letters as a worker does; their values."""
+    def write_dead_letters(self, count: int) -> list[str]:
+        """Write dead letters as a worker does, and return their values."""
         values = [f"bad {number}" for number in range(count)]
         records = [
             Record(self.source, 0, n, self.sent_ms, f"k{n}".encode(), value.encode()) for n, value in enumerate(values)
@@ -95,7 +95,8 @@ class Shop:
         return list(json.loads(ended.stdout))
 
     def read(self, topic: str, settled: bool = True) -> list[Message]:
-        """`settled`: once no transaction is open on it. Kafka answers a commit before all partitions show it."""
+        """Return the values of a topic. `settled` first waits until no transaction is open on it, because Kafka answers
+        a commit before all partitions show it."""
         records = settled_records if settled else visible_records
         return [message for found in records(self.servers, topic).values() for message in found]
 
@@ -108,7 +109,7 @@ def shop(kafka: LocalKafka, names: Names, tmp_path: Path) -> Shop:
     return Shop(kafka, names, tmp_path)
 
 
-def test_letters_of_a_worker_come_back_once_and_those_that_fail_again_are_met_by_the_next_replay_only(
+def test_replay_handles_dead_letters_once_and_the_next_the_failures(
     shop: Shop,
 ) -> None:
     shop.send(shop.source, [("a", "good", []), ("b", "bad 1", [("trace", b"t")]), ("c", "bad 2", [])])
@@ -128,10 +129,12 @@ def test_letters_of_a_worker_come_back_once_and_those_that_fail_again_are_met_by
     assert shop.outputs() == ["BAD 1", "BAD 2", "GOOD"]
     assert shop.listed() == []
     (all_of_it,) = shop.listed(shop.dlq)
-    assert all_of_it["letters"] == 2, "the topic keeps what was replayed, and of each the newest letter counts"
-    assert len(shop.read(shop.source)) == 3, "other readers of the source get nothing twice"
+    assert all_of_it["letters"] == 2, "the topic keeps replayed dead letters, and the newest of each counts"
+    assert len(shop.read(shop.source)) == 3, "another reader of the source received a record twice"
     back = next(m for m in shop.read(shop.out) if m.value() == b"BAD 1")
-    assert (back.key(), back.timestamp()[1]) == (b"b", shop.sent_ms + 1), "as if it had not failed"
+    assert (back.key(), back.timestamp()[1]) == (b"b", shop.sent_ms + 1), (
+        "the replayed record must look as if it had not failed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,15 +146,15 @@ def test_letters_of_a_worker_come_back_once_and_those_that_fail_again_are_met_by
         pytest.param("commit", "before", (), marks=pytest.mark.long),
     ],
 )
-def test_a_replay_that_is_killed_in_a_transaction_goes_on_without_one_lost_or_doubled(
+def test_replay_killed_in_a_transaction_continues_exactly_once(
     shop: Shop, step: str, when: str, limit: tuple[str, ...]
 ) -> None:
-    values = shop.letters(250)
+    values = shop.write_dead_letters(250)
     program = ("-c", KILLED, step, when, "3" if step == "flush" else "2")
     killed = shop.eos("dlq", "replay", "shop:app", *limit, program=program, MENDED="1")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    before = len(shop.outputs(settled=step == "commit"))  # else it left a transaction open
-    assert 0 < before < 250, "it was killed in the middle"
+    before = len(shop.outputs(settled=step == "commit"))  # A later kill would leave a transaction open.
+    assert 0 < before < 250, "the kill came before or after the replay"
     told = shop.replay(MENDED="1")
     left = 250 - before
     assert told == f"{left} replayed, {left} handled ({left} outputs), 0 failed again"
@@ -159,30 +162,30 @@ def test_a_replay_that_is_killed_in_a_transaction_goes_on_without_one_lost_or_do
     assert shop.listed() == []
 
 
-def test_letters_whose_place_was_forgotten_are_not_replayed_again_unasked(shop: Shop) -> None:
-    """The brokers forget it `offsets.retention.minutes` after its last commit; here the group is deleted."""
+def test_replay_without_committed_offsets_needs_a_start_option(shop: Shop) -> None:
+    """Delete the group, as brokers forget it `offsets.retention.minutes` after its last commit."""
     admin = AdminClient({"bootstrap.servers": shop.servers})
     for topic in (shop.dlq, shop.out):
         configure(shop.servers, topic, "retention.ms", "-1")
     shop.sent_ms -= 8 * 86_400_000
-    shop.letters(2)
-    assert shop.eos("dlq", "replay", "shop:app").returncode == 64, "nobody knows whether this is the first time"
+    shop.write_dead_letters(2)
+    assert shop.eos("dlq", "replay", "shop:app").returncode == 64, "a first replay cannot be told from a repeated one"
     assert shop.replay("--from", "earliest", MENDED="1").startswith("2 replayed, 2 handled")
     group = f"{shop.id}-dlq-replay"
     assert {place[1] for place in committed_offsets(shop.servers, group, [shop.dlq])} == {0, 1}, (
-        "with and without letters"
+        "the offsets of partitions with and without dead letters"
     )
     admin.delete_consumer_groups([group])[group].result()
     again = shop.eos("dlq", "replay", "shop:app", MENDED="1")
     assert again.returncode == 64
     assert "letters there are older than the 7 days" in again.stderr
-    assert "`--from earliest` takes all that is there" in again.stderr
+    assert "`--from earliest` takes all of them" in again.stderr
     assert "they may have been replayed before" in shop.eos("dlq", "list", "shop:app").stderr
     assert shop.outputs() == ["BAD 0", "BAD 1"]
 
 
-def test_letters_are_dropped_and_mended_one_by_one_and_none_is_run_twice(shop: Shop) -> None:
-    shop.letters(4)
+def test_dead_letters_are_dropped_and_repaired_one_by_one(shop: Shop) -> None:
+    shop.write_dead_letters(4)
     dropped = shop.eos("dlq", "drop", "shop:app", "--letter", f"{shop.source}[0]@1")
     assert (dropped.returncode, dropped.stdout) == (0, f"{shop.dlq}: 1 dropped\n"), dropped.stderr
     exported = shop.eos("dlq", "export", "shop:app")
@@ -204,17 +207,19 @@ def test_letters_are_dropped_and_mended_one_by_one_and_none_is_run_twice(shop: S
     assert shop.listed() == []
     for place in committed_offsets(shop.servers, f"{shop.id}-dlq-replay", [shop.dlq]).values():
         assert place > 0
-    shop.letters(3)
-    assert shop.eos("dlq", "drop", "shop:app").returncode == 64, "of what?"
-    assert shop.eos("dlq", "drop", "shop:app", "--exception", "KeyError").returncode == 64, "there is none"
+    shop.write_dead_letters(3)
+    assert shop.eos("dlq", "drop", "shop:app").returncode == 64, "an id needs its topic"
+    assert shop.eos("dlq", "drop", "shop:app", "--exception", "KeyError").returncode == 64, (
+        "the dead letter does not exist"
+    )
     earliest = shop.eos("dlq", "replay", "shop:app", "--letter", f"{shop.source}[0]@1", "--from", "earliest")
     assert (earliest.returncode, "takes all dead letters" in earliest.stderr) == (64, True)
     assert shop.eos("dlq", "drop", "shop:app", "--all").stdout == f"{shop.dlq}: 3 dropped\n"
     assert shop.listed() == []
 
 
-def test_an_output_that_the_client_refuses_is_the_letters_failure_alone(shop: Shop) -> None:
-    shop.letters(3)
+def test_output_refused_by_the_client_fails_its_dead_letter_only(shop: Shop) -> None:
+    shop.write_dead_letters(3)
     told = shop.replay("--function", "far_too_large")
     assert told == "3 replayed, 2 handled (2 outputs), 1 failed again"
     assert shop.outputs() == ["bad 0", "bad 2"]
@@ -223,7 +228,7 @@ def test_an_output_that_the_client_refuses_is_the_letters_failure_alone(shop: Sh
     assert kind["first"] == f"{shop.source}[0]@1"
 
 
-def test_what_is_wrong_with_a_replay_is_said_in_one_sentence(shop: Shop) -> None:
+def test_invalid_replay_is_refused_with_one_sentence(shop: Shop) -> None:
     for arguments, code, sentence in (
         (
             ("replay", "shop:app", "--function", "nope"),
@@ -242,11 +247,10 @@ def test_what_is_wrong_with_a_replay_is_said_in_one_sentence(shop: Shop) -> None
         assert "Traceback" not in ended.stderr
 
 
-def test_a_replay_that_a_newer_one_overtook_repeats_nothing_and_ends_with_79(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its next producer takes the transactional.id back, and no group would refuse its offsets."""
-    values = shop.letters(4)
+def test_replay_fenced_by_a_newer_one_repeats_nothing_and_exits_79(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a newer replay, which fences the older one only by its offsets: the older producer would take the id
+    back."""
+    values = shop.write_dead_letters(4)
     settings = Settings({"bootstrap.servers": shop.servers})
     monkeypatch.setattr(TransactionalProducer, "decide_replacement", lambda self: "retry: asked by the test")
     monkeypatch.setattr(TransactionalIdOwnership, "confirm", lambda self, producer, reason: None)
@@ -270,13 +274,14 @@ def test_a_replay_that_a_newer_one_overtook_repeats_nothing_and_ends_with_79(
     assert shop.outputs() == sorted(value.upper() for value in values)
 
 
-def test_letters_of_another_app_are_left_to_its_own_replay_unless_they_are_asked_for(shop: Shop) -> None:
-    """Two Apps on one topic have one topic of dead letters; nobody's function runs over the other's."""
-    now_ms = int(time.time() * 1000)  # retention removes at once what is old
+def test_dead_letters_of_another_app_are_replayed_on_request_only(shop: Shop) -> None:
+    """Give two Apps one source topic and so one dead-letter topic; no function handles dead letters of the other
+    App."""
+    now_ms = int(time.time() * 1000)  # Retention removes old records immediately.
     record = Record(shop.source, 0, 0, now_ms, b"k", b"bad other")
     _, value, key, _, _, headers = make_dead_letter(record, ValueError("why"), app="billing", function="bill")
     shop.send(shop.dlq, [(key, value, headers or [])])
-    shop.letters(1)
+    shop.write_dead_letters(1)
     (kind,) = shop.listed()
     assert (kind["app"], kind["letters"]) == (shop.id, 1)
     assert {kind["app"]: kind["letters"] for kind in shop.listed(shop.dlq)} == {"billing": 1, shop.id: 1}

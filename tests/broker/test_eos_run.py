@@ -1,4 +1,4 @@
-"""The fixture `eos_run` on a real broker says the same as `eos.testing.run` without one."""
+"""Check that the fixture `eos_run` on a real broker returns the same as `eos.testing.run` without one."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def refuse(order: dict):
 
 RECORDS = [("orders", {"n": 1}, "key"), ("orders", "no json"), ("orders", None), ("orders", {"n": 2})]
 
-def told(ran):
+def results(ran):
     # Partition and timestamp are the broker's.
     return sorted([(s.topic, s.value, s.key, s.headers) for s in ran.to("doubled") + ran.to("other")], key=repr)
 
 @pytest.mark.parametrize("again", [1, 2])
 def test_both_ways_give_the_same(eos_run, again):
     online, offline = eos_run(app, RECORDS), eos.testing.run(app, RECORDS)
-    assert told(online) == told(offline)
+    assert results(online) == results(offline)
     assert online.values("doubled") == offline.values("doubled") == [b'{"n":2}', b'{"n":4}']
     assert online.values("orders.dlq") == offline.values("orders.dlq") == [b"no json", None]
     assert (online.dead_letters, online.retries, online.skipped) == (2, 0, 0)
@@ -56,13 +56,13 @@ traced = eos.App("traced")
 def same(record: eos.Record):
     return record.value
 
-def test_a_trace_does_not_end_at_the_app(eos_run):
+def test_trace_headers_are_passed_on(eos_run):
     headers = [("traceparent", b"00-1"), ("x", b"y"), ("tracestate", None)]
     given = [eos.Record("orders", 0, 0, value=b"v", headers=headers), eos.Record("orders", 0, 1, value=b"w")]
     for run in (eos_run, eos.testing.run):
         assert [s.headers for s in run(traced, given).to("doubled")] == [[headers[0], headers[2]], []]
 
-def test_a_record_that_stops_the_run_is_raised(eos_run):
+def test_poison_record_is_raised(eos_run):
     for run in (eos_run, eos.testing.run):
         with pytest.raises(PoisonRecord, match="refuse failed on orders.0.@.*: ValueError: no"):
             run(strict, RECORDS[:1])
@@ -79,7 +79,7 @@ def count(order: eos.Record, total: eos.State[int], last: eos.MapState[str, int]
     last["n"] = total.get()
     return str(total.get())
 
-def test_states_are_told(eos_run):
+def test_states_are_returned(eos_run):
     given = [("orders", "x", "a"), ("orders", "y", "b"), ("orders", "z", "a")]
     for run in (eos_run, eos.testing.run):
         states = run(counting, given).states
@@ -88,7 +88,7 @@ def test_states_are_told(eos_run):
 """
 
 
-def test_the_fixture_runs_an_app_as_the_worker_does_and_each_run_is_its_own(kafka: LocalKafka, tmp_path: Path) -> None:
+def test_fixture_runs_an_app_as_the_worker_does(kafka: LocalKafka, tmp_path: Path) -> None:
     known = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
     before = set(known.list_topics(timeout=10).topics)
     code, said = run_pytest(tmp_path, TEST, "-q", f"--eos-kafka={kafka.bootstrap_servers}")
@@ -98,9 +98,7 @@ def test_the_fixture_runs_an_app_as_the_worker_does_and_each_run_is_its_own(kafk
     assert set(known.list_topics(timeout=10).topics) - of_brokers <= before
 
 
-def test_a_run_refuses_a_topic_that_exists_and_removes_the_others(
-    kafka: LocalKafka, names: Callable[[str], str]
-) -> None:
+def test_run_refuses_an_existing_topic_and_removes_the_others(kafka: LocalKafka, names: Callable[[str], str]) -> None:
     app = eos.App(names("app"))
     there = create_topic(kafka.bootstrap_servers, names("out"))
 
@@ -128,10 +126,8 @@ ENDRULE
 
 
 @pytest.mark.deep
-def test_what_was_loaded_is_handled_however_late_a_broker_makes_it_readable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A worker that ends at the end would see none of it."""
+def test_loaded_records_are_handled_although_readable_late(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Delay the control records, so that a worker with `--until-end` would see none of the loaded records."""
     (tmp_path / "late.btm").write_text(LATE)
     (agent,) = maven_jars("byteman", [f"org.jboss.byteman:byteman:{BYTEMAN}"], "byteman", BYTEMAN)
     app = eos.App("late")

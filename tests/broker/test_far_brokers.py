@@ -1,7 +1,7 @@
-"""A broker in another region: the producer stays while nothing was sent twice, and goes whenever something was.
+"""Run against a distant broker: a producer is kept until a request is sent twice, and is replaced then.
 
-What was sent is counted on the wire, in front of the delay: there a cut is noticed at once, and what the client sent
-before is still under way to the broker. test_late_requests.py brings each kind of late request about by itself.
+The test counts requests on the wire before they are delayed. The client notices a cut there immediately, while earlier
+requests are still on their way to the broker. test_late_requests.py produces each kind of late request separately.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SENT_TWICE = "sent twice"
 
 
 def runs(short: int, long: int) -> pytest.MarkDecorator:
-    """`short` transactions at 60 ms (0: none); `long` ones at each delay, on each version, where there is time."""
+    """Parametrize with `short` transactions at 60 ms (0: none), and with `long` ones at each delay and version in long
+    runs."""
     cases = [pytest.param("kafka", 60, short, id=f"60ms-{short}")] if short else []
     very_long = [pytest.mark.long, pytest.mark.timeout(1800)]
     cases += [
@@ -44,7 +45,7 @@ def runs(short: int, long: int) -> pytest.MarkDecorator:
 
 @dataclass
 class Loop:
-    """A session over the proxies with one record per transaction; told of each begin."""
+    """Run a session through the proxies with one record per transaction, and call `begun` at each begin."""
 
     kafka: LocalKafka
     servers: str
@@ -88,7 +89,7 @@ class Loop:
 
 
 @runs(8, 300)
-def test_a_healthy_producer_stays_however_far_the_broker(
+def test_healthy_producer_is_kept_at_any_distance(
     request: pytest.FixtureRequest, broker: str, each_way_ms: int, count: int, names: Callable[[str], str]
 ) -> None:
     kafka: LocalKafka = request.getfixturevalue(broker)
@@ -97,13 +98,13 @@ def test_a_healthy_producer_stays_however_far_the_broker(
         began = time.monotonic()
         counters = loop.run().counters
     assert counters.transactions >= count
-    assert time.monotonic() - began > count * 8 * each_way_ms / 1000, "the broker was not far"
+    assert time.monotonic() - began > count * 8 * each_way_ms / 1000, "the broker was too fast for its distance"
     assert counters.replacements == {}
     loop.check()
 
 
 class Wire:
-    """Cuts all connections at random moments, and says of each transaction whether a request of it was sent twice."""
+    """Cut all connections at random moments, and record for each transaction whether a request was sent twice."""
 
     def __init__(self, proxy: HoldingProxy, longest_s: float, seed: int) -> None:
         self.proxy, self.longest_s, self.random = proxy, longest_s, random.Random(seed)
@@ -133,7 +134,7 @@ class Wire:
         twice = []
         for api in (*ONCE, ApiKey.AddPartitionsToTxn):
             requests = self.proxy.seen(api, since=self.began_at)
-            # An AddPartitionsToTxn is also sent again on the same connection, after CONCURRENT_TRANSACTIONS.
+            # The client also repeats an AddPartitionsToTxn on the same connection, after CONCURRENT_TRANSACTIONS.
             times = len(requests) if api in ONCE else len({request.connection for request in requests})
             if times > 1:
                 twice.append(f"{api.name} {times} times")
@@ -144,7 +145,7 @@ class Wire:
 
 
 @runs(0, 30)
-def test_whatever_was_sent_twice_on_the_wire_replaces_the_producer(
+def test_request_sent_twice_replaces_the_producer(
     request: pytest.FixtureRequest, broker: str, each_way_ms: int, count: int, names: Callable[[str], str]
 ) -> None:
     kafka: LocalKafka = request.getfixturevalue(broker)
@@ -154,7 +155,7 @@ def test_whatever_was_sent_twice_on_the_wire_replaces_the_producer(
         Delay(behind, kafka.proxied_upstream, each_way_ms),
         HoldingProxy(port, ("127.0.0.1", behind)) as proxy,
     ):
-        # A transaction takes five to six round trips.
+        # A transaction takes five or six round trips.
         wire = Wire(proxy, longest_s=12 * each_way_ms / 1000, seed=each_way_ms)
         loop = Loop(kafka, kafka.proxied_servers, names, count, wire.begun)
         counters = loop.run().counters
@@ -162,6 +163,6 @@ def test_whatever_was_sent_twice_on_the_wire_replaces_the_producer(
             wire.timer.join()
     print(f"{broker} {each_way_ms} ms: {wire.cuts} cuts, {dict(wire.found)}, {counters.replacements}")
     assert wire.cuts >= count // 2
-    assert any(SENT_TWICE in kind for kind in wire.found), "no cut hit a request: nothing was shown"
+    assert any(SENT_TWICE in kind for kind in wire.found), "no cut hit a request, so the test shows nothing"
     assert wire.missed == []
     loop.check()

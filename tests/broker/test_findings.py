@@ -1,5 +1,7 @@
-"""What docs/findings.md says of other people's software shows itself with the versions that are here: one that does not
-any more has been mended, and its page and what we do about it can go."""
+"""Check that each defect of other software in docs/findings.md still shows itself in the installed versions.
+
+A finding that no longer shows itself is fixed upstream: remove its page and our workaround.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ PATIENCE_S = 240
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """What was started with this folder for temporary files, and lives."""
+    """Return the living processes that were started with this folder for temporary files."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -31,7 +33,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 @pytest.mark.long
 @pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_finding_shows_itself_and_leaves_no_process_behind(script: Path, tmp_path: Path) -> None:
+def test_finding_shows_itself_and_leaves_no_process(script: Path, tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

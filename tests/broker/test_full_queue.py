@@ -1,4 +1,4 @@
-"""A producer queue that is too small for a transaction: each record waits for room, and none is left out."""
+"""Fill a producer queue that is too small for a transaction: each record waits for room, and none is lost."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import pytest
 from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
-# A transaction has up to 200 records with two outputs each, all of them offered within milliseconds.
+# A transaction has up to 200 records with two outputs each, all sent within milliseconds.
 SMALL = {"queue.buffering.max.messages": "50"}
 
 
 @pytest.mark.deep
-def test_a_full_queue_is_waited_for(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_send_waits_for_a_full_queue(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 2_000)
     pipeline.finish(settings=SMALL)
     assert "aborted" not in pipeline.workers[-1].log
     pipeline.verify()
 
 
-def test_a_queue_that_stays_full_costs_the_transaction_and_no_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_queue_that_stays_full_aborts_without_losing_records(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     ids = pipeline.transactional_ids()
     with HoldingProxy.before(kafka) as proxy:
         held = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, nth=3, match=lambda r: r.transactional_id in ids)
         worker = pipeline.worker(servers=kafka.proxied_servers, settings=SMALL)
         held.wait(30)
-        worker.wait_log("producer replaced")  # the broker or the worker aborted it: their timeout is the same
+        worker.wait_log("producer replaced")  # The broker or the worker aborted it: their timeouts are equal.
         held.release()
         pipeline.wait_handled(pipeline.loaded)
         worker.terminate()

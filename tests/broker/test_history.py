@@ -1,4 +1,4 @@
-"""Histories read from a real broker are whole: what is committed is there, what is aborted is not."""
+"""Read histories from a real broker: they hold every committed record and no aborted one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Names = Callable[[str], str]
 
 @pytest.fixture
 def producer(kafka: LocalKafka, names: Names) -> Iterator[Callable[[str], Producer]]:
-    """Makes initialised transactional producers; each ends its open transaction when the test is over."""
+    """Create initialised transactional producers, and abort their open transactions after the test."""
     made: list[Producer] = []
 
     def make(name: str) -> Producer:
@@ -58,7 +58,7 @@ def values_of(log: Any, partition: int) -> list[bytes]:
     return [value for value, at in zip(log.values, log.partition, strict=True) if at == partition]
 
 
-def test_committed_records_are_read_aborted_ones_only_uncommitted_and_tails_do_not_hang(kafka, names, producer):
+def test_isolation_level_decides_about_aborted_records(kafka, names, producer):
     topic = create_topic(kafka.bootstrap_servers, names("mixed"), 4)
     one = producer("writer")
     with transaction(one):
@@ -88,7 +88,7 @@ def test_committed_records_are_read_aborted_ones_only_uncommitted_and_tails_do_n
     assert ends.stable == ends.log_end == {(topic, 0): 7, (topic, 1): 6, (topic, 2): 2, (topic, 3): 0}
 
 
-def test_an_open_transaction_ends_the_committed_read_and_shows_in_the_ends(kafka, names, producer):
+def test_committed_read_ends_at_an_open_transaction(kafka, names, producer):
     topic = create_topic(kafka.bootstrap_servers, names("open"), 2)
     one, other = producer("open"), producer("behind")
     with transaction(one):
@@ -98,7 +98,7 @@ def test_an_open_transaction_ends_the_committed_read_and_shows_in_the_ends(kafka
     with transaction(other):
         write(other, topic, 0, [b"waits behind it"])
 
-    # The marker of the second producer is the last: behind it nothing moves.
+    # The marker of the second producer is last: the log does not grow after it.
     wait_until("both markers", lambda: end_offsets(kafka.bootstrap_servers, [topic]).log_end[topic, 0] == 5)
     ends = end_offsets(kafka.bootstrap_servers, [topic])
     assert (ends.stable[topic, 0], ends.log_end[topic, 0]) == (2, 5)
@@ -110,7 +110,7 @@ def test_an_open_transaction_ends_the_committed_read_and_shows_in_the_ends(kafka
     assert read_topic(kafka.bootstrap_servers, topic).values == [b"before", b"waits behind it"]
 
 
-def test_a_read_ends_while_the_topic_keeps_growing(kafka, names):
+def test_read_ends_although_the_topic_grows(kafka, names):
     topic = create_topic(kafka.bootstrap_servers, names("growing"), 2)
     plain, stopping = Producer({"bootstrap.servers": kafka.bootstrap_servers}), threading.Event()
     write(plain, topic, 0, [b"x"] * 100)
@@ -132,7 +132,7 @@ def test_a_read_ends_while_the_topic_keeps_growing(kafka, names):
     assert log.offset.tolist() == list(range(len(log)))
 
 
-def test_several_topics_a_header_and_a_deleted_beginning_are_read_as_one_log(kafka, names):
+def test_several_topics_are_read_as_one_log(kafka, names):
     servers = kafka.bootstrap_servers
     topics = [create_topic(servers, names("a")), create_topic(servers, names("b"), 2)]
     plain = Producer({"bootstrap.servers": servers})
@@ -153,19 +153,19 @@ def test_several_topics_a_header_and_a_deleted_beginning_are_read_as_one_log(kaf
         read_topic(servers, topics).outputs()
 
 
-def test_a_topic_that_does_not_exist_is_an_error_and_is_not_created(kafka, names):
+def test_missing_topic_is_an_error_and_is_not_created(kafka, names):
     with pytest.raises(Unavailable, match=names("absent")):
         read_topic(kafka.bootstrap_servers, names("absent"))
     assert names("absent") not in AdminClient({"bootstrap.servers": kafka.bootstrap_servers}).list_topics().topics
 
 
-def test_a_cluster_that_cannot_be_reached_is_an_error_within_its_time():
+def test_unreachable_cluster_is_an_error_within_its_timeout():
     with pytest.raises(Unavailable, match="partitions of t"):
         end_offsets("127.0.0.1:1", "t", {"log_level": 0}, timeout_s=1.0)
 
 
 def run(kafka: LocalKafka, names: Names, worker: Producer, records: int, lose: int = -1) -> tuple[str, str, str, str]:
-    """A consume-transform-produce run of transactions of ten, each aborted once and done again; fan-out 2."""
+    """Copy records in transactions of ten, each aborted once and repeated, with two outputs per input."""
     servers = kafka.bootstrap_servers
     source, left, right = (create_topic(servers, names(n), 2) for n in ("in", "left", "right"))
     feeder = Producer({"bootstrap.servers": servers})
@@ -188,7 +188,7 @@ def run(kafka: LocalKafka, names: Names, worker: Producer, records: int, lose: i
 
 
 @pytest.mark.parametrize("lose", [-1, 15])
-def test_a_real_run_is_judged_by_what_is_in_kafka(kafka, names, producer, lose):
+def test_checker_judges_a_real_run_by_its_records_in_kafka(kafka, names, producer, lose):
     servers = kafka.bootstrap_servers
     source, left, right, group = run(kafka, names, producer("worker"), 30, lose)
     settled_ends(servers, [source, left, right])
@@ -213,7 +213,7 @@ def test_a_real_run_is_judged_by_what_is_in_kafka(kafka, names, producer, lose):
         assert f"copy 0 of {source}[0]@15 is not visible" in report["no_losses"].sentence
 
 
-def test_committed_offsets_are_the_stable_ones_and_partitions_without_one_are_left_out(kafka, names, producer):
+def test_committed_offsets_are_stable_and_skip_empty_partitions(kafka, names, producer):
     servers = kafka.bootstrap_servers
     topic, group, one = create_topic(servers, names("in"), 3), names("group"), producer("worker")
     consumer = Consumer({"bootstrap.servers": servers, "group.id": group})
@@ -225,13 +225,13 @@ def test_committed_offsets_are_the_stable_ones_and_partitions_without_one_are_le
     one.begin_transaction()
     one.send_offsets_to_transaction([TopicPartition(topic, 0, 9), TopicPartition(topic, 1, 9)], metadata, 30)
     with pytest.raises(Unavailable, match=f"committed offsets of group {group}"):
-        committed_offsets(servers, group, topic, timeout_s=5.0)  # neither 4 nor 9 is certain now
+        committed_offsets(servers, group, topic, timeout_s=5.0)  # The outcome of 4 and of 9 is unknown now.
     one.abort_transaction(30)
     assert committed_offsets(servers, group, topic) == {(topic, 0): 4}
     consumer.close()
 
 
-def test_the_concurrent_reader_sees_only_what_stays(kafka, names, producer):
+def test_concurrent_reader_sees_only_final_records(kafka, names, producer):
     servers = kafka.bootstrap_servers
     topic, one = create_topic(servers, names("out"), 3), producer("writer")
     with ConcurrentReader(servers, topic) as reader:
@@ -245,14 +245,14 @@ def test_the_concurrent_reader_sees_only_what_stays(kafka, names, producer):
         reader.wait_for_ends(end_offsets(servers, topic).stable)
         assert reader.positions == end_offsets(servers, topic).stable
         seen = reader.seen()
-        with pytest.raises(Unavailable, match=r"waited 0\.1 s for 99 records and has 10 records"):
+        with pytest.raises(Unavailable, match=r"waited 0\.1 s for 99 records, but has 10 records"):
             reader.wait_for_records(99, 0.1)
     assert sorted(seen.source_offset.tolist()) == list(range(0, 20, 2))
     verdict = no_aborted_seen(seen, read_topic(servers, topic).outputs())
     assert (verdict.holds, verdict.examined) == (True, 10)
 
 
-def test_a_reader_of_uncommitted_records_is_caught_with_an_aborted_one(kafka, names, producer):
+def test_checker_finds_an_aborted_record_that_a_reader_saw(kafka, names, producer):
     servers = kafka.bootstrap_servers
     topic, one = create_topic(servers, names("out")), producer("writer")
     with ConcurrentReader(servers, topic, isolation="read_uncommitted") as reader:
@@ -267,15 +267,13 @@ def test_a_reader_of_uncommitted_records_is_caught_with_an_aborted_one(kafka, na
     assert f"{topic}[0]@2 was delivered but no longer exists" in verdict.sentence
 
 
-def test_records_that_retention_removed_under_a_reader_are_an_error_and_not_a_shorter_history(
-    kafka, names, monkeypatch
-):
+def test_records_deleted_during_a_read_are_an_error(kafka, names, monkeypatch):
     servers, topic = kafka.bootstrap_servers, create_topic(kafka.bootstrap_servers, names("cut"))
     write(Producer({"bootstrap.servers": servers}), topic, 0, [b"one", b"two", b"three"])
     admin = AdminClient({"bootstrap.servers": servers})
     for deleted in admin.delete_records([TopicPartition(topic, 0, 2)]).values():
         assert deleted.result(30).low_watermark == 2
-    # As if the records had gone between the question where the log begins and the first fetch.
+    # Simulate records deleted between the query for the log's beginning and the first fetch.
     monkeypatch.setattr(
         history, "_beginnings", lambda admin, places: [TopicPartition(topic, at, 0) for topic, at in places]
     )
@@ -288,7 +286,7 @@ def test_records_that_retention_removed_under_a_reader_are_an_error_and_not_a_sh
             reader.stop()
 
 
-def test_a_large_topic_is_read_whole_and_in_order(kafka, names):
+def test_large_topic_is_read_completely_and_in_order(kafka, names):
     servers = kafka.bootstrap_servers
     topic, count = create_topic(servers, names("large"), 4), 200_000
     plain = Producer({"bootstrap.servers": servers, "linger.ms": 20, "queue.buffering.max.messages": count + 1})

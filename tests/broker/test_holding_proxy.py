@@ -1,8 +1,8 @@
-"""The holding proxy itself, and what a bare confluent-kafka producer does and tells on a bad network.
+"""Test the holding proxy, and what a bare confluent-kafka producer does and reports on a bad network.
 
-The session's replacement rule rests on these facts of the client; what it loses without the rule: tests/shim/
-test_protect.py, `--no-protect`. When one of them fails the client or the broker has changed: read it again before
-touching the rule. Nothing here imports a session.
+The session's replacement rule relies on these facts about the client; tests/shim/test_protect.py with `--no-protect`
+shows the losses without the rule. When one of these tests fails, the client or the broker has changed: review the facts
+before you change the rule. Nothing here imports a session.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def raw(kafka: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str]) -> 
 
 
 def held_commit(proxy: HoldingProxy, raw: RawProducer, topic: str) -> tuple[Rule, Background]:
-    """The rule that holds its EndTxn, and the commit of one record, which waits."""
+    """Return the rule that holds an EndTxn, and the commit of one record that waits for it."""
     hold = proxy.on(ApiKey.EndTxn, Fault.HOLD_REQUEST, transactional_id=raw.transactional_id)
     raw.begin()
     raw.send(topic, "one")
     return hold, Background(raw.commit)
 
 
-def test_a_held_end_txn_keeps_the_commit_waiting_until_it_is_released(
+def test_held_end_txn_delays_the_commit_until_its_release(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
 ) -> None:
     hold, commit = held_commit(proxy, raw, topic)
@@ -70,14 +70,14 @@ def test_a_held_end_txn_keeps_the_commit_waiting_until_it_is_released(
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
-def test_a_held_request_arrives_although_its_client_was_cut_off(
+def test_held_request_arrives_although_its_client_is_disconnected(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
 ) -> None:
     hold, commit = held_commit(proxy, raw, topic)
     hold.wait()
     assert proxy.cut_all() >= 1
-    commit.result()  # the retry on a new connection did it
-    # While the markers are being written the coordinator answers 51 CONCURRENT_TRANSACTIONS to anything.
+    commit.result()  # The retry on a new connection succeeded.
+    # While the markers are written, the coordinator answers 51 CONCURRENT_TRANSACTIONS to every request.
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
     hold.release()
     assert hold.answer().error == 0
@@ -85,20 +85,20 @@ def test_a_held_request_arrives_although_its_client_was_cut_off(
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BEFORE, Fault.CUT_AFTER], ids=enum_name)
-def test_a_commit_survives_a_cut_around_end_txn(
+def test_commit_survives_a_cut_around_end_txn(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str, fault: Fault
 ) -> None:
     cut = proxy.on(ApiKey.EndTxn, fault, transactional_id=raw.transactional_id)
     raw.commit_one(topic, "one")
     cut.wait()
-    # More than one: while the markers are being written, the retry of a commit that arrived is told to come again.
+    # More than one request: until the markers are written, the coordinator asks the client to retry its commit.
     first, *retries = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
     assert retries
     assert first.connection not in {retry.connection for retry in retries}
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
-def test_a_swallowed_request_is_sent_again_only_after_the_socket_timeout(
+def test_dropped_request_is_retried_after_the_socket_timeout(
     kafka: LocalKafka, proxy: HoldingProxy, topic: str, names: Callable[[str], str]
 ) -> None:
     with raw_producer(kafka.proxied_servers, names("tx"), socket_timeout_ms=1000) as raw:
@@ -110,7 +110,7 @@ def test_a_swallowed_request_is_sent_again_only_after_the_socket_timeout(
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
-def test_a_rule_that_never_fired_fails_the_test(proxy: HoldingProxy) -> None:
+def test_unused_rule_fails_the_test(proxy: HoldingProxy) -> None:
     rule = proxy.on(ApiKey.EndTxn, Fault.CUT_BEFORE, nth=3, transactional_id="nobody")
     with pytest.raises(AssertionError, match=r"CUT_BEFORE of EndTxn no. 3 .*nobody never fired within"):
         rule.wait(0.05)
@@ -119,12 +119,12 @@ def test_a_rule_that_never_fired_fails_the_test(proxy: HoldingProxy) -> None:
     proxy._rules.clear()
 
 
-# What a bare producer starts.
+# What a bare producer causes.
 
 
 @pytest.mark.deep_for("AddPartitionsToTxn")
 @pytest.mark.parametrize("api", [ApiKey.AddPartitionsToTxn, ApiKey.AddOffsetsToTxn], ids=enum_name)
-def test_a_late_request_to_join_a_transaction_starts_a_ghost_when_none_is_open(
+def test_late_add_partitions_starts_a_hanging_transaction(
     kafka: LocalKafka,
     proxy: HoldingProxy,
     raw: RawProducer,
@@ -146,24 +146,24 @@ def test_a_late_request_to_join_a_transaction_starts_a_ghost_when_none_is_open(
     assert late.deliver_late().error == 0
     ghost = transaction_of(servers, raw.transactional_id)
     assert (ghost.state, len(ghost.partitions)) == ("Ongoing", 1)
-    raw.commit_one(topic, "two")  # the next real transaction absorbs it
+    raw.commit_one(topic, "two")  # The next real transaction absorbs it.
     assert settled_values(servers, topic)[0] == [b"one", b"two"]
 
 
-# How a client notices that it retried.
+# How a client notices its own retry.
 
 
 @pytest.mark.parametrize(
     ("api", "call", "at_least_s"),
     [
-        # librdkafka waits retry.backoff.ms (100) less 20 % jitter, or a constant 500 ms for TxnOffsetCommit.
+        # librdkafka waits retry.backoff.ms (100) minus 20 % jitter, or a constant 500 ms for TxnOffsetCommit.
         (ApiKey.EndTxn, "commit_transaction", 0.080),
         (ApiKey.AddOffsetsToTxn, "send_offsets_to_transaction", 0.080),
         (ApiKey.TxnOffsetCommit, "send_offsets_to_transaction", 0.500),
     ],
     ids=enum_name,
 )
-def test_a_call_that_retried_is_never_faster_than_the_backoff(
+def test_retried_call_takes_at_least_the_backoff(
     proxy: HoldingProxy,
     raw: RawProducer,
     topic: str,
@@ -179,17 +179,17 @@ def test_a_call_that_retried_is_never_faster_than_the_backoff(
         raw.commit()
         return raw.durations_s[call][-1]
 
-    consume_and_produce()  # the first one also finds the coordinators
-    # The fastest of a few: a machine that does other things too makes a healthy call slow now and then.
+    consume_and_produce()  # The first call also finds the coordinators.
+    # The fastest of several: other load on the machine sometimes slows a healthy call.
     fastest_s = min(consume_and_produce() for _ in range(5))
-    assert fastest_s < at_least_s, "a healthy call should be faster, or the sign is worth nothing"
+    assert fastest_s < at_least_s, "a healthy call is not faster than a retried one, so its duration shows nothing"
     late = proxy.on(api, Fault.LATE_COPY, transactional_id=raw.transactional_id)
     assert consume_and_produce() >= at_least_s
     assert late.hit
 
 
 @pytest.mark.parametrize("api", [ApiKey.EndTxn, ApiKey.AddOffsetsToTxn, ApiKey.AddPartitionsToTxn], ids=enum_name)
-def test_the_statistics_count_a_disconnect_of_the_coordinator_after_a_retry(
+def test_statistics_count_a_coordinator_disconnect_after_a_retry(
     proxy: HoldingProxy, raw: RawProducer, topic: str, names: Callable[[str], str], api: ApiKey
 ) -> None:
     def consume_and_produce() -> dict[str, object]:

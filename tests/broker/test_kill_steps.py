@@ -1,8 +1,8 @@
-"""A real worker is SIGKILLed at every step of a transaction; its successor finishes the work exactly once.
+"""Kill a real worker with SIGKILL at every step of a transaction; its successor finishes the work exactly once.
 
-Before each kill the step is proven from outside (DescribeTransactions, and what the transaction has registered), so
-that a test whose fault missed its state fails. A request that was under way when the worker died may still arrive:
-before the successor starts, inside the successor's first transaction, or never.
+Before each kill the test proves the step from outside (DescribeTransactions and the registered partitions), so a fault
+at another step fails the test. A request of the killed worker may still arrive: before the successor starts, inside the
+successor's first transaction, or never.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy, Rule
 from tests.support.reading import wait_until
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
 pytest_plugins = ["tests.support.pipeline"]
 
 RECORDS = 2_000
-SESSION = {"session.timeout.ms": "3000"}  # as long as the transaction's, so that both pass together
+SESSION = {"session.timeout.ms": "3000"}  # equal to the transaction timeout, so that both expire together
 COMMITTED = ("PrepareCommit", "CompleteCommit")
 ONGOING = ("Ongoing",)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Where the worker is stopped, and what the coordinator must then say of its transaction."""
+    """Describe where the worker is stopped, and the state that the coordinator must then report."""
 
     name: str
-    states: tuple[str, ...]  # () no transaction may be open
-    event: str = ""  # the worker holds there by itself
-    api: ApiKey | None = None  # or the proxy holds this request; with an event: the first one after it
+    states: tuple[str, ...]  # (): no transaction may be open
+    event: str = ""  # the worker holds at this step
+    api: ApiKey | None = None  # or the proxy holds this request; with an event, the first request after it
     fault: Fault = Fault.HOLD_REQUEST
     nth: int = 3
-    then: str = ""  # with an event and a request: the worker is let into this step too before it is killed
-    offsets_registered: bool | None = None  # whether the transaction already has the group's offsets; None: any
+    then: str = ""  # with an event and a request, the worker continues to this step before it is killed
+    offsets_registered: bool | None = None  # whether the transaction already has the group's offsets; None: either
 
     def __str__(self) -> str:
         return self.name
@@ -50,8 +50,8 @@ class Step:
 STEPS = [
     Step("after-begin", (), event="begun"),
     Step("after-produce", ONGOING, event="flush", offsets_registered=False),
-    # Counted from the third begin: how many Produce requests a transaction takes depends on the machine. One is held,
-    # so that the flush, which begins behind its step, cannot end.
+    # Counted from the third begin, because the number of Produce requests per transaction depends on the machine. The
+    # proxy holds one request, so that the flush, which begins after its step, cannot end.
     Step("in-flush", ONGOING, event="begun", api=ApiKey.Produce, then="flush", offsets_registered=False),
     Step("after-send-offsets", ONGOING, event="offsets sent", offsets_registered=True),
     Step("commit-before-it-arrives", ONGOING, api=ApiKey.EndTxn, offsets_registered=True),
@@ -65,7 +65,7 @@ REPETITIONS = [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 21
 
 @contextlib.contextmanager
 def held_at(step: Step, pipeline: Pipeline, settings: dict[str, str]) -> Iterator[tuple[WorkerProcess, Rule | None]]:
-    """A worker that stands at the step; proven by the coordinator, not by the worker."""
+    """Start a worker and wait until the coordinator confirms that it is at the step."""
     if step.api is None:
         worker = pipeline.worker(settings=settings, holds=[(step.event, step.nth)])
         worker.wait_at(step.event, step.nth)
@@ -106,16 +106,17 @@ def prove(step: Step, pipeline: Pipeline) -> None:
     if step.offsets_registered is None:
         return
 
-    def as_it_should() -> bool:
+    def is_registered() -> bool:
         topics = {topic for topic, _ in pipeline.open_partitions()}
         registered = "__consumer_offsets" in topics
         return registered is step.offsets_registered and not topics.isdisjoint(pipeline.destinations)
 
-    wait_until(f"{step} has registered what it should", as_it_should, 2.5)
+    wait_until(f"{step} has registered its partitions", is_registered, 2.5)
 
 
 def arrive(rule: Rule) -> None:
-    """What the dead worker had sent reaches the broker now; the answer may be any, the outcome may not."""
+    """Deliver the request of the dead worker to the broker now. Any answer is allowed, but the outcome must be
+    exact."""
     rule.release()
     print(f"the late {rule} was answered with {rule.answer().errors}")
 
@@ -124,7 +125,7 @@ def kill_and_finish(
     step: Step, after_timeouts: bool, pipeline: Pipeline, chance: random.Random, settings: dict[str, str]
 ) -> None:
     with held_at(step, pipeline, settings) as (worker, rule):
-        time.sleep(chance.uniform(0, 0.05))  # not to wait for anything: so that the kill falls anywhere in the step
+        time.sleep(chance.uniform(0, 0.05))  # waits for nothing, so that the kill comes anywhere in the step
         worker.kill()
         late = rule if rule is not None and rule.fault is Fault.HOLD_REQUEST else None
         arrival = chance.choice(["never", "before the successor", "inside the successor's transaction"])
@@ -160,7 +161,7 @@ def kill_and_finish(
 @pytest.mark.parametrize("repetition", REPETITIONS)
 @pytest.mark.parametrize("successor", SUCCESSORS)
 @pytest.mark.parametrize("step", STEPS, ids=str)
-def test_a_worker_killed_at_any_step_loses_and_doubles_nothing(
+def test_worker_killed_at_any_step_loses_and_duplicates_nothing(
     step: Step, successor: str, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
@@ -170,7 +171,7 @@ def test_a_worker_killed_at_any_step_loses_and_doubles_nothing(
 @pytest.mark.deep_for("after-produce*", "commit-before-it-arrives*")
 @pytest.mark.parametrize("repetition", REPETITIONS)
 @pytest.mark.parametrize("step", SOME_STEPS, ids=str)
-def test_a_worker_killed_in_a_group_of_the_consumer_protocol_loses_and_doubles_nothing(
+def test_worker_killed_in_the_consumer_protocol_is_exactly_once(
     step: Step, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
@@ -181,7 +182,7 @@ def test_a_worker_killed_in_a_group_of_the_consumer_protocol_loses_and_doubles_n
 @pytest.mark.deep_for("after-produce*", "commit-before-it-arrives*")
 @pytest.mark.parametrize("repetition", REPETITIONS)
 @pytest.mark.parametrize("step", SOME_STEPS, ids=str)
-def test_a_worker_killed_on_a_broker_before_kip_890_loses_and_doubles_nothing(
+def test_worker_killed_on_a_broker_before_kip_890_is_exactly_once(
     step: Step, repetition: int, kafka392: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
     pipeline = pipelines.on(kafka392, RECORDS)

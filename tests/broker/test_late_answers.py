@@ -1,5 +1,7 @@
-"""A group coordinator that answers when nobody waits any more: librdkafka's own question after a group ends the process
-then (a failed assertion), which is why the preflight does not ask it."""
+"""Delay the answer of a group coordinator until after the client's timeout.
+
+librdkafka's own query about a group ends the process with a failed assertion then, so the preflight does not use it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ for client in clients:
 
 
 @pytest.mark.parametrize("late", [ApiKey.FindCoordinator, ApiKey.DescribeGroups])
-def test_a_preflight_whose_question_after_the_group_is_answered_late_goes_on(
+def test_preflight_survives_a_late_answer_about_the_group(
     kafka: LocalKafka, names: Callable[[str], str], late: ApiKey
 ) -> None:
     with HoldingProxy.before(kafka) as proxy:
@@ -46,4 +48,4 @@ def test_a_preflight_whose_question_after_the_group_is_answered_late_goes_on(
         rule.release()
         _, errors = asking.communicate("\n", timeout=60)
     assert asking.returncode == 0, errors
-    assert told.strip() == "None", "what the coordinator did not say in time is not known"
+    assert told.strip() == "None", "a late answer must be treated as unknown"

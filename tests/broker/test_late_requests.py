@@ -1,11 +1,10 @@
-"""The replacement rule both ways: what a late request does to a session that keeps its producer, and to one that not.
+"""Test the replacement rule both ways: the effect of a late request with a kept and with a replaced producer.
 
-Each scenario is the same faults with a producer that is kept (`never`), where the checker must catch the damage, and
-with one that is replaced as the product does it (`auto`), where it must find nothing. The late request is a real one:
-the proxy cut the connection after the client sent it, the client's own retry did the work, and the kept bytes reach the
-broker later.
+Each scenario runs the same faults with a kept producer (`never`), where the checker must find the damage, and with a
+replaced one as in the product (`auto`), where it must find none. The late request is a real one: the proxy cuts the
+connection after the client sent it, the client's retry succeeds, and the proxy delivers the kept bytes later.
 
-The same over the delays of brokers in another region, where a healthy call takes longer than a retried one nearby.
+The scenarios also run with the delays of distant brokers, where a healthy call takes longer than a retried one nearby.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from tests.support.sessions import decide_replacement_if_broken
 
 INVALID_PRODUCER_EPOCH = 47
 COPIES = 2
-SHORT = {"transaction.timeout.ms": 3_000}  # where the broker's abort at the timeout is waited for
+SHORT = {"transaction.timeout.ms": 3_000}  # for tests that wait until the broker aborts a transaction at its timeout
 
 
 class Scenario:
-    """One input partition, one output topic with a partition per copy, one record per transaction."""
+    """Set up one input partition, one output topic with a partition per copy, and one record per transaction."""
 
     def __init__(self, kafka: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str], replace: str) -> None:
         self.kafka, self.proxy = kafka, proxy
@@ -74,7 +73,7 @@ class Scenario:
         )
 
     def finish(self) -> Report:
-        """A successor handles what is left; then everything is judged."""
+        """Let a successor handle the remaining records, then judge everything."""
         with self.session(proxied=False) as successor:
             for txn in successor:
                 for record in txn.records:
@@ -97,7 +96,7 @@ def send(txn: Transaction, target: str, record: Record, copies: range) -> None:
 
 
 def handle(session: TransactSession, target: str) -> Transaction:
-    """The next transaction with all its copies; the next turn of the loop commits it."""
+    """Take the next transaction and send all its copies; the next iteration of the loop commits it."""
     txn = next(session)
     (record,) = txn.records
     send(txn, target, record, range(COPIES))
@@ -106,8 +105,8 @@ def handle(session: TransactSession, target: str) -> Transaction:
 
 @contextmanager
 def holding(kafka: LocalKafka, each_way_ms: int) -> Iterator[HoldingProxy]:
-    """In front of the broker, whose every byte takes so long behind it. A cut is noticed at once: the hardest case,
-    because what a retry adds to a call is small then."""
+    """Return a holding proxy in front of a broker with this delay. The client notices a cut immediately, which is the
+    hardest case because a retry then adds little to the duration of a call."""
     upstream, listen_port = kafka.proxied_upstream, proxied_port(kafka)
     with ExitStack() as stack:
         if each_way_ms:
@@ -117,7 +116,8 @@ def holding(kafka: LocalKafka, each_way_ms: int) -> Iterator[HoldingProxy]:
 
 
 def far(*in_short: int, versions: tuple[str, ...] = ("kafka", "kafka392")) -> pytest.MarkDecorator:
-    """Nearby, and at each of these delays; only those of `in_short` are not left to the long run."""
+    """Parametrize with a near broker and with each of these delays; only those in `in_short` run outside of long
+    runs."""
     return pytest.mark.parametrize(
         ("broker", "each_way_ms"),
         [
@@ -159,23 +159,23 @@ def scenario(
 
 
 def judged(scenario: Scenario, report: Report, *, broken: set[str]) -> None:
-    """Nothing wrong under `auto`; under `never` exactly the damage that the scenario is about."""
+    """Check that `auto` has no violation, and that `never` has exactly the expected ones."""
     if scenario.replace == "auto":
         report.raise_if_violated()
     else:
-        assert broken <= set(report.violated), f"the damage was not caught: {report}"
+        assert broken <= set(report.violated), f"the checker did not find the damage: {report}"
 
 
 @pytest.mark.deep_for("*-60")
 @far(60)
-def test_a_late_commit_in_the_next_transaction_doubles_a_record_unless_the_producer_was_replaced(
+def test_late_commit_duplicates_a_record_unless_producer_is_replaced(
     scenario: Scenario,
 ) -> None:
     scenario.load(2)
     late = scenario.proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
     with scenario.session() as session:
         handle(session, scenario.target)
-        txn = next(session)  # commits the first one: its EndTxn was cut, the client's retry did it
+        txn = next(session)  # Commits the first one: its EndTxn was cut, and the client's retry succeeded.
         assert late.hit
         (record,) = txn.records
         send(txn, scenario.target, record, range(1))
@@ -183,13 +183,13 @@ def test_a_late_commit_in_the_next_transaction_doubles_a_record_unless_the_produ
         error = late.deliver_late().error
         send(txn, scenario.target, record, range(1, COPIES))
         session.producer.flush()
-        # ... and here the process dies: its close aborts.
+        # Here the session closes, which aborts.
     assert error == (INVALID_PRODUCER_EPOCH if scenario.replace == "auto" else 0)
     judged(scenario, scenario.finish(), broken={"no_duplicates"})
 
 
 @far()
-def test_a_late_abort_in_the_next_transaction_loses_its_outputs_unless_the_producer_was_replaced(
+def test_late_abort_loses_outputs_unless_producer_is_replaced(
     scenario: Scenario,
 ) -> None:
     scenario.load(1)
@@ -197,26 +197,26 @@ def test_a_late_abort_in_the_next_transaction_loses_its_outputs_unless_the_produ
     with scenario.session() as session:
         txn = handle(session, scenario.target)
         session.producer.flush()
-        txn.abort()  # cut, retried: the records come again
+        txn.abort()  # Cut and retried: the records are delivered again.
         assert late.hit
         txn = handle(session, scenario.target)
         session.producer.flush()
         error = late.deliver_late().error
-        assert txn.commit(), "the commit is reported to have happened in either case"
+        assert txn.commit(), "the client reports a successful commit in both cases"
     assert error == (INVALID_PRODUCER_EPOCH if scenario.replace == "auto" else 0)
     judged(scenario, scenario.finish(), broken={"no_losses"})
 
 
 @far()
-def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_producer_was_replaced(
+def test_lost_acknowledgement_loses_a_record_unless_producer_is_replaced(
     scenario: Scenario,
 ) -> None:
-    """Without an input, so that nothing but the sequence number of the record is in play (H2b)."""
+    """Lose an acknowledgement without any input, so that only the sequence number of the record matters (H2b)."""
     settings = {
         "bootstrap.servers": scenario.kafka.proxied_servers,
         "transactional.id": scenario.transactional_id,
         "linger.ms": 0,
-        # 5 s before a Produce is sent again: time to abort first. The abort waits them out, and must not be too late.
+        # A Produce is retried after 5 s, which leaves time to abort first. The abort waits for it and must not be late.
         "retry.backoff.ms": 5_000,
         "retry.backoff.max.ms": 5_000,
         "transaction.timeout.ms": 30_000,
@@ -234,7 +234,7 @@ def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_
         assert aborted.error is not None
         with transactions.begin() as txn:
             sent = txn.send(scenario.target, stamp(0, 0, 2), partition=0)
-    assert sent.error is None, "the record is reported to be committed in either case"
+    assert sent.error is None, "the client reports a committed record in both cases"
     servers = scenario.kafka.bootstrap_servers
     settled_ends(servers, [scenario.target])
     zeros = np.zeros(2, np.int32)
@@ -245,9 +245,11 @@ def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_a_record_whose_acknowledgement_was_lost_is_sent_again_and_is_there_once(scenario: Scenario) -> None:
-    """The idempotent producer's own case (K6): nothing is aborted, librdkafka sends the batch again. Without an input:
-    offsets may hang behind a cut connection, and then the transaction is aborted."""
+def test_record_with_lost_acknowledgement_is_written_once(scenario: Scenario) -> None:
+    """Lose an acknowledgement without an abort (K6): librdkafka sends the batch again.
+
+    The test has no input, because offsets may wait on a cut connection and the transaction would then be aborted.
+    """
     servers, transactional_id = scenario.kafka.proxied_servers, scenario.transactional_id
     settings = {"bootstrap.servers": servers, "transactional.id": transactional_id, "linger.ms": 0}
     with Transactions(settings) as transactions:
@@ -256,10 +258,12 @@ def test_a_record_whose_acknowledgement_was_lost_is_sent_again_and_is_there_once
                 if number == 1:
                     cut = scenario.proxy.on(ApiKey.Produce, Fault.CUT_AFTER, transactional_id=transactional_id)
                 txn.send(scenario.target, stamp(0, 0, number), partition=0)
-    assert cut.answer().error == 0, "it was appended"
+    assert cut.answer().error == 0, "the broker did not append the record"
     first, again = scenario.proxy.seen(ApiKey.Produce, transactional_id)[1:3]
     assert first == cut.request
-    assert again.fields["topic_data"] == first.fields["topic_data"], "the same batch, with its sequence number"
+    assert again.fields["topic_data"] == first.fields["topic_data"], (
+        "the retry is not the same batch with its sequence number"
+    )
     zeros = np.zeros(3, np.int32)
     wanted = Inputs(topics=("sends",), topic=zeros, partition=zeros, offset=np.arange(3))
     settled_ends(scenario.kafka.bootstrap_servers, [scenario.target])
@@ -268,7 +272,7 @@ def test_a_record_whose_acknowledgement_was_lost_is_sent_again_and_is_there_once
 
 
 def wait_for_disconnect(transactions: Transactions) -> None:
-    """Until the client noticed the cut: an abort before would send the in-flight record again first."""
+    """Wait until the client has noticed the cut; an earlier abort would first send the in-flight record again."""
     producer = transactions._producer
 
     def noticed() -> bool:
@@ -280,7 +284,7 @@ def wait_for_disconnect(transactions: Transactions) -> None:
 
 @pytest.mark.deep_for("*-40")
 @far(40, versions=("kafka",))
-def test_a_late_offset_commit_moves_the_group_back_unless_the_producer_was_replaced(scenario: Scenario) -> None:
+def test_late_offset_commit_rewinds_unless_producer_is_replaced(scenario: Scenario) -> None:
     late_offset_commit(scenario)
 
 
@@ -290,7 +294,7 @@ def test_a_late_offset_commit_moves_the_group_back_unless_the_producer_was_repla
     indirect=True,
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_on_3_9_a_refused_late_offset_commit_takes_nothing_from_a_replacement_under_another_id(
+def test_refused_late_offset_commit_spares_a_new_id_on_3_9(
     scenario: Scenario,
 ) -> None:
     late_offset_commit(scenario)
@@ -308,24 +312,24 @@ def late_offset_commit(scenario: Scenario) -> None:
     watching = False
     with scenario.session(world=World(step=deliver)) as session:
         handle(session, scenario.target)
-        handle(session, scenario.target)  # commits the first one, whose TxnOffsetCommit was cut and retried
+        handle(session, scenario.target)  # Commits the first one, whose TxnOffsetCommit was cut and retried.
         assert late.hit
         watching = True
         assert session._loop._end()
     if scenario.replace == "never":
-        assert errors == [0], "the late TxnOffsetCommit was obeyed"
+        assert errors == [0], "the broker applied the late TxnOffsetCommit"
     else:
         assert errors
         assert errors != [0]
     judged(scenario, scenario.finish(), broken={"no_duplicates"})
 
 
-SELDOM = {"statistics.interval.ms": 1_000}  # the longest that is allowed: they come well behind a retried call
-NO_CUT = {"socket.timeout.ms": 1_000, "socket.max.fails": 0}  # a request that times out is sent again on its connection
+SELDOM = {"statistics.interval.ms": 1_000}  # the longest allowed interval: statistics come long after a retried call
+NO_CUT = {"socket.timeout.ms": 1_000, "socket.max.fails": 0}  # a request that times out is retried on its connection
 
 
 def wait_for_statistics(session: TransactSession) -> None:
-    """Until new ones have come, so that the next are a whole interval away."""
+    """Wait for new statistics, so that the next ones are a whole interval away."""
     producer = session.producer
     seen = producer.client.statistics_seen
 
@@ -344,13 +348,13 @@ def wait_for_statistics(session: TransactSession) -> None:
         pytest.param(ApiKey.EndTxn, Fault.LATE_COPY, SELDOM, id="EndTxn"),
         pytest.param(ApiKey.AddOffsetsToTxn, Fault.LATE_COPY, SELDOM, id="AddOffsetsToTxn"),
         pytest.param(ApiKey.TxnOffsetCommit, Fault.LATE_COPY, SELDOM, id="TxnOffsetCommit"),
-        # No connection is lost.
+        # These requests time out without a lost connection.
         pytest.param(ApiKey.AddOffsetsToTxn, Fault.BLACKHOLE, NO_CUT, id="AddOffsetsToTxn that timed out"),
         pytest.param(ApiKey.TxnOffsetCommit, Fault.BLACKHOLE, NO_CUT, id="TxnOffsetCommit that timed out"),
     ],
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_the_next_transaction_waits_for_the_statistics_behind_a_retried_call(
+def test_next_transaction_waits_for_statistics_after_a_retry(
     scenario: Scenario, api: ApiKey, fault: Fault, settings: dict[str, int]
 ) -> None:
     scenario.load(2)
@@ -371,8 +375,8 @@ def test_the_next_transaction_waits_for_the_statistics_behind_a_retried_call(
     "api", [ApiKey.EndTxn, ApiKey.AddOffsetsToTxn, ApiKey.TxnOffsetCommit], ids=lambda api: api.name
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_a_call_that_was_slow_and_not_retried_replaces_nothing(scenario: Scenario, api: ApiKey) -> None:
-    """Its answer takes longer than a retry: a broker that is busy."""
+def test_slow_call_without_retry_keeps_the_producer(scenario: Scenario, api: ApiKey) -> None:
+    """Delay an answer for longer than a retry takes, as a busy broker does."""
     scenario.load(2)
     with scenario.session() as session:
         handle(session, scenario.target)
@@ -388,8 +392,9 @@ def test_a_call_that_was_slow_and_not_retried_replaces_nothing(scenario: Scenari
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_nor_does_one_in_the_first_transaction_of_a_new_producer(scenario: Scenario) -> None:
-    """Or each small transaction of a slow coordinator would lead to the next replacement."""
+def test_slow_call_of_a_new_producer_keeps_it(scenario: Scenario) -> None:
+    """Keep a new producer after a slow call; else small transactions of a slow coordinator would replace each
+    producer."""
     scenario.load(2)
     with scenario.session(**SELDOM) as session:
         handle(session, scenario.target).abort()
@@ -405,8 +410,9 @@ def test_nor_does_one_in_the_first_transaction_of_a_new_producer(scenario: Scena
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_nor_do_transactions_without_outputs(scenario: Scenario) -> None:
-    """Their first request meets the markers of the one before, and is sent again when it was answered."""
+def test_transactions_without_outputs_keep_the_producer(scenario: Scenario) -> None:
+    """Send only offsets: their first request meets the markers of the transaction before, and is retried once
+    answered."""
     scenario.load(60)
     handled = 0
     with scenario.session(**{"eos.transaction.max.records": 1}) as session:
@@ -419,15 +425,20 @@ def test_nor_do_transactions_without_outputs(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_a_late_copy_of_its_own_init_does_not_stop_a_session(scenario: Scenario) -> None:
-    """It takes the next epoch while the session is idle; a newer instance's init looks the same to the coordinator."""
+def test_late_copy_of_its_init_does_not_stop_a_session(scenario: Scenario) -> None:
+    """Let a late InitProducerId take the next epoch while the session is idle.
+
+    To the coordinator, an init of a newer instance looks the same.
+    """
     scenario.load(2)
     late = scenario.proxy.on(ApiKey.InitProducerId, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
     with scenario.session() as session:
         assert handle(session, scenario.target).commit()
         servers, transactional_id = scenario.kafka.bootstrap_servers, scenario.transactional_id
-        wait_until("its end", lambda: transaction_of(servers, transactional_id).state == "CompleteCommit")
-        assert late.deliver_late().error == 0, "the coordinator takes it"
+        wait_until(
+            "the end of the transaction", lambda: transaction_of(servers, transactional_id).state == "CompleteCommit"
+        )
+        assert late.deliver_late().error == 0, "the coordinator must accept it"
         assert not handle(session, scenario.target).commit()
         assert handle(session, scenario.target).commit()
         assert session.counters.rebuilds == 1
@@ -435,8 +446,9 @@ def test_a_late_copy_of_its_own_init_does_not_stop_a_session(scenario: Scenario)
 
 
 @far(versions=("kafka",))
-def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scenario: Scenario) -> None:
-    """No record is lost either way; a replaced producer does not even let the ghost come to life."""
+def test_idle_session_survives_a_late_add_partitions(scenario: Scenario) -> None:
+    """Deliver a late AddPartitionsToTxn. No record is lost either way; after a replacement the broker refuses the
+    request."""
     scenario.load(1)
     servers, transactional_id = scenario.kafka.bootstrap_servers, scenario.transactional_id
     late = scenario.proxy.on(ApiKey.AddPartitionsToTxn, Fault.LATE_COPY, transactional_id=transactional_id)
@@ -447,8 +459,8 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
         def on_idle(self) -> None:
             if loaded or not late.hit:
                 return
-            # Statistics come within 0.2 s; then an idle session under `auto` has replaced its producer. Under `never`
-            # the coordinator takes the late request as soon as the commit's control records are written.
+            # Statistics arrive within 0.2 s, and an idle session under `auto` has then replaced its producer. Under
+            # `never` the coordinator accepts the late request as soon as the commit's control records are written.
             state = transaction_of(servers, transactional_id).state
             ready = state == "CompleteCommit" if scenario.replace == "never" else bool(session.producer.replacements)
             if ready and not ghosts:
@@ -465,18 +477,18 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
         assert handle(session, scenario.target) is not None
         if scenario.replace == "auto":
             assert session._loop._end()
-            assert ghosts == ["Empty"], "the ghost was refused"
+            assert ghosts == ["Empty"], "the broker refused the late request"
             assert session.counters.rebuilds == 0
         else:
-            assert not session._loop._end(), "the ghost's timeout fenced this producer"
+            assert not session._loop._end(), "the timeout of the late transaction fenced this producer"
             assert ghosts == ["Ongoing"]
             assert session.counters.rebuilds == 1
     scenario.finish().raise_if_violated()
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_a_consumer_that_cannot_reach_its_coordinator_any_more_is_replaced(scenario: Scenario) -> None:
-    """It is the only one who cannot: another client is asked, and its answer says that waiting would be for ever."""
+def test_consumer_without_its_coordinator_is_replaced(scenario: Scenario) -> None:
+    """Cut off only this consumer: another client can query the group, and its answer shows that waiting is useless."""
     scenario.load(3)
     with scenario.session(**SHORT) as session:
         assert handle(session, scenario.target).commit()
@@ -491,7 +503,7 @@ def test_a_consumer_that_cannot_reach_its_coordinator_any_more_is_replaced(scena
         held = scenario.proxy.on(ApiKey.OffsetFetch, Fault.HOLD_REQUEST)
         assert not txn.commit()
         assert held.hit
-        assert session.counters.rebuilds == 1, "also where it became a joining again"
+        assert session.counters.rebuilds == 1, "the session must continue also after it joined again"
         txn = handle(session, scenario.target)
         assert txn.commit()
     scenario.finish().raise_if_violated()

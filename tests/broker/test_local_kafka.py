@@ -1,4 +1,4 @@
-"""The local Kafka is a real one: transactions work, data is kept, a node can be lost, and nothing is left behind."""
+"""Test LocalKafka: transactions work, data survives restarts, a node may die, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def commit(servers: str, topic: str, transactional_id: str, *values: str) -> Non
 # One node
 
 
-def test_a_client_of_the_proxied_address_is_told_no_other(kafka: LocalKafka) -> None:
+def test_proxied_client_gets_the_proxied_address_only(kafka: LocalKafka) -> None:
     with HoldingProxy.before(kafka):
         admin = AdminClient({"bootstrap.servers": kafka.proxied_servers, "log_level": 0})
         (broker,) = admin.list_topics(timeout=DEADLINE_S).brokers.values()
@@ -51,12 +51,12 @@ def test_a_client_of_the_proxied_address_is_told_no_other(kafka: LocalKafka) -> 
 
 
 @pytest.mark.deep
-def test_a_committed_record_survives_a_stop_and_a_kill(names: Callable[[str], str]) -> None:
+def test_committed_record_survives_a_stop_and_a_kill(names: Callable[[str], str]) -> None:
     with LocalKafka() as kafka:
         servers = kafka.bootstrap_servers
         create_topic(servers, names("out"))
         commit(servers, names("out"), names("tx"), "before the stop")
-        # Ended before its marker is written, a single 4.x node may never write it: see LocalKafka.kill.
+        # A single 4.x node that stops before it writes the marker may never write it: see LocalKafka.kill.
         assert settled_values(servers, names("out"))[0] == [b"before the stop"]
         kafka.stop(0)
         assert not kafka.running(0)
@@ -75,7 +75,7 @@ def test_a_committed_record_survives_a_stop_and_a_kill(names: Callable[[str], st
     assert not kafka.directory.exists()
 
 
-def test_a_taken_port_is_one_sentence_that_names_it_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_used_port_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with (
@@ -89,13 +89,13 @@ def test_a_taken_port_is_one_sentence_that_names_it_and_nothing_is_left_behind(t
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        # Refused before there is a log, by the tool that formats the storage …
+        # Refused before there is a log, by the tool that formats the storage, ...
         ({"num.network.threads": -1}, "could not be formatted.*num.network.threads"),
-        # … and by the broker, which says why in its log.
+        # ... and by the broker, which logs the reason.
         ({"metric.reporters": "no.such.Reporter"}, "stopped while starting.*no.such.Reporter.*server.log"),
     ],
 )
-def test_a_node_that_does_not_start_is_one_sentence_that_says_why(
+def test_failed_start_is_one_sentence_with_the_reason(
     config: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eos.broker.node.storage_copy_path", lambda *_: tmp_path / "none")
@@ -105,7 +105,7 @@ def test_a_node_that_does_not_start_is_one_sentence_that_says_why(
     assert "\n" not in str(raised.value)
 
 
-def test_a_failed_block_keeps_the_logs_says_where_and_copies_them(
+def test_failed_block_keeps_and_copies_the_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EOS_KEEP_LOGS", str(tmp_path / "copies"))
@@ -114,9 +114,9 @@ def test_a_failed_block_keeps_the_logs_says_where_and_copies_them(
     kafka = LocalKafka()
     started = "Kafka Server started"
     with pytest.raises(RuntimeError, match="the test's own"), kafka:
-        # The broker answers a moment before it says so in its log.
-        wait_until("the log says that it has started", lambda: started in kafka.log_path(0).read_text(), DEADLINE_S)
-        raise RuntimeError("the test's own")
+        # The broker answers a moment before it logs this.
+        wait_until("the log reports the start", lambda: started in kafka.log_path(0).read_text(), DEADLINE_S)
+        raise RuntimeError("the broker of the test")
     assert not alive(kafka.pid(0))
     assert kafka.log_path(0).exists()
     assert f"the logs of the local Kafka are in {kafka.directory}" in capfd.readouterr().err
@@ -134,7 +134,7 @@ with LocalKafka() as kafka:
 """
 
 
-def test_the_broker_dies_with_its_parent_even_if_that_is_killed() -> None:
+def test_broker_dies_with_its_killed_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
@@ -155,7 +155,7 @@ def alive(pid: int) -> bool:
 
 
 class Command:
-    """`eos broker` as a user runs it, on one data directory."""
+    """Run `eos broker` as a user does, on one data directory."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -175,7 +175,7 @@ def broker(tmp_path: Path) -> Iterator[Command]:
     command("stop")
 
 
-def test_broker_start_status_and_stop_end_to_end(broker: Command, names: Callable[[str], str]) -> None:
+def test_broker_commands_start_show_and_stop(broker: Command, names: Callable[[str], str]) -> None:
     port = str(free_ports(1)[0])
     assert broker("status")[0] == 69
     assert broker("stop") == (0, "Kafka is not running\n")
@@ -200,7 +200,7 @@ def test_broker_start_status_and_stop_end_to_end(broker: Command, names: Callabl
     assert settled_values(f"127.0.0.1:{port}", names("out"))[0] == [b"kept"]
 
 
-def test_broker_start_starts_again_what_was_killed_and_refuses_what_the_data_is_not(broker: Command) -> None:
+def test_broker_start_restarts_killed_nodes_and_checks_the_data(broker: Command) -> None:
     port = free_ports(1)[0]
     assert broker("start", "--port", str(port))[0] == 0
     code, said = broker("start", "--nodes", "3")
@@ -211,7 +211,7 @@ def test_broker_start_starts_again_what_was_killed_and_refuses_what_the_data_is_
     assert (code, "is running" in said) == (78, True), said
     (pid,) = broker.pids()
     os.kill(pid, signal.SIGKILL)
-    wait_until("the killed broker is seen to be down", lambda: broker("status")[0] == 69, DEADLINE_S)
+    wait_until("the killed broker is reported as down", lambda: broker("status")[0] == 69, DEADLINE_S)
     code, said = broker("start")
     assert code == 0, said
     assert broker.pids() not in ([], [pid])

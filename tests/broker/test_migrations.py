@@ -1,7 +1,7 @@
-"""What docs/howto/migrate says: the old program of each page, ours behind it under the same group, and back again.
+"""Run the migrations of docs/howto/migrate: an old program, then ours under the same group, and back again.
 
-The pages' code runs as it stands, but for the broker's address. The old program is stopped by SIGTERM behind a
-burst of orders, and more come. Each order has a product of its own, so an order that is missing or doubled is named.
+The code of the pages runs unchanged except for the broker's address. SIGTERM stops the old program after a burst of
+orders, and more orders follow. Each order has its own product, so the test names each missing or duplicate order.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from tests.support.pages import SERVERS
 from tests.support.reading import create_topics, settled_records, stable_offset, visible_records, wait_until
 
 PARTITIONS = 4
-PART = 300  # orders that are loaded at once
+PART = 300  # orders per burst
 BROKEN_EVERY = 50
 CUSTOMERS = 20
 START_S, STOP_S, LEAVE_S = 60.0, 60.0, 90.0
 
 
 def streams(directory: Path) -> list[str]:
-    """Its state is below java.io.tmpdir."""
+    """Return the command of the Kafka Streams program, with its state below java.io.tmpdir."""
     command = streams_command(directory / "OrdersStreams.java", directory / "classes")
     return [command[0], f"-Djava.io.tmpdir={directory}", *command[1:]]
 
 
 @dataclass(frozen=True)
 class Move:
-    """`command` of the old program, in the directory that has its file. Raises Unavailable.
+    """Describe one page: `command` returns the old program's command in its directory, or raises Unavailable.
 
-    `may_double`: even an orderly stop of it may double, as its page says, and going back is not shown.
+    `may_double`: the old program may write duplicates even after an orderly stop, as its page says; the way back is
+    then not tested.
     """
 
     page: str
@@ -73,7 +74,7 @@ MOVES = [
 
 
 class Orders:
-    """The input, and what must come of it: known from what was sent, never from reading."""
+    """Send the input and keep the expected results, which come from the sent orders and never from a topic."""
 
     def __init__(self, servers: str) -> None:
         self.servers, self.sent = servers, 0
@@ -92,14 +93,14 @@ class Orders:
             self.totals[order["customer"], order["cents"] * quantity] += 1
         self.sent += count
         assert self._producer.flush(30) == 0
-        assert set(self.totals.values()) == {1}, "no order is like another one"
+        assert set(self.totals.values()) == {1}, "two orders have the same total"
 
     def _placed(self, error: object, message: Message) -> None:
         assert error is None, error
         self.broken[message.partition(), message.offset()] = message.value()
 
     def check(self, may_double: bool) -> dict[str, int]:
-        """Each order's total is there once (or more often, if that may be). The sum of each customer's."""
+        """Check that each order has its total once (or more often if `may_double`); return the sum of each customer."""
         found = Counter(read(self.servers, "order-totals"))
         if may_double:
             assert set(found) == set(self.totals)
@@ -112,7 +113,7 @@ class Orders:
 
 
 def read(servers: str, topic: str) -> list[tuple[str, int]]:
-    """Customer and cents of each committed record. Its key is the customer, whose records are all in one partition."""
+    """Return customer and cents of each committed record; a customer's records must all be in one partition."""
     found, at = [], {}
     for partition, messages in settled_records(servers, topic).items():
         for message in messages:
@@ -141,7 +142,7 @@ def running(command: list[str], directory: Path) -> Iterator[subprocess.Popen[by
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    assert process.poll() is None, f"it had ended with {process.returncode}"
+    assert process.poll() is None, f"the program ended early with {process.returncode}"
     process.send_signal(signal.SIGTERM)
     process.wait(STOP_S)
 
@@ -159,8 +160,8 @@ def eos_run(servers: str, directory: Path, app: str) -> None:
     eos_cli(servers, directory, "run", f"{OURS}:{app}", *more)
 
 
-def await_empty(servers: str, group: str) -> None:
-    """Until its brokers know of no member: a program that does not say goodbye is one until its session is over."""
+def wait_for_empty_group(servers: str, group: str) -> None:
+    """Wait until the group has no members: a program that does not leave stays a member until its session expires."""
     admin = AdminClient({"bootstrap.servers": servers})
 
     def empty() -> bool:
@@ -170,13 +171,13 @@ def await_empty(servers: str, group: str) -> None:
 
 
 def marked(move: Move) -> object:
-    """A program that needs minutes, or that may fail by itself, is not in the way of a change of ours."""
+    """Mark programs that take minutes as long and the others as deep, so that they do not block changes of ours."""
     return pytest.param(move, id=move.page, marks=pytest.mark.long if move.stateful else pytest.mark.deep)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("move", [marked(move) for move in MOVES])
-def test_each_order_counts_once_over_a_move_and_a_move_back(move: Move, tmp_path: Path) -> None:
+def test_each_order_counts_once_across_a_move_and_its_reversal(move: Move, tmp_path: Path) -> None:
     with LocalKafka() as kafka:
         servers = kafka.bootstrap_servers
         for name, code in programs_of(move.page).items():
@@ -192,7 +193,7 @@ def test_each_order_counts_once_over_a_move_and_a_move_back(move: Move, tmp_path
         def totals(at_least: int) -> bool:
             return sum(map(len, visible_records(servers, "order-totals").values())) >= at_least
 
-        # Theirs, stopped while orders come.
+        # The old program, stopped while orders arrive.
         orders.send(PART)
         with running(command, tmp_path) as theirs:
             wait_until("the old program's first totals", lambda: totals(PART // 2), START_S)
@@ -202,13 +203,13 @@ def test_each_order_counts_once_over_a_move_and_a_move_back(move: Move, tmp_path
             stop(theirs)
         orders.send(PART)
         stopped = time.monotonic()
-        await_empty(servers, "orders")
+        wait_for_empty_group(servers, "orders")
         left_s = time.monotonic() - stopped
         taken_over = {p: stable_offset(servers, "orders", "orders", p) for p in range(PARTITIONS)}
         seen = len(read(servers, "order-totals"))
         print(f"{move.page}: no members after {left_s:.0f} s, {seen} of {len(orders.totals)} totals, {taken_over}")
 
-        # Ours.
+        # Our program.
         eos_run(servers, tmp_path, "app")
         sums = orders.check(move.may_double)
         letters = [m.value() for found in settled_records(servers, "orders.dlq").values() for m in found]
@@ -226,7 +227,7 @@ def test_each_order_counts_once_over_a_move_and_a_move_back(move: Move, tmp_path
         if move.may_double:
             return
 
-        # And back.
+        # The old program again.
         orders.send(PART)
 
         def summed() -> bool:

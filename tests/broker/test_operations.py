@@ -1,6 +1,6 @@
-"""`eos run --http-port` and `--workers`, real workers on real Kafka: what they say is so, and nothing is lost by it.
+"""Run real workers with `--http-port` and `--workers`: their reports are true, and nothing is lost.
 
-The judge of what was written is eos.testing.verify (lineage is on): exactly the outputs of each committed input.
+eos.testing.verify judges the outputs by their lineage: each committed input must have exactly its outputs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHORT_LIMITS = ("transaction.timeout.ms=3000", "eos.call.timeout.ms=500", "eos.l
 
 
 class Running:
-    """`eos run` with a health port, on a pipeline's topics."""
+    """Run `eos run` with a health port on the topics of a pipeline."""
 
     def __init__(self, pipeline: Pipeline, *arguments: str, settings: tuple[str, ...] = QUICK) -> None:
         self.pipeline, self.folder = pipeline, Path(pipeline.directory)
@@ -72,7 +72,7 @@ class Running:
             connection.close()
 
     def wait(self, path: str, code: int, says: str = "", timeout_s: float = 60.0) -> str:
-        """Until this probe answers so; its body."""
+        """Wait until this path answers with the code and text, and return the body."""
 
         def answered() -> str | None:
             found, body = self.ask(path)
@@ -81,7 +81,7 @@ class Running:
         return wait_until(f"{path} answers {code} {says!r}", answered, timeout_s)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all samples with these labels; there must be one."""
+        """Return the sum of all samples with these labels; at least one must exist."""
         found = self._samples(name, labels)
         assert found, f"{name} {labels} is not in the scrape"
         return sum(found)
@@ -97,7 +97,7 @@ class Running:
 
     def wait_metric(self, name: str, value: float, timeout_s: float = 60.0, **labels: str) -> None:
         def reached() -> bool:
-            found = self._samples(name, labels)  # none yet: a lag is known a second after the start
+            found = self._samples(name, labels)  # no sample at first: a lag is known a second after the start
             return bool(found) and sum(found) == value
 
         wait_until(f"{name} {labels} is {value}", reached, timeout_s)
@@ -111,19 +111,21 @@ class Running:
 
 
 def assert_holds(pipeline: Pipeline) -> None:
-    """Each loaded input is committed and has exactly its outputs."""
+    """Check that each loaded input is committed and has exactly its outputs."""
     found = verify(pipeline.servers, pipeline.sources, pipeline.destinations, pipeline.app)
     assert found.inputs == pipeline.loaded
     assert found.report.ok, found.report.violated
 
 
-def all_handled(pipeline: Pipeline) -> None:
-    wait_until("all is handled", lambda: pipeline.delivered == pipeline.loaded * len(pipeline.destinations), 60)
+def wait_until_all_handled(pipeline: Pipeline) -> None:
+    wait_until(
+        "all records are handled", lambda: pipeline.delivered == pipeline.loaded * len(pipeline.destinations), 60
+    )
 
 
 @pytest.fixture
 def own_kafka() -> Iterator[LocalKafka]:
-    """One that a test may pause."""
+    """Start a Kafka that a test may pause."""
     with LocalKafka() as kafka:
         yield kafka
 
@@ -131,16 +133,14 @@ def own_kafka() -> Iterator[LocalKafka]:
 # ---- metrics -----------------------------------------------------------------------------------------------
 
 
-def test_metrics_agree_with_what_kafka_holds_and_lag_ends_at_the_last_stable_offset(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_metrics_agree_with_kafka_and_lag_with_the_stable_offset(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     run = Running(pipeline, settings=(*QUICK[:-1], "eos.lineage=true"))
     run.wait("/readyz", 200)
     run.wait_metric("eos_records_in_total", 600)
     assert run.metric("eos_records_out_total") == 1200
-    run.wait_metric("eos_lag_records", 0)  # markers and aborted records behind the last one are no lag
-    # Behind the last stable offset nothing is readable, so nothing of this is lag: neither waited for nor counted.
+    run.wait_metric("eos_lag_records", 0)  # Markers and aborted records after the last committed record are no lag.
+    # Records after the last stable offset cannot be read, so they are no lag and `delivered` does not count them.
     producer = pipeline._input_producer()
     producer.begin_transaction()
     for partition in range(3):
@@ -160,7 +160,7 @@ def test_metrics_agree_with_what_kafka_holds_and_lag_ends_at_the_last_stable_off
     assert 0 < run.metric("eos_end_to_end_seconds_count") <= committed
     assert run.metric("eos_rebalances_total", kind="assigned") == 1
     assert run.metric("eos_live") == run.metric("eos_ready") == 1
-    all_handled(pipeline)
+    wait_until_all_handled(pipeline)
     run.process.terminate()
     assert run.process.wait() == 0
     assert_holds(pipeline)
@@ -169,13 +169,11 @@ def test_metrics_agree_with_what_kafka_holds_and_lag_ends_at_the_last_stable_off
 # ---- probes ------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_stuck_in_its_function_is_not_live_and_the_line_of_code_is_named(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_worker_stuck_in_its_function_is_not_live_and_names_the_line(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     run = Running(pipeline, settings=QUICK + SHORT_LIMITS)
     run.wait("/readyz", 200)
-    all_handled(pipeline)
+    wait_until_all_handled(pipeline)
     (run.folder / "stuck").touch()
     pipeline.load(60)
     body = run.wait("/livez", 503)
@@ -186,27 +184,25 @@ def test_a_worker_stuck_in_its_function_is_not_live_and_the_line_of_code_is_name
 
 
 @pytest.mark.takes(83)
-def test_a_worker_whose_broker_is_away_is_live_and_not_ready_and_ready_again_when_it_is_back(
-    own_kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_worker_without_its_broker_is_live_but_not_ready(own_kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(own_kafka, 60)
     run = Running(pipeline, settings=QUICK + SHORT_LIMITS)
     run.wait("/readyz", 200)
-    all_handled(pipeline)
+    wait_until_all_handled(pipeline)
     own_kafka.pause(0)
     try:
         run.wait("/readyz", 503)
-        # Longer than the limit after which a worker that does not move is not live.
+        # Longer than the time after which a worker that makes no progress is not live.
         since = run.statuses()[0].at
         limit_s = run.statuses()[0].stuck_after_s
-        wait_until("longer than its limit", lambda: run.statuses()[0].at > since + limit_s + 3, 60)
+        wait_until("more than the liveness timeout", lambda: run.statuses()[0].at > since + limit_s + 3, 60)
         assert run.ask("/livez")[0] == 200
         assert run.ask("/readyz")[0] == 503
     finally:
         own_kafka.resume(0)
     run.wait("/readyz", 200, timeout_s=90)
     pipeline.load(60)
-    all_handled(pipeline)
+    wait_until_all_handled(pipeline)
     run.process.terminate()
     assert run.process.wait() == 0
     assert_holds(pipeline)
@@ -215,9 +211,7 @@ def test_a_worker_whose_broker_is_away_is_live_and_not_ready_and_ready_again_whe
 # ---- a supervisor ------------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_is_started_again_under_its_name_and_nothing_is_lost_or_doubled(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_supervisor_restarts_a_killed_worker_under_its_name(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     run = Running(pipeline, "--workers", "2")
     run.wait("/readyz", 200, "ok w-1")
@@ -230,7 +224,7 @@ def test_a_killed_worker_is_started_again_under_its_name_and_nothing_is_lost_or_
     after = run.worker_pids()
     assert after[1] == before[1]
     assert after[0] != before[0]
-    all_handled(pipeline)
+    wait_until_all_handled(pipeline)
     run.process.terminate()
     assert run.process.wait() == 0
     assert "w-0 | " in run.process.log
@@ -239,7 +233,7 @@ def test_a_killed_worker_is_started_again_under_its_name_and_nothing_is_lost_or_
     assert_holds(pipeline)
 
 
-def test_workers_whose_supervisor_is_killed_commit_and_end(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_workers_of_a_killed_supervisor_commit_and_end(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     run = Running(pipeline, "--workers", "2")
     run.wait("/readyz", 200, "ok w-1")
@@ -252,15 +246,13 @@ def test_workers_whose_supervisor_is_killed_commit_and_end(kafka: LocalKafka, pi
         orphan.kill()
     assert not alive, "a worker outlived its supervisor"
     assert run.process.log.count("supervisor ended, stopping") == 2
-    assert run.process.log.count(" stopped records_in=") == 2, "they stopped as if they were asked to"
+    assert run.process.log.count(" stopped records_in=") == 2, "the workers must stop as after a SIGTERM"
     again = Running(pipeline, "--workers", "1", "--until-end")
     assert again.process.wait() == 0
     assert_holds(pipeline)
 
 
-def test_a_worker_that_stands_still_as_a_whole_is_seen_by_its_supervisor(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_supervisor_notices_a_stopped_worker(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     run = Running(pipeline, "--workers", "2", settings=QUICK + SHORT_LIMITS)
     run.wait("/readyz", 200, "ok w-1")
@@ -281,11 +273,11 @@ def test_a_worker_that_stands_still_as_a_whole_is_seen_by_its_supervisor(
 
 
 @pytest.mark.deep
-def test_reload_starts_the_workers_again_when_the_source_changes(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_reload_restarts_the_workers_when_the_source_changes(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     run = Running(pipeline, "--reload")
     run.wait("/readyz", 200, "ok w:")
-    all_handled(pipeline)
+    wait_until_all_handled(pipeline)
     (first,) = run.worker_pids()
     source = run.folder / "app.py"
     good = source.read_text()
@@ -294,7 +286,7 @@ def test_reload_starts_the_workers_again_when_the_source_changes(kafka: LocalKaf
     source.write_text(good + "\n# changed\n")
     run.wait("/readyz", 200, "ok w:")
     pipeline.load(60)
-    all_handled(pipeline)
+    wait_until_all_handled(pipeline)
     assert run.worker_pids() != [first]
     run.process.terminate()
     assert run.process.wait() == 0

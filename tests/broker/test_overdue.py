@@ -1,6 +1,6 @@
-"""A dead member's transaction is ended as soon as its own timeout is over, and a member that was only paused goes on.
+"""End the transaction of a dead member right after its timeout; a member that was only paused continues.
 
-The broker looks for transactions past their timeout once in five minutes only: what is ended sooner was ended by us.
+The broker looks for expired transactions only every five minutes, so any earlier end is ours.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from tests.support.reading import create_topic, visible_values, wait_until
 
 pytestmark = [pytest.mark.takes(69), pytest.mark.deep_for("3.9.2")]
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
 Names = Callable[[str], str]
-NO_SWEEP = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": 300_000}
+NO_EXPIRY_CHECK = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": 300_000}
 TIMEOUT_MS = 3_000
 
 
 @pytest.fixture(scope="module", params=["4.4.0", "3.9.2"])
 def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    yield from local_kafka(request, version=request.param, config=NO_SWEEP)
+    yield from local_kafka(request, version=request.param, config=NO_EXPIRY_CHECK)
 
 
 def open_transaction(kafka: LocalKafka, topic: str, name: str) -> RawProducer:
-    """Left open: a closed one would abort it."""
+    """Start a transaction and leave it open, because closing the producer would abort it."""
     create_topic(kafka.bootstrap_servers, topic)
     limits = {"transaction_timeout_ms": TIMEOUT_MS, "message_timeout_ms": TIMEOUT_MS}
     producer = RawProducer(kafka.bootstrap_servers, name, **limits)
@@ -46,9 +46,11 @@ def open_transaction(kafka: LocalKafka, topic: str, name: str) -> RawProducer:
     return producer
 
 
-def test_only_an_overdue_transaction_is_ended_and_looks_like_its_own_timeout(kafka: LocalKafka, names: Names) -> None:
+def test_only_an_overdue_transaction_is_ended(kafka: LocalKafka, names: Names) -> None:
     name, began = names("id"), time.monotonic()
-    with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:  # first: it takes a while
+    with ClusterAdmin(
+        Settings({"bootstrap.servers": kafka.bootstrap_servers})
+    ) as admin:  # created first, because it takes a while
         producer = open_transaction(kafka, names("t"), name)
         (before,) = admin.describe_all([name])
         assert not abort_if_overdue(admin, before, time.monotonic)
@@ -63,8 +65,8 @@ def test_only_an_overdue_transaction_is_ended_and_looks_like_its_own_timeout(kaf
         producer.commit()
 
 
-def test_the_request_changes_nothing_in_any_other_state(kafka: LocalKafka, names: Names) -> None:
-    """Between the look and the request the coordinator, its owner or a successor may have been faster."""
+def test_request_changes_no_transaction_in_another_state(kafka: LocalKafka, names: Names) -> None:
+    """Send the request after the transaction changed: its coordinator, owner or successor may act after our check."""
     name, topic = names("id"), names("t")
     first = open_transaction(kafka, topic, name)
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
@@ -95,29 +97,27 @@ def test_the_request_changes_nothing_in_any_other_state(kafka: LocalKafka, names
     assert states == ["CompleteCommit", "CompleteAbort", "Empty"]
 
 
-def test_a_survivor_ends_a_dead_members_transaction_and_a_paused_one_goes_on_without_79(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_member_ends_the_overdue_transaction_of_a_dead_one(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 3_000)
     settings = {"session.timeout.ms": "3000", "heartbeat.interval.ms": "500"}
     paused = pipeline.worker("a", work_ms=1, settings=settings, holds=[("offsets sent", 3)])
     paused.wait_at("offsets sent", 3)
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
 
-        def of_the_paused(state: str) -> dict[str, int]:
+        def transactions_of_the_paused(state: str) -> dict[str, int]:
             found = admin.transactions(states=[state])
             return {t.transactional_id: t.epoch for t in found if t.transactional_id.startswith(f"{pipeline.app}-a")}
 
         paused.pause()
-        was_open = of_the_paused("Ongoing")
+        was_open = transactions_of_the_paused("Ongoing")
         assert was_open
         began = time.monotonic()
         survivor = pipeline.worker("b", settings=settings)
-        wait_until("the survivor ends it", lambda: not of_the_paused("Ongoing"), 60)
+        wait_until("the survivor ends it", lambda: not transactions_of_the_paused("Ongoing"), 60)
         print(f"ended {time.monotonic() - began:.1f} s after the pause")
         survivor.wait_log("overdue transaction of another member aborted", count=len(was_open))
-        wait_until("its markers", lambda: was_open.keys() <= of_the_paused("CompleteAbort").keys())
-        now = of_the_paused("CompleteAbort")
+        wait_until("its markers", lambda: was_open.keys() <= transactions_of_the_paused("CompleteAbort").keys())
+        now = transactions_of_the_paused("CompleteAbort")
         assert {name: now[name] for name in was_open} == {name: epoch + 1 for name, epoch in was_open.items()}
     pipeline.wait_handled(pipeline.loaded, 60)
     paused.resume()

@@ -1,4 +1,4 @@
-"""`TransactSession` in the hands of people who own their loop: what ends a transaction, and what comes again."""
+"""Use `TransactSession` in a user's own loop: what ends a transaction, and which records are delivered again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Loop:
         with eos.transaction({"bootstrap.servers": self.servers, "transactional.id": self._load}) as txn:
             for number in numbers:
                 txn.send(self.source, str(number))
-        settled_ends(self.servers, [self.source])  # a session that ends at the end would not wait for them
+        settled_ends(self.servers, [self.source])  # A session with `until_end` would not wait for them.
 
     def session(
         self, listener: Listener | None = None, world: World = REAL, *, until_end: bool = True, **more: object
@@ -58,7 +58,7 @@ class Loop:
             "bootstrap.servers": self.servers,
             "group.id": self.group,
             "transactional.id": self.transactional_id,
-            "eos.transaction.interval.ms": 500,  # all records in one transaction, unless the body says otherwise
+            "eos.transaction.interval.ms": 500,  # All records are in one transaction unless the body decides otherwise.
             **more,
         }
         return TransactSession(settings, [self.source], until_end=until_end, listener=listener, world=world)
@@ -81,13 +81,13 @@ def loop(kafka: LocalKafka, names: Callable[[str], str]) -> Loop:
 ALL = [b"%d" % number for number in range(COUNT)]
 
 
-def test_the_end_of_the_body_commits(loop: Loop) -> None:
+def test_end_of_the_body_commits(loop: Loop) -> None:
     loop.finish()
     assert loop.copied() == ALL
-    assert stable_offset(loop.servers, loop.group, loop.source) == COUNT + 1  # with the marker behind them
+    assert stable_offset(loop.servers, loop.group, loop.source) == COUNT + 1  # including the marker after them
 
 
-def test_records_that_a_break_left_unseen_come_again(loop: Loop) -> None:
+def test_records_left_by_a_break_are_redelivered(loop: Loop) -> None:
     with loop.session() as session:
         for txn in session:
             for record in txn.records:
@@ -97,7 +97,7 @@ def test_records_that_a_break_left_unseen_come_again(loop: Loop) -> None:
     assert loop.copied() == ALL
 
 
-def test_an_iterator_that_is_kept_does_not_count_what_it_did_not_hand_out(loop: Loop) -> None:
+def test_kept_iterator_counts_only_records_it_returned(loop: Loop) -> None:
     with loop.session() as session:
         for txn in session:
             kept = txn.records
@@ -113,7 +113,7 @@ def test_records_may_be_collected_before_they_are_handled(loop: Loop) -> None:
     assert loop.copied() == ALL
 
 
-def test_an_exception_out_of_the_body_aborts(loop: Loop) -> None:
+def test_exception_in_the_body_aborts(loop: Loop) -> None:
     with pytest.raises(ZeroDivisionError), loop.session() as session:
         for txn in session:
             for record in txn.records:
@@ -125,7 +125,7 @@ def test_an_exception_out_of_the_body_aborts(loop: Loop) -> None:
     assert loop.copied() == ALL
 
 
-def test_leaving_the_loop_aborts_unless_the_transaction_was_committed(loop: Loop) -> None:
+def test_leaving_the_loop_aborts_an_open_transaction(loop: Loop) -> None:
     def one(session: TransactSession) -> Transaction:
         txn = next(session)
         txn.send(loop.target, next(txn.records).value)
@@ -139,7 +139,7 @@ def test_leaving_the_loop_aborts_unless_the_transaction_was_committed(loop: Loop
     assert loop.copied() == ALL
 
 
-def test_what_the_loop_cannot_handle_and_what_the_client_refuses_become_dead_letters(loop: Loop) -> None:
+def test_rejected_and_refused_records_become_dead_letters(loop: Loop) -> None:
     letters = create_topic(loop.servers, f"{loop.source}.dlq")
     refused: dict[int, PoisonRecord] = {}
     with loop.session() as session:
@@ -162,7 +162,7 @@ def test_what_the_loop_cannot_handle_and_what_the_client_refuses_become_dead_let
     assert session.counters.dead_letters == 2
 
 
-def test_an_output_that_is_not_there_is_named_at_the_start_or_where_nobody_named_it_before_at_the_first_record(
+def test_missing_output_is_named_at_the_start_or_first_record(
     loop: Loop,
 ) -> None:
     nowhere, soon = f"{loop.target}-nowhere", {"topic.metadata.propagation.max.ms": 300}
@@ -176,7 +176,7 @@ def test_an_output_that_is_not_there_is_named_at_the_start_or_where_nobody_named
                 txn.send(nowhere, record.value)
 
 
-def test_an_aborted_transaction_hands_the_same_records_out_again(loop: Loop) -> None:
+def test_aborted_transaction_returns_the_same_records_again(loop: Loop) -> None:
     with loop.session() as session:
         first = next(session)
         seen = list(first.records)
@@ -194,7 +194,7 @@ def test_an_aborted_transaction_hands_the_same_records_out_again(loop: Loop) -> 
 
 
 class Stuttering:
-    """A consumer that delivers the last record of each batch twice, as librdkafka has done."""
+    """Deliver the last record of each batch twice, as librdkafka has done."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
@@ -207,7 +207,7 @@ class Stuttering:
         return [*messages, *[message for message in messages[-1:] if message.error() is None]]
 
 
-def test_a_record_that_the_client_delivers_again_is_handled_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_record_delivered_twice_by_the_client_is_handled_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with loop.session() as session:
         session.group_consumer.consumer = Stuttering(session.consumer)  # type: ignore[assignment]
         for txn in session:
@@ -220,8 +220,8 @@ def test_a_record_that_the_client_delivers_again_is_handled_once(loop: Loop, cap
 
 
 def damage(kafka: LocalKafka, topic: str, offset: int, at: int = -5) -> None:
-    """Flips a bit of the batch that begins there, in partition 0, on the broker's disk; `at`: so many bytes behind its
-    length, or before its end."""
+    """Flip a bit on the broker's disk in the batch of partition 0 that begins at `offset`. `at`: bytes after the
+    batch length, or before its end if negative."""
     segment = kafka.log_path(0).parent / "data" / f"{topic}-0" / f"{0:020}.log"
     with segment.open("r+b") as file:
         while int.from_bytes(file.read(8)) != offset:
@@ -233,9 +233,9 @@ def damage(kafka: LocalKafka, topic: str, offset: int, at: int = -5) -> None:
         file.write(bytes([there[0] ^ 1]))
 
 
-def test_a_damaged_batch_stops_the_loop_once_all_before_it_is_committed(loop: Loop, kafka: LocalKafka) -> None:
-    """Nothing of it is copied, and a restart ends the same way until somebody chooses."""
-    first = COUNT + 1  # behind the control record
+def test_damaged_batch_stops_the_loop_after_earlier_commits(loop: Loop, kafka: LocalKafka) -> None:
+    """Damage a batch: no record of it is copied, and restarts end the same way until an operator decides."""
+    first = COUNT + 1  # after the control record
     loop.load(range(COUNT, 2 * COUNT))
     damage(kafka, loop.source, first)
     for handled in (COUNT, 0):
@@ -248,10 +248,10 @@ def test_a_damaged_batch_stops_the_loop_once_all_before_it_is_committed(loop: Lo
     assert loop.copied() == ALL
 
 
-def test_a_partition_of_which_nothing_comes_is_told(
+def test_stalled_partition_is_logged(
     loop: Loop, kafka: LocalKafka, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without checksums librdkafka stands for ever before a record whose length is damaged, and says nothing."""
+    """Damage the length of a record without checksums: librdkafka then stops there for ever and reports nothing."""
     monkeypatch.setattr(lag, "_STALLED_S", 2.0)
     damage(kafka, loop.source, 0, at=49)
 
@@ -264,8 +264,11 @@ def test_a_partition_of_which_nothing_comes_is_told(
     assert loop.copied() == []
 
 
-def test_an_offset_behind_the_end_stops_the_loop_so_that_what_is_written_there_next_is_not_skipped(loop: Loop) -> None:
-    """As behind an unclean election. A loop that waited would go on in the midst of the records to come."""
+def test_committed_offset_past_the_end_stops_the_loop(loop: Loop) -> None:
+    """Commit an offset past the end, as after an unclean election.
+
+    A loop that waited would later continue in the middle of new records.
+    """
     outside = Consumer({"bootstrap.servers": loop.servers, "group.id": loop.group})
     outside.commit(offsets=[TopicPartition(loop.source, 0, COUNT + 3)], asynchronous=False)
     outside.close()
@@ -276,7 +279,7 @@ def test_an_offset_behind_the_end_stops_the_loop_so_that_what_is_written_there_n
 
         def on_idle(self) -> None:
             self.read += bool(session._parts.group_consumer.assignment.reading)
-            if self.read == 10:  # a second: the client has been told that there is no such offset
+            if self.read == 10:  # after a second, in which the client has learned that the offset does not exist
                 loop.load(range(COUNT, 2 * COUNT))
 
     with pytest.raises(InputGone, match=ends), loop.session(Loads(), until_end=False) as session:
@@ -286,11 +289,13 @@ def test_an_offset_behind_the_end_stops_the_loop_so_that_what_is_written_there_n
 @pytest.mark.takes(43)
 @pytest.mark.deep_for("consumer")
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
-def test_aborts_at_random_places_of_a_backlog_lose_nothing_and_keep_the_order(
+def test_random_aborts_of_a_backlog_keep_records_and_order(
     protocol: str, kafka: LocalKafka, names: Callable[[str], str]
 ) -> None:
-    """A rewind sends the consumer back while its queue holds tens of thousands of records, ends of partitions
-    included: none of those may come out any more."""
+    """Abort at random while the consumer's queue holds tens of thousands of records and ends of partitions.
+
+    After the rewind, none of these queued records may be returned.
+    """
     servers, source, target, partitions, transactions = kafka.bootstrap_servers, names("in"), names("out"), 3, 9
     create_topic(servers, source, partitions)
     create_topic(servers, target, partitions)
@@ -301,7 +306,7 @@ def test_aborts_at_random_places_of_a_backlog_lose_nothing_and_keep_the_order(
             with contextlib.suppress(ZeroDivisionError), load.begin() as txn:
                 for i in range(4_500):
                     txn.send(source, b"%d" % i, partition=i % partitions)
-                _ = 1 // (number % 3 - 2)  # the last one too: partitions end in aborted records
+                _ = 1 // (number % 3 - 2)  # Also the last one, so that partitions end with aborted records.
             if number % 3 != 2:
                 for i in range(4_500):
                     expected[i % partitions].append(b"%d" % i)
@@ -335,8 +340,9 @@ def test_aborts_at_random_places_of_a_backlog_lose_nothing_and_keep_the_order(
     assert [stable_offset(servers, settings["group.id"], source, p) for p in range(partitions)] == ends
 
 
-def test_a_session_that_aborted_does_not_take_its_id_back_from_a_newer_one(loop: Loop) -> None:
-    """Its producer is replaced before the next transaction, and the replacement's init would take the id."""
+def test_aborted_session_does_not_fence_a_newer_one(loop: Loop) -> None:
+    """Abort in a fenced session: its producer is replaced before the next transaction, and an init would take the id
+    back."""
     with contextlib.closing(loop.session()) as newer:
         with loop.session() as older:
             txn = next(older)
@@ -352,13 +358,13 @@ def test_a_session_that_aborted_does_not_take_its_id_back_from_a_newer_one(loop:
     assert loop.copied() == ALL
 
 
-def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop: Loop) -> None:
+def test_backlog_is_fetched_during_a_commit(loop: Loop) -> None:
     count = 8_000
     loop.load(range(COUNT, count))
     waiting: list[int] = []
 
     def hold(step: str) -> None:
-        # On the thread that commits: the loop's own does what is looked for here.
+        # On the committing thread, because the loop's own thread does what this test looks for.
         if step == "offsets sent" and len(waiting) == 1:
             wait_until("records to be fetched", lambda: len(session._parts.positions) > waiting[0])
             waiting.append(len(session._parts.positions))
@@ -367,7 +373,9 @@ def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop:
         for txn in session:
             for record in txn.records:
                 txn.send(loop.target, record.value)
-                if not waiting and session.taken >= 2_500:  # no backlog is looked for behind less than 2,000
+                if (
+                    not waiting and session.taken >= 2_500
+                ):  # A worker with less than 2,000 waiting records has no backlog.
                     break
             if not waiting:
                 waiting.append(len(session._parts.positions))
@@ -375,10 +383,10 @@ def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop:
     assert loop.copied() == [b"%d" % number for number in range(count)]
 
 
-def test_a_loop_on_a_machine_whose_clocks_stood_still_is_not_taken_for_replaced(
+def test_suspended_machine_does_not_look_replaced(
     loop: Loop,
 ) -> None:
-    """A paused virtual machine: the broker's clock went on, and by its own its transaction is as young as before."""
+    """Pause the session as a suspended virtual machine: the broker's clock advances, its own does not."""
     stood_still = World(boot_clock=lambda: 1.0)
     timeout = {"transaction.timeout.ms": 1_000, "message.timeout.ms": 1_000}
     with loop.session(world=stood_still, **timeout) as session, ClusterAdmin(session.settings) as admin:
@@ -392,13 +400,13 @@ def test_a_loop_on_a_machine_whose_clocks_stood_still_is_not_taken_for_replaced(
                 txn.send(loop.target, record.value)
             if not session.counters.rebuilds:
                 session.producer.flush()
-                wait_until("the broker to give the transaction up", timed_out, timeout=30)
+                wait_until("the broker to abort the transaction", timed_out, timeout=30)
         assert session.counters.rebuilds_by_cause == {"timeout": 1}
     assert loop.copied() == ALL
 
 
-def test_two_loops_of_one_group_on_one_host_share_its_partitions(loop: Loop, names: Callable[[str], str]) -> None:
-    """Each is a member of its own: with one group.instance.id for both they would push each other out for ever."""
+def test_two_loops_of_one_group_share_its_partitions(loop: Loop, names: Callable[[str], str]) -> None:
+    """Run two loops without a group.instance.id, which would let them fence each other for ever."""
     source, group = create_topic(loop.servers, names("two"), partitions=2), names("shared")
     settings = {"bootstrap.servers": loop.servers, "group.id": group}
     sessions = [TransactSession({**settings, "transactional.id": f"{group}-{n}"}, [source]) for n in (1, 2)]
@@ -428,11 +436,11 @@ def test_two_loops_of_one_group_on_one_host_share_its_partitions(loop: Loop, nam
     assert [session.counters.rebuilds for session in sessions] == [0, 0]
 
 
-# ---- exceptions out of the loop itself: a callback's, a signal's -------------------------------------------
+# ---- exceptions from the loop itself: of a callback, of a signal -----------------------------------------------
 
 
-def go_on_until_the_end(session: TransactSession, target: str, stopped_by: type[BaseException]) -> int:
-    """As in a notebook: the same loop is entered again after each exception. Returns how often."""
+def run_to_the_end(session: TransactSession, target: str, stopped_by: type[BaseException]) -> int:
+    """Enter the same loop again after each exception, as in a notebook, and return the number of exceptions."""
     again = 0
     while True:
         try:
@@ -444,24 +452,24 @@ def go_on_until_the_end(session: TransactSession, target: str, stopped_by: type[
             again += 1
 
 
-def test_a_callback_that_raises_out_of_a_poll_loses_none_of_the_records_that_came_with_it(loop: Loop) -> None:
-    """confluent-kafka destroys what `consume` has taken when a callback raises; its position is behind them."""
+def test_callback_error_in_a_poll_loses_no_records(loop: Loop) -> None:
+    """Raise in a callback inside a poll: confluent-kafka then drops the records that `consume` has taken."""
     loop.load(range(COUNT, 600))
     raised: list[str] = []
 
     def interrupt(text: str) -> None:
-        # In the poll that waits for more than these 600, with all of them in its hands.
+        # During the poll that waits for more than these 600 records and holds all of them.
         if json.loads(text)["type"] == "consumer" and session._parts.positions.committed and len(raised) < 3:
             raised.append(text)
             raise KeyboardInterrupt
 
     with loop.session(**{"stats_cb": interrupt, "statistics.interval.ms": 50}) as session:
-        again = go_on_until_the_end(session, loop.target, KeyboardInterrupt)
+        again = run_to_the_end(session, loop.target, KeyboardInterrupt)
         assert 0 < again <= len(raised)
     assert loop.copied() == [b"%d" % number for number in range(600)]
 
 
-def test_what_a_users_callback_raises_comes_out_of_the_loop_and_loses_nothing(kafka: LocalKafka, loop: Loop) -> None:
+def test_callback_error_leaves_the_loop_and_loses_nothing(kafka: LocalKafka, loop: Loop) -> None:
     loop.load(range(COUNT, 600))
     told: list[str] = []
 
@@ -471,16 +479,16 @@ def test_what_a_users_callback_raises_comes_out_of_the_loop_and_loses_nothing(ka
 
     with HoldingProxy.before(kafka) as proxy:
         proxy.on(ApiKey.Fetch, Fault.CUT_AFTER, nth=2)
-        # Nobody else fetches through the proxy.
+        # No other client fetches through the proxy.
         settings = {"bootstrap.servers": kafka.proxied_servers, "error_cb": fail, "eos.places.topic": ""}
         with loop.session(**settings) as session:
-            assert go_on_until_the_end(session, loop.target, LookupError) > 0
+            assert run_to_the_end(session, loop.target, LookupError) > 0
     assert told
     assert loop.copied() == [b"%d" % number for number in range(600)]
 
 
 class Interrupts:
-    """KeyboardInterrupt at a random moment of the block, until so many have come: a short block may end before."""
+    """Raise KeyboardInterrupt at random moments of the block until `count` have come; a short block may end before."""
 
     def __init__(self, wanted: int) -> None:
         self.left = wanted
@@ -510,17 +518,15 @@ class Interrupts:
 
 
 @pytest.mark.parametrize("wanted", [12, pytest.param(120, marks=[pytest.mark.long, pytest.mark.timeout(1_800)])])
-def test_a_loop_that_is_interrupted_anywhere_and_entered_again_loses_and_doubles_nothing(
-    loop: Loop, wanted: int
-) -> None:
-    """Ctrl-C in a notebook: in a poll, in the body, in a commit, in the recovery from the Ctrl-C before."""
+def test_loop_interrupted_anywhere_and_reentered_is_exactly_once(loop: Loop, wanted: int) -> None:
+    """Interrupt at random moments, as Ctrl-C does in a notebook: in a poll, the body, a commit or a recovery."""
     settings = {"eos.transaction.interval.ms": 5, "eos.transaction.max.records": 50}
     interrupts, count = Interrupts(wanted), COUNT
     while interrupts.left:
         loop.load(range(count, count + 400))
         count, done = count + 400, False
         while not done:
-            # Temporary: too many rebuilds without a commit, as so many interrupts bring about. Then a new session.
+            # Temporary: many interrupts cause too many rebuilds without a commit. Then a new session is started.
             with contextlib.suppress(Temporary), loop.session(**settings) as session:
                 while not done:
                     with contextlib.suppress(KeyboardInterrupt), interrupts:

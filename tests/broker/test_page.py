@@ -1,4 +1,5 @@
-"""The page of `eos run --http-port` in a real headless Chromium: a real worker's numbers, live, on any screen."""
+"""Open the page of `eos run --http-port` in a headless Chromium: it shows a real worker's live numbers on any
+screen."""
 
 from __future__ import annotations
 
@@ -20,9 +21,7 @@ SCREENS = [(1280, 1100, "light"), (1280, 1100, "dark"), (390, 844, "light"), (39
 
 
 @needs_chromium
-def test_the_page_shows_live_what_the_workers_do_without_anything_from_outside(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_page_shows_live_workers_without_external_resources(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     run = Running(pipeline, "--workers", "2", settings=QUICK + SHORT_LIMITS)
     run.wait("/readyz", 200, "ok w-1")
@@ -38,7 +37,7 @@ def test_the_page_shows_live_what_the_workers_do_without_anything_from_outside(
         seen = browser.text()
         assert "w-0" in seen
         assert "partitions assigned" in seen, "the last incidents"
-        # Live: records that come while it is open show without a reload.
+        # Live: the page shows records that arrive while it is open without a reload.
         pipeline.load(300)
         run.wait_metric("eos_records_in_total", 900)
         counts = "[...document.querySelectorAll('#workers dd:first-of-type')].map(d => parseInt(d.innerText))"
@@ -50,7 +49,9 @@ def test_the_page_shows_live_what_the_workers_do_without_anything_from_outside(
         for width, height, scheme in SCREENS:
             browser.screen(width, height, scheme)
             wait_until("the width", lambda width=width: browser.ask("innerWidth") == width, 30)  # type: ignore[misc]
-            assert browser.ask("document.documentElement.scrollWidth") <= width, f"{width} px: it scrolls sideways"
+            assert browser.ask("document.documentElement.scrollWidth") <= width, (
+                f"{width} px: the page scrolls sideways"
+            )
             smallest = browser.ask(
                 "Math.min(...[...document.querySelectorAll('body *')].filter(e => e.innerText)"
                 ".map(e => parseFloat(getComputedStyle(e).fontSize)))"
@@ -60,7 +61,7 @@ def test_the_page_shows_live_what_the_workers_do_without_anything_from_outside(
             browser.picture(run.folder / f"page-{width}-{scheme}.png")
         assert backgrounds["light"] != backgrounds["dark"]
         browser.screen(1280, 1100, "light")
-        # An incident in words: a worker is killed, and the supervisor says so.
+        # An incident in words: the supervisor reports a killed worker.
         os.kill(run.worker_pids()[0], signal.SIGKILL)
         shows("supervisor: worker w-0 ended: SIGKILL")
         browser.picture(run.folder / "page-incident.png")
@@ -68,6 +69,6 @@ def test_the_page_shows_live_what_the_workers_do_without_anything_from_outside(
         assert not outside
         assert any("status.json" in url for url in browser.requested)
         assert not browser.complaints
-        # A worker that is gone is not shown as if it were well.
+        # The page does not show an ended worker as healthy.
         run.process.kill()
         shows(r"No answer for \d")

@@ -1,4 +1,4 @@
-"""Programs and tests of docs/howto, as a reader has them: each page's files in a folder, against a real broker."""
+"""Run the programs and tests of docs/howto as a reader does: each page's files in a folder, with a real broker."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ TOPICS = [
     "words",
     "loud-words",
     "words.dlq",
-]  # the pages' own
+]  # topics of the programs on the pages
 
 
 @pytest.fixture
 def servers(kafka: LocalKafka) -> Iterator[str]:
-    """The broker that all tests share, with the topics of these pages for as long as the test runs."""
+    """Return the address of the shared broker, and keep the topics of these pages only during the test."""
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
     create_topics(kafka.bootstrap_servers, [NewTopic(topic, 1, 1) for topic in TOPICS])
     yield kafka.bootstrap_servers
     for deleted in admin.delete_topics(TOPICS).values():
         deleted.result(30)
-    wait_until("the topics are gone", lambda: not admin.list_topics(timeout=10).topics.keys() & {*TOPICS})
+    wait_until("the topics are deleted", lambda: not admin.list_topics(timeout=10).topics.keys() & {*TOPICS})
 
 
 def written(page: str, folder: Path, servers: str) -> list[str]:
@@ -84,8 +84,8 @@ def values_of(servers: str, topic: str) -> list[bytes | None]:
     return visible_values(servers, topic).get(0, [])
 
 
-def test_the_tests_that_pages_show_pass(kafka: LocalKafka, tmp_path: Path) -> None:
-    servers = kafka.bootstrap_servers  # without these topics: eos_run makes its own
+def test_tests_shown_on_pages_pass(kafka: LocalKafka, tmp_path: Path) -> None:
+    servers = kafka.bootstrap_servers  # without these topics, because eos_run creates its own
     pages = ("functions", "state", "joins", "own-loop")
     for page in pages:
         assert any(name.startswith("test_") for name in written(page, tmp_path / page, servers))
@@ -93,7 +93,7 @@ def test_the_tests_that_pages_show_pass(kafka: LocalKafka, tmp_path: Path) -> No
     assert " passed" in done(tmp_path, servers, "-m", "pytest", *arguments, *pages)
 
 
-def test_the_programs_that_pages_show_run(servers: str, tmp_path: Path) -> None:
+def test_programs_shown_on_pages_run(servers: str, tmp_path: Path) -> None:
     for page in ("functions", "own-loop"):
         written(page, tmp_path, servers)
     send(servers, "items", b'{"cents": 5, "quantity": 2}')
@@ -101,7 +101,7 @@ def test_the_programs_that_pages_show_run(servers: str, tmp_path: Path) -> None:
     assert values_of(servers, "totals") == [b"10"]
 
     partition, offset = map(int, done(tmp_path, servers, "nightly_load.py").split())
-    assert (partition, offset) == (0, 2)  # behind the record before and its transaction's marker
+    assert (partition, offset) == (0, 2)  # after the record before and the marker of its transaction
     assert values_of(servers, "totals") == [b"10", b'{"day":"mon"}', b'{"day":"tue"}']
 
     send(servers, "words", b"to", b"be")
@@ -115,7 +115,7 @@ def test_the_programs_that_pages_show_run(servers: str, tmp_path: Path) -> None:
         loop.wait()
 
 
-def test_the_loop_that_sets_refused_records_aside_goes_on(servers: str, tmp_path: Path) -> None:
+def test_loop_that_rejects_refused_records_continues(servers: str, tmp_path: Path) -> None:
     written("own-loop", tmp_path, servers)
     (tmp_path / "main.py").write_text(
         "import eos\n"

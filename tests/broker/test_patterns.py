@@ -1,4 +1,4 @@
-"""Topics that match a pattern come while workers run: each is read from its beginning, by one worker, exactly once."""
+"""Create topics that match a pattern while workers run: one worker reads each from its beginning, exactly once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.reading import create_topic, settled_values, visible_values, 
 
 pytestmark = pytest.mark.takes(310)
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -58,7 +58,7 @@ TAKEN = "topic taken in"
     ],
     ids=["cooperative", "roundrobin", "consumer", "latest", "consumer and latest"],
 )
-def test_a_topic_that_comes_under_a_running_worker_is_read_from_its_beginning_exactly_once(
+def test_topic_created_during_a_run_is_read_from_its_beginning(
     protocol: str, more: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 600)
@@ -66,8 +66,8 @@ def test_a_topic_that_comes_under_a_running_worker_is_read_from_its_beginning_ex
         pipeline.skip_loaded()
     worker = pipeline.worker(settings=SOON | PROTOCOLS[protocol] | more, reads=[pipeline.pattern])
     wait_until("a commit of every partition", lambda: len(pipeline.committed()) == 6, 30)
-    pipeline.load_transaction(3_000)  # what it works on while the topic comes
-    # It stands still while these are written: whenever it looks, they are there before it has noticed the topic.
+    pipeline.load_transaction(3_000)  # records to handle while the topic is created
+    # The worker is paused during these writes, so they precede its discovery of the topic.
     worker.pause()
     new = pipeline.add_source()
     pipeline.load_transaction(120, places=new)
@@ -85,7 +85,7 @@ def test_a_topic_that_comes_under_a_running_worker_is_read_from_its_beginning_ex
 
 @pytest.mark.deep_for("roundrobin", "consumer")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_of_two_workers_one_is_killed_after_a_topic_came_and_nothing_is_lost_or_doubled(
+def test_worker_killed_after_a_new_topic_is_exactly_once(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 600)
@@ -114,10 +114,10 @@ def test_of_two_workers_one_is_killed_after_a_topic_came_and_nothing_is_lost_or_
 
 @pytest.mark.deep_for("cooperative-sticky")
 @pytest.mark.parametrize("protocol", ["cooperative-sticky", "consumer"])
-def test_a_worker_that_has_not_heard_of_a_topic_gets_none_of_it_and_holds_nothing_up(
+def test_worker_with_older_metadata_gets_none_of_a_new_topic(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
-    """Workers learn of a topic at moments of their own; the one that knows it is killed and comes back."""
+    """Kill the worker that already knows a new topic, while another one has older metadata."""
     pipeline = pipelines.on(kafka, 600)
     if protocol == "consumer":
         pipeline.set_group_session_timeout(3_000)
@@ -125,7 +125,7 @@ def test_a_worker_that_has_not_heard_of_a_topic_gets_none_of_it_and_holds_nothin
     pipeline.skip_loaded()
     deaf = pipeline.worker("deaf", settings=settings | NEVER, reads=[pipeline.pattern])
     hears = pipeline.worker("hears", settings=settings | SOON, reads=[pipeline.pattern])
-    deaf.wait_log("session started")  # it has looked which topics there are
+    deaf.wait_log("session started")  # It has queried which topics exist.
     wait_until("a commit of every partition", lambda: len(pipeline.committed()) == 6, 30)
     new = pipeline.add_source()
     pipeline.load_transaction(1_500)
@@ -143,9 +143,7 @@ def test_a_worker_that_has_not_heard_of_a_topic_gets_none_of_it_and_holds_nothin
     pipeline.verify()
 
 
-def test_a_topic_that_came_while_no_worker_ran_is_read_from_its_beginning_even_with_latest(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_topic_created_between_runs_is_read_from_its_beginning(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.skip_loaded()
     first = pipeline.worker(settings=LATEST | SOON, reads=[pipeline.pattern])
@@ -163,8 +161,9 @@ def test_a_topic_that_came_while_no_worker_ran_is_read_from_its_beginning_even_w
 
 
 @pytest.mark.deep
-def test_topics_that_come_on_three_brokers_end_no_worker(cluster: LocalKafka, pipelines: Pipelines) -> None:
-    """Each broker learns of a topic at a moment of its own, and librdkafka calls one that it asks too early unknown."""
+def test_new_topics_on_three_brokers_stop_no_worker(cluster: LocalKafka, pipelines: Pipelines) -> None:
+    """Create topics on three brokers: each learns of them at its own time, and librdkafka reports early queries as
+    unknown."""
     pipeline = pipelines.on(cluster, 600, replicas=3)
     often = {"topic.metadata.refresh.interval.ms": "50"}
     worker = pipeline.worker(settings=often, reads=[pipeline.pattern])
@@ -179,14 +178,15 @@ def test_topics_that_come_on_three_brokers_end_no_worker(cluster: LocalKafka, pi
     pipeline.verify()
 
 
-def test_a_cluster_tells_its_topics_and_those_that_every_broker_knows(kafka: LocalKafka, names: Names) -> None:
+def test_cluster_reports_topics_that_every_broker_knows(kafka: LocalKafka, names: Names) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("in"), 2)
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
         assert topic in admin.topics()
         assert admin.known_to_all_brokers([topic, names("not-there")]) == {topic}
 
 
-# ---- a life of years -------------------------------------------------------------------------------------------------
+# ---- a sequence of versions of one App
+# --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -195,9 +195,7 @@ def life(kafka: LocalKafka, tmp_path: Path, names: Names) -> Life:
     return Life(kafka, tmp_path, app, pattern=f"^{app}-in.*")
 
 
-def test_where_no_topic_matches_run_doctor_and_reset_end_with_69_and_the_pattern(
-    kafka: LocalKafka, tmp_path: Path, names: Names
-) -> None:
+def test_pattern_without_a_topic_is_exit_69(kafka: LocalKafka, tmp_path: Path, names: Names) -> None:
     life = Life(kafka, tmp_path, names("app"), pattern=f"^{names('nothing')}-.*")
     sentence = f"no topic at {life.servers} matches '^{names('nothing')}-.*', and the App '{life.app}' names none"
     for ended in (life.run(), life.reset("--from", "earliest", "--yes")):
@@ -208,7 +206,7 @@ def test_where_no_topic_matches_run_doctor_and_reset_end_with_69_and_the_pattern
     assert sentence in shown.stdout
 
 
-def test_what_matches_is_what_run_doctor_and_reset_see(life: Life) -> None:
+def test_run_doctor_and_reset_use_the_matching_topics(life: Life) -> None:
     second = create_topic(life.servers, f"{life.input}-2")
     life.load([b"a"])
     life.load([b"b"], topic=second)
@@ -226,7 +224,7 @@ def test_what_matches_is_what_run_doctor_and_reset_see(life: Life) -> None:
 
 
 @pytest.mark.deep
-def test_two_workers_under_a_supervisor_take_a_topic_in(life: Life) -> None:
+def test_supervised_workers_read_a_new_topic(life: Life) -> None:
     life.load([b"a"])
     (port,) = free_ports(1)
     with life.running("--workers", "2", "--instance", "w", "--http-port", f"{port}", *POLL) as supervisor:
@@ -251,9 +249,7 @@ def test_two_workers_under_a_supervisor_take_a_topic_in(life: Life) -> None:
     assert life.settled() == [b"a", b"b", b"b", b"c", b"c", b"d", b"d"]
 
 
-def test_a_topic_whose_dead_letters_have_no_topic_is_not_read_until_they_have(
-    kafka: LocalKafka, tmp_path: Path, names: Names
-) -> None:
+def test_new_topic_is_read_once_its_dead_letter_topic_exists(kafka: LocalKafka, tmp_path: Path, names: Names) -> None:
     app = names("app")
     life = Life(kafka, tmp_path, app, pattern=f"^{app}-in.*", on_error="dlq")
     create_topic(life.servers, f"{life.input}.dlq")
@@ -263,13 +259,13 @@ def test_a_topic_whose_dead_letters_have_no_topic_is_not_read_until_they_have(
         second = create_topic(life.servers, f"{life.input}-2")
         life.load([b"b", POISON], topic=second)
         sentence = f"its topic of dead letters, {second}.dlq, does not exist"
-        wait_until("the log says so", lambda: sentence in life.log, 60)
+        wait_until("the log names the missing topic", lambda: sentence in life.log, 60)
         assert sentence in life.eos("doctor", "theapp.py:app", "--json").stdout
         third = f"{life.input}-3"
-        for topic in (f"{third}.dlq", third):  # in this order: it never lacks anything
+        for topic in (f"{third}.dlq", third):  # in this order, so that the second topic is complete at once
             create_topic(life.servers, topic)
         life.load([b"c"], topic=third)
-        # It was looked at behind the second one, which has waited since.
+        # It was checked after the second topic, which has waited since.
         wait_until("the third topic's output", lambda: life.outputs() == [b"a", b"c"], 60)
         create_topic(life.servers, f"{second}.dlq")
         wait_until("the second topic's output", lambda: life.outputs() == [b"a", b"b", b"c"], 60)
@@ -280,9 +276,7 @@ def test_a_topic_whose_dead_letters_have_no_topic_is_not_read_until_they_have(
 
 
 @pytest.mark.deep
-def test_dead_letters_of_new_topics_are_created_where_a_setting_says_so(
-    kafka: LocalKafka, tmp_path: Path, names: Names
-) -> None:
+def test_dead_letter_topics_of_new_topics_are_created_if_set(kafka: LocalKafka, tmp_path: Path, names: Names) -> None:
     app = names("app")
     life = Life(kafka, tmp_path, app, pattern=f"^{app}-in.*", on_error="dlq")
     life.load([b"a", POISON])
@@ -304,7 +298,7 @@ def _all(life: Life, topic: str) -> list[bytes | None]:
     return [value for values in visible_values(life.servers, topic).values() for value in values]
 
 
-def test_a_topic_that_matched_and_is_deleted_ends_the_worker_as_a_named_one_and_the_next_goes_on_without_it(
+def test_deleted_topic_of_a_pattern_stops_one_worker_only(
     life: Life,
 ) -> None:
     life.load([b"a"])
@@ -321,7 +315,7 @@ def test_a_topic_that_matched_and_is_deleted_ends_the_worker_as_a_named_one_and_
     assert life.settled() == [b"a", b"b", b"c"]
 
 
-def test_eos_run_of_a_user_s_test_reads_its_own_topics_only(kafka: LocalKafka, names: Names) -> None:
+def test_eos_run_of_a_test_reads_its_own_topics_only(kafka: LocalKafka, names: Names) -> None:
     strange = create_topic(kafka.bootstrap_servers, names("in-strange"))
     app = App(names("app"))
 
@@ -337,7 +331,7 @@ def test_eos_run_of_a_user_s_test_reads_its_own_topics_only(kafka: LocalKafka, n
     assert f"{strange}.dlq" not in known
 
 
-def test_a_worker_of_one_s_own_program_finds_its_topics_itself(kafka: LocalKafka, names: Names) -> None:
+def test_worker_in_a_program_finds_its_topics(kafka: LocalKafka, names: Names) -> None:
     app = App(names("app"))
 
     @app.process(f"^{names('in')}-.*", to=names("out"))
@@ -356,8 +350,8 @@ def test_a_worker_of_one_s_own_program_finds_its_topics_itself(kafka: LocalKafka
     assert sorted(settled_values(kafka.bootstrap_servers, names("out"))[0], key=str) == [b"0", b"1"]
 
 
-def test_a_session_asks_for_new_topics_only_when_no_transaction_is_open(kafka: LocalKafka, names: Names) -> None:
-    """In mid-transaction the group's new generation would refuse its offsets: work for nothing."""
+def test_session_checks_for_new_topics_between_transactions(kafka: LocalKafka, names: Names) -> None:
+    """Check only between transactions: inside one, the group's new generation would refuse the offsets."""
     servers = kafka.bootstrap_servers
     first, second, out = (create_topic(servers, names(name)) for name in ("first", "second", "out"))
     settings = {"bootstrap.servers": servers, "group.id": names("group"), "eos.instance": "one"}

@@ -1,4 +1,4 @@
-"""`eos.transaction` and what a reader sees: K1, K2, K3, K5, K7, K18, K20 without an input."""
+"""Test `eos.transaction` and what readers see: K1, K2, K3, K5, K7, K18 and K20 without an input."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def topic(kafka: LocalKafka, names: Callable[[str], str]) -> str:
     return create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
 
 
-def test_every_send_reports_topic_partition_and_offset(
-    kafka: LocalKafka, settings: dict[str, object], topic: str
-) -> None:
+def test_send_reports_topic_partition_and_offset(kafka: LocalKafka, settings: dict[str, object], topic: str) -> None:
     with eos.transaction(settings) as txn:
         sent = [txn.send(topic, f"{n}", partition=n % 2, headers=[("n", b"1")], timestamp_ms=1_000) for n in range(4)]
     assert [(d.topic, d.partition, d.offset, d.error) for d in sent] == [
@@ -53,7 +51,7 @@ def test_every_send_reports_topic_partition_and_offset(
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"0", b"2"], 1: [b"1", b"3"]}
 
 
-def test_a_producer_has_one_open_block_and_a_second_one_takes_nothing_of_it(
+def test_second_block_is_refused_and_leaves_the_first_open(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     with Transactions(settings) as transactions:
@@ -71,14 +69,14 @@ def test_a_producer_has_one_open_block_and_a_second_one_takes_nothing_of_it(
 
 
 @pytest.mark.parametrize(("broker", "ids"), [("kafka", 1), ("kafka392", 2)])
-def test_offsets_of_a_replaced_producer_go_on_under_another_id_on_brokers_before_4_0(
+def test_replaced_producer_commits_offsets_under_a_new_id_before_4_0(
     broker: str,
     ids: int,
     request: pytest.FixtureRequest,
     names: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a session's do: tests/broker/test_late_requests.py shows what they are lost by under the same one."""
+    """Replace the producer as a session does; tests/broker/test_late_requests.py shows the losses under the same id."""
     monkeypatch.setattr(TransactionalProducer, "decide_replacement", lambda self: "retry: asked by the test")
     servers = request.getfixturevalue(broker).bootstrap_servers
     topic, name = create_topic(servers, names("in")), names("tx")
@@ -96,7 +94,7 @@ def test_offsets_of_a_replaced_producer_go_on_under_another_id_on_brokers_before
     group.close()
 
 
-def test_an_exception_in_the_block_aborts_and_comes_out_unchanged(
+def test_exception_in_the_block_aborts_and_is_raised_unchanged(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     with pytest.raises(ZeroDivisionError), eos.transaction(settings) as txn:
@@ -106,10 +104,10 @@ def test_an_exception_in_the_block_aborts_and_comes_out_unchanged(
     assert transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state != "Ongoing"
 
 
-def test_an_abort_that_the_coordinator_refuses_does_not_hide_the_blocks_error_and_the_next_transaction_is_well(
+def test_refused_abort_does_not_hide_the_error_of_the_block(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
-    """As when a block ends right behind its first send: EndTxn overtakes AddPartitionsToTxn, INVALID_TXN_STATE."""
+    """End a block right after its first send, so that EndTxn overtakes AddPartitionsToTxn: INVALID_TXN_STATE."""
     proxied = settings | {"bootstrap.servers": kafka.proxied_servers}
     with HoldingProxy.before(kafka) as proxy, Transactions(proxied) as transactions:
         swallowed = proxy.on(ApiKey.AddPartitionsToTxn, Fault.BLACKHOLE)
@@ -123,7 +121,7 @@ def test_an_abort_that_the_coordinator_refuses_does_not_hide_the_blocks_error_an
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"seen"], 1: []}
 
 
-def test_nothing_of_an_open_transaction_is_visible_and_then_all_partitions_are(
+def test_transaction_becomes_visible_in_all_partitions(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     with Transactions(settings) as transactions:
@@ -135,10 +133,10 @@ def test_nothing_of_an_open_transaction_is_visible_and_then_all_partitions_are(
         assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"0"], 1: [b"1"]}
 
 
-def test_a_plain_record_behind_an_open_transaction_waits_and_keeps_its_place(
+def test_plain_record_after_an_open_transaction_keeps_its_order(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
-    """K20: the last stable offset holds back everything behind the first open transaction of a partition."""
+    """Check K20: the last stable offset holds back all records after the first open transaction of a partition."""
     plain = Producer({"bootstrap.servers": kafka.bootstrap_servers, "enable.idempotence": True, "log_level": 0})
     with Transactions(settings) as transactions:
         with transactions.begin() as txn:
@@ -166,9 +164,7 @@ def test_calls_in_the_wrong_order_raise_and_change_nothing(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"kept"]
 
 
-def test_a_newer_producer_fences_the_older_which_writes_nothing_more(
-    kafka: LocalKafka, settings: dict[str, object], topic: str
-) -> None:
+def test_newer_producer_fences_the_older_one(kafka: LocalKafka, settings: dict[str, object], topic: str) -> None:
     with Transactions(settings) as old, contextlib.ExitStack() as newer:
         with old.begin() as txn:
             txn.send(topic, "old", partition=0)
@@ -184,10 +180,10 @@ def test_a_newer_producer_fences_the_older_which_writes_nothing_more(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"old", b"new", b"newer"]
 
 
-def test_one_that_aborted_does_not_take_the_id_back_from_a_newer_producer(
+def test_aborted_producer_does_not_fence_a_newer_one(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
-    """A producer that aborted is replaced before the next transaction, and the replacement's init would take the id."""
+    """Abort in a fenced producer, which is replaced before the next transaction; an init would take the id back."""
     with Transactions(settings) as old:
         with contextlib.suppress(ZeroDivisionError), old.begin() as txn:
             txn.send(topic, "aborted", partition=0)
@@ -203,7 +199,7 @@ def test_one_that_aborted_does_not_take_the_id_back_from_a_newer_producer(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"new", b"newer"]
 
 
-def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
+def test_transaction_past_its_timeout_can_be_retried(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     def timed_out() -> bool:
@@ -219,10 +215,11 @@ def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"again"]
 
 
-def test_a_commit_that_is_refused_without_its_outcome_is_said_to_be_unknown_and_the_next_transaction_is_well(
+def test_commit_refused_without_outcome_is_reported_as_unknown(
     kafka: LocalKafka, settings: dict[str, object], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H1, row 5: a late EndTxn ends the next transaction; its own gets INVALID_TXN_STATE, which tells no outcome."""
+    """End the transaction with a late EndTxn (H1, row 5): its own EndTxn gets INVALID_TXN_STATE, which shows no
+    outcome."""
     monkeypatch.setattr(TransactionalProducer, "decide_replacement", decide_replacement_if_broken)
     proxied = settings | {"bootstrap.servers": kafka.proxied_servers}
     with HoldingProxy.before(kafka) as proxy, Transactions(proxied) as transactions:
@@ -241,13 +238,13 @@ def test_a_commit_that_is_refused_without_its_outcome_is_said_to_be_unknown_and_
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [], 1: [b"seen"]}
 
 
-def test_a_block_that_goes_on_after_a_refused_send_aborts_at_its_end_and_says_why(
+def test_block_that_ignores_a_refused_send_aborts_with_its_reason(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     with Transactions(settings) as transactions:
         with pytest.raises(PoisonRecord, match="MSG_SIZE_TOO_LARGE") as refused, transactions.begin() as txn:
             txn.send(topic, "small", partition=0)
-            transactions._producer.flush()  # or an abort has nothing to abort
+            transactions._producer.flush()  # Otherwise the abort would have nothing to abort.
             with contextlib.suppress(PoisonRecord):
                 txn.send(topic, b"x" * 2_000_000, partition=0)
         assert refused.value.topic == topic
@@ -257,7 +254,7 @@ def test_a_block_that_goes_on_after_a_refused_send_aborts_at_its_end_and_says_wh
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"after"]
 
 
-def test_a_callback_that_raises_in_the_flush_aborts_and_comes_out_unchanged(
+def test_callback_error_in_the_flush_aborts_and_is_raised_unchanged(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     now = threading.Event()
@@ -277,7 +274,7 @@ def test_a_callback_that_raises_in_the_flush_aborts_and_comes_out_unchanged(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == []
 
 
-def test_a_transaction_timeout_above_the_brokers_maximum_is_a_configuration_error(settings: dict[str, object]) -> None:
+def test_transaction_timeout_above_the_maximum_is_a_config_error(settings: dict[str, object]) -> None:
     with (
         pytest.raises(ConfigurationError, match="INVALID_TRANSACTION_TIMEOUT"),
         eos.transaction({**settings, "transaction.timeout.ms": 3_600_000}),
@@ -285,15 +282,15 @@ def test_a_transaction_timeout_above_the_brokers_maximum_is_a_configuration_erro
         pass
 
 
-def test_a_topic_that_does_not_exist_is_named(settings: dict[str, object], names: Callable[[str], str]) -> None:
+def test_missing_topic_is_named(settings: dict[str, object], names: Callable[[str], str]) -> None:
     with pytest.raises(Unavailable, match=names("nowhere")), eos.transaction(settings) as txn:
         txn.send(names("nowhere"), "lost?")
 
 
-def test_a_commit_that_a_signal_interrupted_does_not_end_the_transactions_behind_it(
+def test_interrupted_commit_does_not_end_later_transactions(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
-    """Nobody knows whether it came to pass; the next one begins all the same."""
+    """Interrupt a commit, so that its outcome is unknown; the next transaction begins all the same."""
     with HoldingProxy.before(kafka) as proxy:
         name = str(settings["transactional.id"])
         with Transactions(settings | {"bootstrap.servers": kafka.proxied_servers}) as transactions:

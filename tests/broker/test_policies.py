@@ -1,7 +1,7 @@
-"""Records that fail, with each policy, on real Kafka: dead letters exactly once, skipped ones leave nothing behind.
+"""Fail records under each policy on real Kafka: dead letters exist exactly once, skipped records leave nothing.
 
-Every worker is a process; what is judged is what a read_committed reader finds, by the checker: each input has its two
-outputs, or its one dead letter, or nothing, by the policy.
+Every worker is a process. The checker judges what a read_committed reader finds: depending on the policy, each input
+has its two outputs, its one dead letter, or nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support import forked
 from tests.support.reading import configure, create_topics, settled_ends, wait_until
 from tests.support.stepping_worker import is_poison
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipeline, Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -36,7 +36,7 @@ Place = tuple[str, int, int]
 
 
 def with_dead_letters(pipeline: Pipeline, max_bytes: int | None = None) -> list[str]:
-    """Creates the topics of dead letters; `max_bytes`: the largest batch that they take."""
+    """Create the dead-letter topics. `max_bytes`: the largest batch that they accept."""
     topics = [f"{source}.dlq" for source in pipeline.sources]
     create_topics(pipeline.servers, [NewTopic(topic, 3, 1) for topic in topics])
     for topic in topics if max_bytes else []:
@@ -49,7 +49,7 @@ def limit_bytes(pipeline: Pipeline, topic: str, limit: int) -> None:
 
 
 def dead_letters(pipeline: Pipeline, topics: list[str]) -> Outputs:
-    """The dead letters as the checker's outputs: where they come from is in their headers."""
+    """Return the dead letters as outputs of the checker; their headers name their source."""
     columns: dict[str, dict[tuple[int, int, int], bytes]] = {}
     for name in ("topic", "partition", "offset"):
         log = read_topic(pipeline.servers, topics, header=f"eos-dlq-{name}")
@@ -69,7 +69,7 @@ def dead_letters(pipeline: Pipeline, topics: list[str]) -> Outputs:
     )
 
 
-def together(first: Outputs, second: Outputs) -> Outputs:
+def combined(first: Outputs, second: Outputs) -> Outputs:
     names = ("partition", "offset", "source_topic", "source_partition", "source_offset", "copy")
     columns: dict[str, Any] = {n: np.concatenate([getattr(first, n), getattr(second, n)]) for n in names}
     topic = np.concatenate([first.topic, second.topic + len(first.topics)])
@@ -79,13 +79,13 @@ def together(first: Outputs, second: Outputs) -> Outputs:
 def judge(
     pipeline: Pipeline, letters: list[str], fails: Callable[[Place], bool], dead: bool, complete: bool = True
 ) -> int:
-    """Every rule of the checker; `fails`: which inputs have no outputs, but (`dead`) one dead letter. Returns how many
-    failed among those that were loaded."""
+    """Check every rule, and return how many loaded inputs failed. `fails`: inputs without outputs, which have one
+    dead letter if `dead`."""
     topics = [*pipeline.destinations, *letters]
     settled_ends(pipeline.servers, topics, 20)
     outputs = read_topic(pipeline.servers, pipeline.destinations).outputs()
     if letters:
-        outputs = together(outputs, dead_letters(pipeline, letters))
+        outputs = combined(outputs, dead_letters(pipeline, letters))
     loaded = [(pipeline.sources[t], p, offset) for t, p, offset in pipeline._loaded]
     failing = np.array([fails(place) for place in loaded])
     report = check(
@@ -110,7 +110,7 @@ def judge(
 
 
 def inputs(pipeline: Pipeline) -> Inputs:
-    """What was loaded; which transaction handled it only stepping workers tell."""
+    """Return the loaded inputs without the transactions that handled them, which only stepping workers report."""
     given = pipeline.inputs()
     return given if pipeline._attempts else dataclasses.replace(given, transaction=None)
 
@@ -119,12 +119,14 @@ def one_of_many(place: Place) -> bool:
     return is_poison(place[2], EVERY)
 
 
-# A worker that is killed between dead letters.
+# Workers that are killed between dead letters.
 
 
 def killed_among_dead_letters(pipeline: Pipeline, settings: dict[str, str]) -> None:
     letters = with_dead_letters(pipeline)
-    settings = settings | {"transaction.timeout.ms": "30000"}  # a successor ends what is open, not the broker
+    settings = settings | {
+        "transaction.timeout.ms": "30000"
+    }  # a successor ends the open transaction before the broker does
     orders: dict[str, Any] = {"settings": settings, "on_error": "dlq", "poison_every": EVERY}
     for step, nth in (("flush", 3), ("offsets sent", 2)):
         worker = pipeline.worker(holds=[(step, nth)], **orders)
@@ -140,23 +142,19 @@ def killed_among_dead_letters(pipeline: Pipeline, settings: dict[str, str]) -> N
     assert "dead_letters=" in pipeline.workers[-1].log
 
 
-def test_dead_letters_are_there_exactly_once_though_workers_are_killed(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_dead_letters_of_killed_workers_exist_exactly_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
     killed_among_dead_letters(pipelines.on(kafka, 2_000), SESSION)
 
 
 @pytest.mark.deep
-def test_dead_letters_are_there_exactly_once_in_a_group_of_the_consumer_protocol(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_dead_letters_in_the_consumer_protocol_exist_exactly_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 2_000)
     pipeline.set_group_session_timeout(2_000)
     killed_among_dead_letters(pipeline, CONSUMER)
 
 
 @pytest.mark.deep
-def test_dead_letters_are_there_exactly_once_on_a_broker_before_kip_890(
-    kafka392: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_dead_letters_before_kip_890_exist_exactly_once(kafka392: LocalKafka, pipelines: Pipelines) -> None:
     killed_among_dead_letters(pipelines.on(kafka392, 2_000), SESSION)
 
 
@@ -175,7 +173,7 @@ def test_dead_letters_are_there_exactly_once_on_a_broker_before_kip_890(
     ],
     ids=["client-skip", "client-dlq", "client-retry", "broker-skip", "broker-retry-then-dlq-consumer"],
 )
-def test_an_output_that_is_too_large_is_treated_by_the_policy_and_never_half_sent(
+def test_policy_handles_an_output_that_is_too_large(
     refused_by: str, policy: str, settings: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 900)
@@ -191,21 +189,19 @@ def test_an_output_that_is_too_large_is_treated_by_the_policy_and_never_half_sen
     assert ("retries=2" in log) is (policy == "retry")
 
 
-def test_a_transaction_that_fails_of_a_record_while_others_are_still_sent_finds_that_record(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_record_that_fails_an_asynchronous_send_is_found(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     letters = with_dead_letters(pipeline)
     limit_bytes(pipeline, pipeline.destinations[1], 100_000)
     place = pipeline.record((pipeline.sources[0], 1), 3)
-    # A long transaction of a slow function: the refusal comes long before its end, and its client takes no more then.
+    # A long transaction of a slow function: the refusal comes long before its end, and the client then accepts no more.
     settings = {"eos.transaction.interval.ms": "1000"}
     pipeline.finish(on_error="dlq", large_at=(*place, 200_000), work_ms=3, settings=settings)
     assert judge(pipeline, letters, lambda at: at == place, dead=True) == 1
     assert "MSG_SIZE_TOO_LARGE" in pipeline.workers[-1].log
 
 
-def test_a_dead_letter_that_is_refused_too_stops_the_worker_with_65(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_refused_dead_letter_stops_the_worker_with_65(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     letters = with_dead_letters(pipeline, max_bytes=100)
     topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 50)
@@ -219,12 +215,10 @@ def test_a_dead_letter_that_is_refused_too_stops_the_worker_with_65(kafka: Local
     assert judge(pipeline, letters, lambda at: at == place, dead=True) == 1
 
 
-# Tries.
+# Retries.
 
 
-def test_no_transaction_is_open_while_a_retry_waits_and_a_stop_uses_none_up(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_retry_waits_without_an_open_transaction(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     letters = with_dead_letters(pipeline)
     place = pipeline.record((pipeline.sources[0], 1), 50)
@@ -232,7 +226,7 @@ def test_no_transaction_is_open_while_a_retry_waits_and_a_stop_uses_none_up(
     worker.wait_log("record failed, retry scheduled")
     pipeline.wait_not_open()
     members = pipeline.members()
-    time.sleep(4)  # longer than the transaction's timeout: what is waited for is a clock of the broker's
+    time.sleep(4)  # longer than the transaction timeout, because this waits for the broker's clock
     assert pipeline.members() == members
     assert len(members) == 1
     worker.terminate()
@@ -248,29 +242,25 @@ def test_no_transaction_is_open_while_a_retry_waits_and_a_stop_uses_none_up(
 # Functions that are too slow.
 
 
-def test_a_record_slower_than_the_transaction_timeout_is_found_and_run_first_in_a_transaction_of_its_own(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_record_slower_than_the_timeout_gets_its_own_transaction(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
     topic, partition, offset = pipeline.record((pipeline.sources[0], 1), 20)
     pipeline.finish(slow_at=(topic, partition, offset, 3.5), settings={"transaction.timeout.ms": "1500", **SESSION})
     worker = pipeline.workers[-1]
     assert f"for {topic}[{partition}]@{offset}, longer than transaction.timeout.ms=1500" in worker.log
-    # Once with others, if it was among others; once alone.
+    # Once with others if it was among others, and once alone.
     assert worker.log.count("transaction exceeded its timeout") in (1, 2)
     pipeline.verify()
 
 
 @pytest.mark.long
-def test_a_function_slower_than_the_poll_interval_ends_with_78_that_names_both_settings(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_function_slower_than_the_poll_interval_is_exit_78(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
     place = pipeline.record((pipeline.sources[0], 1), 20)
     settings = {"session.timeout.ms": "6000", "max.poll.interval.ms": "6000", "transaction.timeout.ms": "30000"}
     worker = pipeline.worker(slow_at=(*place, 8.0), settings=settings)
     worker.assert_ended(CONFIGURATION, "max.poll.interval.ms=6000", f"{place[0]}[{place[1]}]@{place[2]}")
-    assert pipeline.committed()[place[0], place[1]] == place[2], "what came before it is committed"
+    assert pipeline.committed()[place[0], place[1]] == place[2], "the records before it must be committed"
     pipeline.finish()
     pipeline.verify()
 
@@ -293,10 +283,8 @@ def double(order: Order) -> Order:
 """
 
 
-def test_an_input_that_does_not_decode_is_its_own_dead_letter_with_where_and_why(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
-    pipeline = pipelines.on(kafka, 60)  # each value is b"input", which is no JSON
+def test_input_that_cannot_be_decoded_becomes_a_dead_letter(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 60)  # each value is b"input", which is not JSON
     letters = with_dead_letters(pipeline)
     pipeline.program(TYPED, "--until-end").assert_ended(0)
     assert judge_dead(pipeline, letters) == 60
@@ -325,7 +313,7 @@ def test_an_input_that_does_not_decode_is_its_own_dead_letter_with_where_and_why
 
 
 def judge_dead(pipeline: Pipeline, letters: list[str]) -> int:
-    """All inputs are dead letters, once each."""
+    """Check that each input has exactly one dead letter."""
     found = dead_letters(pipeline, letters)
     report = check(inputs(pipeline), found, fan_out=1, committed=pipeline.committed(), complete=True)
     report.raise_if_violated()
@@ -380,7 +368,7 @@ async def closed():
 
 
 @pytest.mark.parametrize("program", [BATCH, ASYNC], ids=["batch", "async"])
-def test_batch_and_async_functions_that_fail_on_some_records_keep_all_others_and_their_order(
+def test_batch_and_async_failures_keep_other_records_in_order(
     program: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 900)
@@ -407,9 +395,7 @@ def connect():
 )
 
 
-def test_a_start_hook_that_raises_ends_the_run_with_75_and_the_users_own_frames(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_start_hook_error_is_exit_75_with_the_users_frames(kafka: LocalKafka, pipelines: Pipelines) -> None:
     worker = pipelines.on(kafka).program(CANNOT_START, "--until-end")
     worker.assert_ended(75, "on_start: connect raised OSError: the database is away")
     assert "program.py" in worker.log
@@ -441,9 +427,7 @@ else:
 
 
 @pytest.mark.parametrize("batch", [False, pytest.param(True, marks=pytest.mark.long)], ids=["single", "batch"])
-def test_outputs_too_large_and_to_a_partition_that_does_not_exist_are_found_in_a_large_transaction(
-    batch: bool, kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_refused_outputs_are_found_in_a_large_transaction(batch: bool, kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
     letters = with_dead_letters(pipeline)
     pipeline.program(REFUSED.replace("{batch}", str(batch)), "--until-end").assert_ended(0)
@@ -457,9 +441,7 @@ def test_outputs_too_large_and_to_a_partition_that_does_not_exist_are_found_in_a
     assert "_UNKNOWN_PARTITION" in log
 
 
-def test_a_topic_of_dead_letters_that_is_missing_is_exit_69_before_the_first_record(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_missing_dead_letter_topic_is_exit_69_at_the_start(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 10)
     missing = ", ".join(f"{source}.dlq" for source in pipeline.sources)
     pipeline.program(TYPED, "--until-end").assert_ended(UNAVAILABLE, f"topics {missing} do not exist at ")
@@ -483,9 +465,7 @@ async def closed():
 """
 
 
-def test_async_functions_that_do_not_end_are_given_up_at_the_second_signal(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_second_signal_abandons_unfinished_async_functions(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     worker = pipeline.program(STUCK, "--until-end", "-X", "transaction.timeout.ms=60000")
     worker.wait_line("STUCK")
@@ -513,9 +493,7 @@ app.process(second, to={destinations!r}[0], on_error=eos.skip)(copy)
 """
 
 
-def test_verify_takes_a_skipped_record_for_a_filtered_one_and_a_dead_letter_for_an_output(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_verify_counts_skipped_records_and_dead_letters(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
     letters = with_dead_letters(pipeline)
     worker = pipeline.program(LINEAGE, "--until-end", "-X", "eos.lineage=true")
@@ -537,5 +515,5 @@ def test_verify_takes_a_skipped_record_for_a_filtered_one_and_a_dead_letter_for_
     assert code == 0, told
     assert f"{pipeline.loaded:,} inputs and {outputs:,} outputs of group {pipeline.app} examined: holds" in told
     code, told = verify(pipeline.destinations[0])
-    assert code == 1, told  # without their topic the dead letters are missing outputs
+    assert code == 1, told  # Without their topic, the dead letters are missing outputs.
     assert "no_losses" in told.rpartition("VIOLATED")[2]

@@ -1,4 +1,4 @@
-"""Preflight and `eos doctor` on real brokers, fit and unfit ones: exit code, sentence, within seconds."""
+"""Run the preflight and `eos doctor` on suitable and unsuitable brokers: exit codes and messages within seconds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with TransactSession(settings, ["{topic}"]):
 
 @pytest.fixture(scope="module")
 def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    """One node with a low limit for transactions, and with Kafka's own idea of how many brokers there are."""
+    """Start one node with a low transaction timeout limit and Kafka's default replication of its internal topics."""
     unfit = {
         "transaction.max.timeout.ms": 20_000,
         "transaction.state.log.replication.factor": 3,
@@ -46,14 +46,14 @@ def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
 
 
 class Directory:
-    """A user's directory with an App from `app-in` to `app-out`."""
+    """Write an App from `app-in` to `app-out` into a user's directory."""
 
     def __init__(self, path: Path, app: str) -> None:
         self.path, self.app, self.input, self.output = path, app, f"{app}-in", f"{app}-out"
         write_app(path, app, self.input, self.output)
 
     def eos(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Its last argument is where the cluster is."""
+        """Run `eos` with these arguments; the last one is the cluster."""
         *first, servers = arguments
         return forked.run(["eos", *first, "--bootstrap-servers", servers], cwd=self.path)
 
@@ -80,12 +80,10 @@ def failed(rows: list[dict[str, object]]) -> list[str]:
     return [str(row["found"]) for row in rows if row["level"] == "failed"]
 
 
-# In this order: the first transaction of the cluster makes its log.
+# In this order: the first transaction of the cluster creates its transaction log.
 
 
-def test_a_transaction_log_for_more_brokers_than_there_are_is_exit_78_at_once(
-    kafka: LocalKafka, here: Directory
-) -> None:
+def test_transaction_log_for_too_many_brokers_is_exit_78(kafka: LocalKafka, here: Directory) -> None:
     servers = kafka.bootstrap_servers
     for topic in (here.input, here.output):
         create_topic(servers, topic)
@@ -100,7 +98,7 @@ def test_a_transaction_log_for_more_brokers_than_there_are_is_exit_78_at_once(
     assert "no transaction can begin" in failed(here.doctor(servers))[0]
 
 
-def test_a_topic_that_is_missing_is_exit_69_and_create_topics_makes_it(kafka: LocalKafka, here: Directory) -> None:
+def test_missing_topic_is_exit_69_and_can_be_created(kafka: LocalKafka, here: Directory) -> None:
     servers = kafka.bootstrap_servers
     create_topic(servers, here.input, 3)
     fill(servers, here.input)
@@ -111,7 +109,7 @@ def test_a_topic_that_is_missing_is_exit_69_and_create_topics_makes_it(kafka: Lo
     )
     assert missing.stderr.splitlines()[-1].startswith(sentence)
     repaired = AdminClient({"bootstrap.servers": servers})
-    # What the preflight said is wrong with this cluster is what an operator would change.
+    # Change what the preflight reported about this cluster, as an operator would.
     kafka.stop(0)
     properties = kafka.directory / "node-0" / "server.properties"
     text = properties.read_text().replace("log.replication.factor=3", "log.replication.factor=1")
@@ -124,7 +122,7 @@ def test_a_topic_that_is_missing_is_exit_69_and_create_topics_makes_it(kafka: Lo
     assert [v for values in settled_values(servers, here.output).values() for v in values] == [b"x"]
 
 
-def test_a_transaction_timeout_above_the_brokers_is_exit_78_with_the_limit(kafka: LocalKafka, here: Directory) -> None:
+def test_transaction_timeout_above_the_maximum_is_exit_78(kafka: LocalKafka, here: Directory) -> None:
     servers = kafka.bootstrap_servers
     for topic in (here.input, here.output):
         create_topic(servers, topic)
@@ -136,7 +134,7 @@ def test_a_transaction_timeout_above_the_brokers_is_exit_78_with_the_limit(kafka
     assert "session.timeout.ms=100 is not between the brokers' 500 and" in ended.stderr
 
 
-def test_doctor_shows_open_and_hanging_transactions_of_the_apps_topics(kafka: LocalKafka, here: Directory) -> None:
+def test_doctor_shows_open_and_hanging_transactions(kafka: LocalKafka, here: Directory) -> None:
     servers = kafka.bootstrap_servers
     for topic in (here.input, here.output):
         create_topic(servers, topic)
@@ -157,7 +155,7 @@ def test_doctor_shows_open_and_hanging_transactions_of_the_apps_topics(kafka: Lo
     assert rows[0]["change"] == f"eos txn abort --topic {here.input} --partition 0"
 
 
-def test_a_cluster_that_is_not_there_is_exit_69_within_seconds(here: Directory) -> None:
+def test_missing_cluster_is_exit_69_within_seconds(here: Directory) -> None:
     nowhere = f"127.0.0.1:{free_ports(1)[0]}"
     began = time.monotonic()
     ended = here.eos("doctor", "theapp.py:app", "--json", nowhere)
@@ -170,9 +168,7 @@ def test_a_cluster_that_is_not_there_is_exit_69_within_seconds(here: Directory) 
 
 
 @pytest.mark.deep
-def test_topics_that_can_lose_acknowledged_records_are_a_warning_and_with_strict_a_refusal(
-    cluster: LocalKafka, here: Directory
-) -> None:
+def test_topics_that_can_lose_records_warn_and_fail_with_strict(cluster: LocalKafka, here: Directory) -> None:
     servers = cluster.bootstrap_servers
     create_topic(servers, here.input)
     fill(servers, here.input)
@@ -195,7 +191,7 @@ def test_topics_that_can_lose_acknowledged_records_are_a_warning_and_with_strict
 
 
 @pytest.mark.deep
-def test_an_older_broker_passes(kafka392: LocalKafka, here: Directory) -> None:
+def test_older_broker_passes(kafka392: LocalKafka, here: Directory) -> None:
     servers = kafka392.bootstrap_servers
     for topic in (here.input, here.output):
         create_topic(servers, topic)
@@ -205,8 +201,8 @@ def test_an_older_broker_passes(kafka392: LocalKafka, here: Directory) -> None:
     assert failed(here.doctor(servers)) == []
 
 
-def test_brokers_that_advertise_an_unreachable_address_are_named_with_it(here: Directory, kafka: LocalKafka) -> None:
-    """As a container whose broker advertises an address of its own network: the first connection succeeds."""
+def test_brokers_with_unreachable_addresses_are_named(here: Directory, kafka: LocalKafka) -> None:
+    """Advertise an address of another network, as in a container: only the first connection succeeds."""
     create_topic(kafka.bootstrap_servers, here.input, 1)
     create_topic(kafka.bootstrap_servers, here.output, 1)
     bootstrap = "{}:{}".format(*kafka.proxied_upstream)

@@ -1,4 +1,4 @@
-"""A worker whose producer has a quota, as managed clusters give one: its backlog gets through all the same."""
+"""Give a worker's producer a quota, as managed clusters do: it still gets through its backlog."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ def limit_producer(servers: str, client_id: str, bytes_per_s: float) -> None:
 @pytest.mark.parametrize(
     ("window", "bytes_per_s", "count", "more"),
     [
-        # A quota is about the average of its window, 10 s by default: so much is free. All of it is one transaction.
+        # A quota limits the average over its window, 10 s by default. One transaction may use this allowance
+        # immediately.
         pytest.param(
             3, 200_000, 2_000, {"transaction.timeout.ms": 3_000, "eos.transaction.interval.ms": 1_500}, id="small"
         ),
         pytest.param(11, 200_000, 30_000, {}, id="default", marks=[pytest.mark.long, pytest.mark.timeout(500)]),
     ],
 )
-def test_backlog_under_a_producer_quota_gets_through_with_smaller_transactions(
+def test_backlog_under_a_quota_uses_smaller_transactions(
     caplog: pytest.LogCaptureFixture, window: int, bytes_per_s: int, count: int, more: dict[str, int]
 ) -> None:
-    """All of it at once takes longer than a transaction may."""
+    """Load a backlog that takes longer to write than a transaction may last."""
     with LocalKafka(config={"quota.window.num": window}) as kafka:
         servers, source, target, client = kafka.bootstrap_servers, "in", "out", "limited"
         for topic in (source, target):
             create_topic(servers, topic)
         producer = Producer({"bootstrap.servers": servers})
-        values = [os.urandom(VALUE_BYTES) for _ in range(count)]  # nothing of it compresses
+        values = [os.urandom(VALUE_BYTES) for _ in range(count)]  # incompressible
         for value in values:
             producer.produce(source, value)
         assert producer.flush(30) == 0

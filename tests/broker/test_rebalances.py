@@ -1,7 +1,7 @@
-"""Members of the group come, go, die and stand still while transactions run: nothing is lost or doubled.
+"""Let members of the group join, leave, die and pause during transactions: nothing is lost or duplicated.
 
-A worker polls its consumer only between transactions, so a rebalance waits for the open one or takes the partitions
-away from it; both kinds are made here, with every assignment strategy and group protocol.
+A worker polls its consumer only between transactions, so a rebalance waits for the open transaction or takes its
+partitions away. These tests cause both, with every assignment strategy and group protocol.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import TooSlow, wait_until
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -48,29 +48,29 @@ def prepared(pipelines: Pipelines, kafka: LocalKafka, records: int, protocol: st
 
 @pytest.mark.deep_for("roundrobin*", "cooperative*")
 @pytest.mark.parametrize("repetition", REPETITIONS)
-def test_members_that_come_and_go_while_records_flow_lose_and_double_nothing(
+def test_joins_and_leaves_lose_and_duplicate_nothing(
     protocol: str, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
-    come_and_go(prepared(pipelines, kafka, 2_000, protocol), protocol, chance)
+    join_and_leave(prepared(pipelines, kafka, 2_000, protocol), protocol, chance)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("protocol", ["cooperative-sticky", "roundrobin"])
 @pytest.mark.parametrize("repetition", range(1, 6))
-def test_members_that_come_and_go_on_a_broker_before_kip_890_lose_and_double_nothing(
+def test_joins_and_leaves_before_kip_890_are_exactly_once(
     protocol: str, repetition: int, kafka392: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
-    come_and_go(prepared(pipelines, kafka392, 2_000, protocol), protocol, chance)
+    join_and_leave(prepared(pipelines, kafka392, 2_000, protocol), protocol, chance)
 
 
-def come_and_go(pipeline: Pipeline, protocol: str, chance: random.Random) -> None:
+def join_and_leave(pipeline: Pipeline, protocol: str, chance: random.Random) -> None:
     settings = PROTOCOLS[protocol]
     alive: dict[str, WorkerProcess] = {"a": pipeline.worker("a", settings=settings)}
     told = []
     for _ in range(CHANGES):
         pipeline.load_transaction(2_000)
         progress(pipeline)
-        told.append(change_one(pipeline, alive, chance, settings))
+        told.append(change_one_member(pipeline, alive, chance, settings))
     print(f"{protocol}: {', '.join(told)}")
     pipeline.wait_handled(pipeline.loaded)
     for worker in alive.values():
@@ -80,15 +80,15 @@ def come_and_go(pipeline: Pipeline, protocol: str, chance: random.Random) -> Non
 
 
 def progress(pipeline: Pipeline) -> None:
-    """Some more records are handled: the group works, whatever was done to it."""
+    """Wait until the group handles some more records."""
     before = pipeline.delivered
     wait_until("progress", lambda: pipeline.delivered >= before + 2 * PROGRESS_RECORDS, 45)
 
 
-def change_one(
+def change_one_member(
     pipeline: Pipeline, alive: dict[str, WorkerProcess], chance: random.Random, settings: dict[str, str]
 ) -> str:
-    """One member joins, is stopped or is killed; at least one is always there."""
+    """Start, stop or kill one member; at least one always runs."""
     missing = [name for name in INSTANCES if name not in alive]
     if missing and (len(alive) == 1 or chance.random() < 0.5):
         name = chance.choice(missing)
@@ -106,7 +106,7 @@ def change_one(
 
 
 @pytest.mark.deep_for("roundrobin", "consumer")
-def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
+def test_rebalance_waits_for_the_transaction_of_a_slow_member(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = prepared(pipelines, kafka, 3_000, protocol)
@@ -116,9 +116,9 @@ def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
     joining = pipeline.worker("joining", settings=settings)
     pipeline.wait_members(2)
     if protocol == "cooperative-sticky":
-        # Here librdkafka joins anew in the background, whatever the worker does: the generation changes under the open
-        # transaction, and once more after the revocation. A change while offsets are on their way refuses them
-        # (ILLEGAL_GENERATION), so this one is waited for.
+        # Here librdkafka joins again in the background: the generation changes during the open transaction, and again
+        # after the revocation. A change while offsets are being sent would refuse them (ILLEGAL_GENERATION), so the
+        # test waits for it.
         pipeline.wait_stable()
     slow.go_on()
     slow.wait_at("offsets sent", 5)
@@ -127,7 +127,7 @@ def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
     slow.wait_log("partitions revoked")
     pipeline.wait_handled(pipeline.loaded)
     before = slow.log.partition("partitions revoked")[0]
-    assert "transaction aborted" not in before or protocol == "consumer", "the group waited, so nothing was in vain"
+    assert "transaction aborted" not in before or protocol == "consumer", "the group did not wait for the transaction"
     stop_all(pipeline, slow, joining)
 
 
@@ -135,12 +135,10 @@ def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
     "protocol",
     ["cooperative-sticky", *(pytest.param(name, marks=pytest.mark.long) for name in ("roundrobin", "consumer"))],
 )
-def test_partitions_revoked_in_mid_transaction_take_the_transaction_with_them(
-    protocol: str, kafka: LocalKafka, pipelines: Pipelines
-) -> None:
-    """A transaction of a backlog polls on: there a revocation reaches it while it is open."""
+def test_revoked_partitions_end_their_transaction(protocol: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
+    """Revoke partitions during the transaction of a backlog, which still polls."""
     pipeline = prepared(pipelines, kafka, 3_600, protocol)
-    # Its transaction would end with the backlog, after seven seconds of work and more: the group tells it before.
+    # The transaction would end with the backlog, after more than seven seconds of work; the revocation comes earlier.
     long = {"eos.transaction.interval.ms": "60000", "eos.transaction.max.records": "100000"}
     if protocol != "consumer":
         long["heartbeat.interval.ms"] = "500"
@@ -154,19 +152,21 @@ def test_partitions_revoked_in_mid_transaction_take_the_transaction_with_them(
     slow.go_on()
     slow.wait_log("transaction aborted")
     first_end = next(line for line in slow.log.splitlines() if "committed" in line or "transaction aborted" in line)
-    if "partitions of this transaction were revoked" not in first_end:  # the group may need longer than it was open
+    if (
+        "partitions of this transaction were revoked" not in first_end
+    ):  # The group may need more time than the transaction was open.
         raise TooSlow(f"no revocation reached the first transaction: {first_end}")
-    slow.terminate()  # or it would gather for a minute
+    slow.terminate()  # Otherwise it would collect records for a minute.
     assert slow.wait() == 0, slow.last_words
     pipeline.wait_handled(pipeline.loaded)
     stop_all(pipeline, joining)
 
 
-def test_a_member_that_joins_anew_unnoticed_commits_nothing_of_what_it_had(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
-    """Found by the failure matrix: 2,628 outputs doubled. A JoinGroup that finds the member unknown makes librdkafka
-    join under a new id without a word, with the partitions of before, and the broker takes this new member's offsets.
+def test_member_that_rejoined_unnoticed_commits_nothing_old(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    """Let librdkafka join again under a new member id without any event and with its partitions of before.
+
+    A JoinGroup that finds the member unknown causes it, and the broker accepts offsets of the new member. Found by the
+    failure matrix: 2,628 duplicate outputs.
     """
     pipeline = prepared(pipelines, kafka, 3_000, "cooperative-sticky")
     settings = PROTOCOLS["cooperative-sticky"] | {"transaction.timeout.ms": str(LONG_MS)}
@@ -180,7 +180,7 @@ def test_a_member_that_joins_anew_unnoticed_commits_nothing_of_what_it_had(
         pipeline.wait_members(1)
         taker.wait_log("committed taken", count=3)
         joining_again.release()
-        taker.wait_log("partitions revoked")  # for it; it does not know yet that it has them anew
+        taker.wait_log("partitions revoked")  # for it; it does not know yet that they are newly assigned
         away.go_on()
         pipeline.wait_handled(pipeline.loaded)
         stop_all(pipeline, away, taker)
@@ -209,29 +209,29 @@ def stop_all(pipeline: Pipeline, *workers: WorkerProcess) -> None:
         pytest.param("consumer", "offsets sent", SHORT_MS, marks=pytest.mark.long),
     ],
 )
-def test_a_member_that_loses_its_partitions_in_mid_transaction_goes_on_without_harm(
+def test_member_that_lost_partitions_in_a_transaction_continues(
     protocol: str, step: str, timeout_ms: int, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = prepared(pipelines, kafka, 3_000, protocol)
     settings = PROTOCOLS[protocol] | {"transaction.timeout.ms": str(timeout_ms)}
     loser = pipeline.worker("loser", settings=settings, holds=[(step, 3)])
     loser.wait_at(step, 3)
-    # It was open: on a machine that stood still for so long, its broker may have ended it at its timeout.
+    # The transaction was open during the pause, so the broker may have ended it at its timeout.
     pipeline.wait_state("Ongoing", "CompleteAbort", instance="loser")
-    # Before another one joins: who hears of that first has partitions revoked, not lost.
+    # Before another member joins, because whoever hears of that first has partitions revoked, not lost.
     before = pipeline.members()
     loser.pause()
     taker = pipeline.worker("taker", settings=settings)
-    wait_until("another one in its place", lambda: len(now := pipeline.members()) == 1 and now != before, 30)
+    wait_until("another member has its partitions", lambda: len(now := pipeline.members()) == 1 and now != before, 30)
     if timeout_ms == SHORT_MS:
         pipeline.wait_not_open("loser")
     if step == "flushed" or timeout_ms == SHORT_MS:
-        # The same records are another member's now, and committed: the loser's transaction must not be.
+        # Another member has these records now and has committed them, so the transaction of the first must not commit.
         taker.wait_log("committed taken", count=3)
     loser.resume()
     loser.go_on()
     pipeline.wait_handled(pipeline.loaded)
-    # It is a member again, and works: half of the partitions are its own.
+    # The first is a member again and has half of the partitions.
     loser.wait_log("partitions lost")
     loser.wait_log("partitions assigned", count=2)
     pipeline.load_transaction(600)

@@ -1,4 +1,4 @@
-"""`eos reset` and a life of years: replay, a record stepped past, other names, an adopted group, a topic made anew."""
+"""Run `eos reset`: replays, skipped records, other names, adopted groups and recreated topics."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def life(kafka: LocalKafka, tmp_path: Path, names: Names) -> Life:
     return Life(kafka, tmp_path, names("app"))
 
 
-def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(life: Life) -> None:
+def test_reset_skips_a_poison_record_and_replays_the_input(life: Life) -> None:
     life.load([b"a", POISON, b"b"])
     life.load([b"c"], partition=1)
     stopped = life.run()
     assert stopped.returncode == 65, stopped.stderr
     poison = f"{life.input}[0]@1"
     assert f"eos reset theapp.py:app --skip '{poison}' --wait 30 --bootstrap-servers {life.servers}`" in stopped.stderr
-    # A record stops a worker, it does not take it out of the group: a restart would find its partitions.
+    # A record stops a worker but does not remove it from the group, so a restart gets its partitions.
     shown = life.reset("--skip", poison, "--dry-run", "--wait", "30")
     assert shown.returncode == 0, shown.stderr
     assert "skips up to 1" in shown.stdout
-    assert life.reset("--skip", poison).returncode == 64, "nobody could be asked"
+    assert life.reset("--skip", poison).returncode == 64, "the prompt has no terminal to ask on"
     over = life.reset("--skip", f"{life.input}[0]@2", "--yes")
     assert (over.returncode, f"{poison} comes before {life.input}[0]@2" in over.stderr) == (78, True), over.stderr
     assert life.committed()[0] == 1
@@ -59,10 +59,10 @@ def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(
     assert life.committed() == [0, 0]
     assert life.reset("--from", f"{life.input}[0]@2", "--yes").returncode == 0
     assert life.run().returncode == 0
-    assert life.settled() == [b"a", b"b", b"b", b"c", b"c"], "the record before is not read again, the others are"
+    assert life.settled() == [b"a", b"b", b"b", b"c", b"c"], "only the record before the target must stay skipped"
 
 
-def test_what_is_no_record_to_a_reader_cannot_be_skipped(life: Life) -> None:
+def test_reset_skips_only_records_that_a_reader_sees(life: Life) -> None:
     with raw_producer(life.servers, f"{life.app}-other") as producer:
         producer.begin()
         producer.send(life.input, "given up")
@@ -74,7 +74,7 @@ def test_what_is_no_record_to_a_reader_cannot_be_skipped(life: Life) -> None:
     assert life.committed()[0] < 0
 
 
-def test_a_reset_is_refused_while_a_member_lives_and_names_it(life: Life) -> None:
+def test_reset_is_refused_while_a_member_lives(life: Life) -> None:
     life.load([b"a"])
     with life.running("--instance", "the-living") as worker:
         wait_until("its output", lambda: life.outputs() == [b"a"], 60)
@@ -88,7 +88,7 @@ def test_a_reset_is_refused_while_a_member_lives_and_names_it(life: Life) -> Non
     assert life.committed() == [0, 0]
 
 
-def test_a_reset_is_refused_while_a_transaction_pends_on_the_offsets(life: Life) -> None:
+def test_reset_is_refused_while_offsets_are_pending(life: Life) -> None:
     life.load([b"a"])
     with raw_producer(life.servers, f"{life.app}-dead") as producer:
         producer.begin()
@@ -100,7 +100,7 @@ def test_a_reset_is_refused_while_a_transaction_pends_on_the_offsets(life: Life)
     assert life.committed()[0] == 1
 
 
-def test_where_a_reset_cannot_go_is_refused_and_nothing_is_moved(life: Life) -> None:
+def test_invalid_reset_target_is_refused_and_moves_nothing(life: Life) -> None:
     life.load([b"a"])
     assert life.run().returncode == 0
     for where, code in ((f"{life.input}:0:7", 78), (f"{life.input}:9:0", 64), ("other:0:0", 64), ("soon", 64)):
@@ -110,7 +110,7 @@ def test_where_a_reset_cannot_go_is_refused_and_nothing_is_moved(life: Life) -> 
     assert life.committed() == [1, -1]
 
 
-def test_the_group_of_an_at_least_once_consumer_is_adopted_where_it_stands(life: Life) -> None:
+def test_group_of_an_at_least_once_consumer_is_continued(life: Life) -> None:
     life.load([b"handled before", b"a"])
     consumer = Consumer(
         {"bootstrap.servers": life.servers, "group.id": life.app, "auto.offset.reset": "earliest"}
@@ -120,7 +120,7 @@ def test_the_group_of_an_at_least_once_consumer_is_adopted_where_it_stands(life:
     message = wait_until("its first record", lambda: consumer.poll(0.2), 30)
     assert message.value() == b"handled before"
     consumer.commit(message, asynchronous=False)
-    refused = life.run()  # the consumer has to go first
+    refused = life.run()  # the consumer has to leave first
     assert refused.returncode == 78, refused.stderr
     said = f"eos: group {life.app} has members that are not workers of this App (client.id rdkafka): stop those"
     assert said in refused.stderr
@@ -130,7 +130,7 @@ def test_the_group_of_an_at_least_once_consumer_is_adopted_where_it_stands(life:
 
 
 def test_reset_keeps_offset_metadata(life: Life) -> None:
-    """Also with `--group`; metadata of other programs is kept byte for byte."""
+    """Check offset metadata with and without `--group`; metadata of other programs is kept byte for byte."""
     life.load([b"a", POISON, b"b"])
     lineage = ("-X", "eos.lineage=true")
     assert life.run(*lineage).returncode == 65
@@ -157,10 +157,8 @@ def test_reset_keeps_offset_metadata(life: Life) -> None:
 
 @pytest.mark.deep_for("more1")
 @pytest.mark.parametrize("more", [(), ("-X", "partition.assignment.strategy=range")])
-def test_an_app_whose_sources_changed_reads_the_new_ones_and_no_others_right_after_a_kill(
-    life: Life, more: tuple[str, ...]
-) -> None:
-    """A static member that comes back gets the partitions of before without a rebalance, whatever it subscribes to."""
+def test_app_with_changed_sources_reads_only_the_new_ones(life: Life, more: tuple[str, ...]) -> None:
+    """Change the sources: a static member that returns gets its old partitions without a rebalance."""
     first, second = life.input, create_topic(life.servers, f"{life.input}-2")
     file = life.path / "theapp.py"
     before = file.read_text()
@@ -176,8 +174,8 @@ def test_an_app_whose_sources_changed_reads_the_new_ones_and_no_others_right_aft
             wait_until("the outputs of both", lambda wanted=wanted: life.outputs() == wanted, 60)  # type: ignore[misc]
 
 
-def test_a_topic_made_anew_while_no_worker_runs_is_read_from_its_beginning(life: Life) -> None:
-    """Kafka forgets a group's offsets with the topic."""
+def test_topic_recreated_between_runs_is_read_from_its_beginning(life: Life) -> None:
+    """Recreate a topic; Kafka deletes a group's offsets together with the topic."""
     life.load([b"a", b"b", b"c"])
     assert life.run().returncode == 0
     life.make_input_anew([b"d"])
@@ -187,8 +185,9 @@ def test_a_topic_made_anew_while_no_worker_runs_is_read_from_its_beginning(life:
 
 @pytest.mark.deep_for("fewer*")
 @pytest.mark.parametrize("records", [1, 8], ids=["fewer records than before", "more records than before"])
-def test_a_topic_made_anew_under_a_running_worker_stops_it_with_66(records: int, life: Life) -> None:
-    """With more records than before the client would go on in the middle of the new topic, and say nothing."""
+def test_topic_recreated_during_a_run_stops_the_worker_with_66(records: int, life: Life) -> None:
+    """Recreate a topic during a run; with more records than before, the client would silently continue in its
+    middle."""
     life.load([b"a", b"b", b"c"])
     with life.running("--instance", "one") as worker:
         wait_until("its outputs", lambda: len(life.outputs()) == 3, 60)
@@ -201,8 +200,8 @@ def test_a_topic_made_anew_under_a_running_worker_stops_it_with_66(records: int,
 
 
 @pytest.mark.deep
-def test_a_rolling_restart_under_the_same_names_loses_and_doubles_nothing(life: Life) -> None:
-    """One worker after the other is stopped and started again, as for an upgrade, while records come."""
+def test_rolling_restart_loses_and_duplicates_nothing(life: Life) -> None:
+    """Stop and restart one worker after the other, as in an upgrade, while records arrive."""
     names = ("a", "b")
     log = life.path / "workers.log"
     stderr = log.open("ab")
@@ -215,22 +214,23 @@ def test_a_rolling_restart_under_the_same_names_loses_and_doubles_nothing(life: 
             life.load(values[partition::2], partition)
         expected.extend(values)
 
-    def at_work(starts: int) -> None:
-        """All outputs could be the other one's; and a SIGTERM that comes before the first line ends an interpreter."""
-        wait_until("all are at work", lambda: log.read_text().count("session started") == starts, 60)
+    def wait_until_at_work(starts: int) -> None:
+        """Wait until all workers work: one could write all outputs alone, and an early SIGTERM would end its
+        interpreter."""
+        wait_until("all workers are at work", lambda: log.read_text().count("session started") == starts, 60)
 
     try:
         more()
         for restarts, name in enumerate(names):
             wait_until("all outputs", lambda: life.outputs() == expected, 60)
-            at_work(len(names) + restarts)
+            wait_until_at_work(len(names) + restarts)
             workers[name].terminate()
             more()
             assert workers[name].wait(60) == 0
             workers[name] = life.start("--instance", name, stderr=stderr)
             more()
         wait_until("all outputs", lambda: life.outputs() == expected, 60)
-        at_work(2 * len(names))
+        wait_until_at_work(2 * len(names))
     finally:
         for worker in workers.values():
             worker.terminate()
@@ -258,7 +258,7 @@ except eos.PoisonRecord as error:
 """
 
 
-def test_a_program_of_ones_own_runs_an_app_as_the_command_does(life: Life) -> None:
+def test_program_runs_an_app_as_the_command_does(life: Life) -> None:
     (life.path / "program.py").write_text(PROGRAM)
     life.load([b"a"])
     command = [sys.executable, "program.py", life.servers]

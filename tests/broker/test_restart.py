@@ -1,4 +1,4 @@
-"""A worker that is started again after a kill: what its predecessor left open, on real brokers, old and new."""
+"""Restart a killed worker on old and new brokers, and check the transactions that it left open."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def servers(request: pytest.FixtureRequest) -> str:
     return kafka.bootstrap_servers
 
 
-def test_what_both_ids_of_a_killed_worker_have_open_is_aborted_once_and_the_init_finds_nothing_to_wait_for(
-    servers: str, names: Names
-) -> None:
+def test_start_aborts_transactions_of_both_ids_of_a_killed_worker(servers: str, names: Names) -> None:
     topic, ids = names("t"), [names("p"), names("p-alternate")]
     create_topic(servers, topic)
     killed = [RawProducer(servers, name) for name in ids]  # never closed, as after a SIGKILL
@@ -39,16 +37,18 @@ def test_what_both_ids_of_a_killed_worker_have_open_is_aborted_once_and_the_init
         assert [after[name].state for name in ids] == ["CompleteAbort", "CompleteAbort"]
         assert [after[name].producer_epoch - before[name].producer_epoch for name in ids] == [1, 1]
         abort_left_open(admin, ids)
-    assert {name: transaction_of(servers, name) for name in ids} == after, "nothing was open: nothing may change"
-    # A successor's init is answered at its first try, without the client's fixed back-off of 500 ms between two.
-    # 0: librdkafka bootstrapped again meanwhile, which restarts its counters (seen on 3.9.2).
+    assert {name: transaction_of(servers, name) for name in ids} == after, (
+        "an id without an open transaction must not change"
+    )
+    # A successor's init succeeds at its first try, without the client's fixed backoff of 500 ms.
+    # 0: librdkafka bootstrapped again in between, which restarts its counters (seen on 3.9.2).
     with raw_producer(servers, ids[0]) as successor:
         brokers = successor.settle(2)["brokers"].values()
         assert sum(broker["req"].get("InitProducerId", 0) for broker in brokers) <= 1
     assert visible_values(servers, topic) == {0: []}
 
 
-def test_ids_that_nobody_used_or_that_committed_are_left_as_they_are(servers: str, names: Names) -> None:
+def test_unused_and_committed_ids_stay_unchanged(servers: str, names: Names) -> None:
     topic, used, unused = names("t"), names("used"), names("unused")
     create_topic(servers, topic)
     with raw_producer(servers, used) as producer:

@@ -1,4 +1,4 @@
-"""Old input on a real broker: topics that eos makes between functions keep it, and a worker warns of a destination."""
+"""Keep old input on a real broker: topics between functions retain it, and a worker warns about a destination."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app.process("{between}", to="{out}")(lambda record: record.value)
 """
 
 
-def test_old_input_is_kept_between_functions_and_warned_of_once(
+def test_old_input_between_functions_is_kept_with_one_warning(
     kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path
 ) -> None:
     servers = kafka.bootstrap_servers

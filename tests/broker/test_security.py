@@ -1,4 +1,4 @@
-"""Workers on a broker that wants to know who asks: TLS, SASL, ACLs; and what is said when one of them is missing."""
+"""Run workers on a broker with TLS, SASL and ACLs, and check the message for each missing part."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PLAIN = {
     "sasl.username": "alice",
     "sasl.password": ALICE,
 }
-# As beginners have it: whatever a library says goes to stderr.
+# Logging as beginners set it up: all libraries log to stderr.
 LOGS_ALL = """import logging
 logging.basicConfig(level=logging.DEBUG)
 logging.getLogger("kafka.protocol.parser").setLevel(logging.DEBUG)
 """
-UNSIGNED = "eyJhbGciOi"  # what a token of a test begins with
+UNSIGNED = "eyJhbGciOi"  # the beginning of each token of these tests
 TOKEN = {"security.protocol": "sasl_plaintext", "sasl.mechanism": "OAUTHBEARER"}
 
 
@@ -54,7 +54,7 @@ def kafka(pki: Path, request: pytest.FixtureRequest) -> Iterator[SecureKafka]:
 
 @pytest.fixture(scope="module")
 def token_endpoint() -> Iterator[str]:
-    """An identity provider that gives alice's token to who knows the client's secret."""
+    """Run an identity provider that returns alice's token for the client secret."""
 
     class Endpoint(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -75,7 +75,7 @@ def token_endpoint() -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nothing on stderr."""
+            """Write nothing to stderr."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -85,7 +85,7 @@ def token_endpoint() -> Iterator[str]:
 
 
 class Case:
-    """An App `app` from topic `app-in` to `app-out` in a directory of its own, and what its user is allowed."""
+    """Run the App `app` from `app-in` to `app-out` in its own directory, with the rights of its user."""
 
     def __init__(self, kafka: SecureKafka, directory: Path, app: str, records: int = 5) -> None:
         self.kafka, self.directory, self.app = kafka, directory, app
@@ -103,7 +103,7 @@ class Case:
         module.write_text(f"{LOGS_ALL}\n{module.read_text()}")
 
     def allow_all(self) -> None:
-        """The least a worker needs; docs/howto/secure.md has the same list."""
+        """Grant the minimal rights of a worker, which docs/howto/secure.md lists too."""
         self.kafka.allow("TOPIC", self.input, "READ")
         self.kafka.allow("TOPIC", self.output, "WRITE")
         self.kafka.allow("GROUP", self.app, "READ")
@@ -111,7 +111,7 @@ class Case:
         self.kafka.allow("TOPIC", "__eos_places", "CREATE", "READ", "WRITE")
 
     def eos(self, listener: str, settings: Mapping[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command; its settings are in a file, as secrets are. None of them may be printed by anything."""
+        """Run a command with its settings in a file, as secrets are stored. No output may contain a secret."""
         lines = [f"{json.dumps(name)} = {json.dumps(value)}" for name, value in settings.items()]
         (self.directory / "eos.toml").write_text("\n".join(lines))
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("EOS_", "KAFKA_"))}
@@ -135,7 +135,7 @@ def case(kafka: SecureKafka, names: Names, tmp_path: Path) -> Case:
     return Case(kafka, tmp_path, names("app"))
 
 
-# ---- who one is -----------------------------------------------------------------------------------------------
+# ---- authentication ------------------------------------------------------------------------------------------------
 
 
 def ways(pki: Path, endpoint: str) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -184,7 +184,7 @@ def ways(pki: Path, endpoint: str) -> dict[str, tuple[str, dict[str, Any]]]:
         "token of an identity provider",
     ],
 )
-def test_a_worker_with_just_its_rights_works(way: str, case: Case, pki: Path, token_endpoint: str) -> None:
+def test_worker_with_minimal_rights_works(way: str, case: Case, pki: Path, token_endpoint: str) -> None:
     case.allow_all()
     listener, settings = ways(pki, token_endpoint)[way]
     ended = case.run(listener, settings)
@@ -194,7 +194,7 @@ def test_a_worker_with_just_its_rights_works(way: str, case: Case, pki: Path, to
     assert case.outputs() == case.values
 
 
-def test_who_may_not_note_its_places_works_all_the_same_and_is_told(case: Case) -> None:
+def test_worker_without_history_rights_works_with_a_warning(case: Case) -> None:
     case.allow_all()
     case.kafka.withdraw("TOPIC", "__eos_places")
     ended = case.run("SASL", PLAIN)
@@ -210,11 +210,11 @@ def test_who_may_not_note_its_places_works_all_the_same_and_is_told(case: Case) 
     assert case.outputs() == case.values
 
 
-# ---- what one is allowed --------------------------------------------------------------------------------------
+# ---- authorization -------------------------------------------------------------------------------------------------
 
 
 def resource(case: Case, which: str) -> tuple[str, str, str]:
-    """(kind, the name that its ACL has, how a sentence names it)."""
+    """Return the kind of resource, the name in its ACL, and its name in messages."""
     return {
         "input": ("TOPIC", case.input, f"topic {case.input}: not authorised to READ it"),
         "output": ("TOPIC", case.output, f"topic {case.output}: not authorised to WRITE it"),
@@ -226,11 +226,11 @@ def resource(case: Case, which: str) -> tuple[str, str, str]:
 @pytest.mark.deep_for("nothing-input", "nothing-output", "nothing-group")
 @pytest.mark.parametrize("which", ["input", "output", "group", "id"])
 @pytest.mark.parametrize("left", ["nothing", "describe"])
-def test_a_missing_right_is_exit_77_with_its_resource(which: str, left: str, case: Case) -> None:
+def test_missing_right_is_exit_77_with_its_resource(which: str, left: str, case: Case) -> None:
     case.allow_all()
     kind, name, sentence = resource(case, which)
     assert case.kafka.withdraw(kind, name) == 1
-    if left == "describe":  # what can be asked beforehand can be seen, what is needed is not allowed
+    if left == "describe":  # a right that can be queried is reported as missing, a needed one as refused
         case.kafka.allow(kind, name, "DESCRIBE", prefixed=which == "id")
     began = time.monotonic()
     ended = case.run("SASL", PLAIN)
@@ -240,7 +240,7 @@ def test_a_missing_right_is_exit_77_with_its_resource(which: str, left: str, cas
     assert case.outputs() == []
 
 
-def test_doctor_names_every_missing_right_at_once(case: Case) -> None:
+def test_doctor_names_all_missing_rights(case: Case) -> None:
     ended = case.eos("SASL", PLAIN, "doctor", "theapp.py:app", "--instance", "one", "--json")
     assert ended.returncode == 77, ended.stderr
     failed = [row["found"] for row in json.loads(ended.stdout) if row["level"] == "failed"]
@@ -250,9 +250,7 @@ def test_doctor_names_every_missing_right_at_once(case: Case) -> None:
 
 @pytest.mark.deep_for("input", "output", "group")
 @pytest.mark.parametrize("which", ["input", "output", "group", "id"])
-def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_resource(
-    which: str, case: Case
-) -> None:
+def test_right_withdrawn_during_a_run_stops_the_worker_with_77(which: str, case: Case) -> None:
     case.allow_all()
     log = case.directory / "worker.log"
     (case.directory / "eos.toml").write_text("\n".join(f"{json.dumps(n)} = {json.dumps(v)}" for n, v in PLAIN.items()))
@@ -275,8 +273,8 @@ def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_
     assert sentence.split(":")[0] in words
 
 
-def test_a_command_without_its_right_is_exit_77_with_the_resource(case: Case) -> None:
-    """The topic may be described, which is not enough to see who has a transaction open on it."""
+def test_command_without_its_right_is_exit_77(case: Case) -> None:
+    """Allow describing the topic, which is not enough to see whose transaction is open on it."""
     case.kafka.allow("TOPIC", case.input, "DESCRIBE")
     for arguments, resource, operation in (
         (("txn", "describe", f"{case.app}-one"), f"transactional.id {case.app}-one", "DESCRIBE"),
@@ -289,10 +287,11 @@ def test_a_command_without_its_right_is_exit_77_with_the_resource(case: Case) ->
         assert ended.stderr.splitlines()[-1] == f"eos: {resource}: not authorised to {operation} it: {right}"
 
 
-# ---- what is said of wrong logins and certificates ---------------------------------------------------------------
+# ---- messages about wrong logins and certificates
+# ----------------------------------------------------------------------
 
 
-def test_a_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: str, pki: Path) -> None:
+def test_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: str, pki: Path) -> None:
     case.allow_all()
     wrong = ways(pki, token_endpoint)["token of an identity provider"][1] | {"sasl.oauthbearer.client.secret": "no"}
     for settings in (PLAIN | {"sasl.password": "not-hers"}, wrong):
@@ -304,7 +303,7 @@ def test_a_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: s
         took_under(15, began, "a refused login")
 
 
-def test_a_broker_whose_certificate_nobody_knows_is_exit_69_within_seconds(case: Case, pki: Path) -> None:
+def test_unknown_broker_certificate_is_exit_69_within_seconds(case: Case, pki: Path) -> None:
     settings = PLAIN | {"security.protocol": "sasl_ssl"}
     began = time.monotonic()
     ended = case.run("BOTH", settings)
@@ -315,7 +314,7 @@ def test_a_broker_whose_certificate_nobody_knows_is_exit_69_within_seconds(case:
 
 
 @pytest.mark.parametrize("name", ["ssl.ca.location", "ssl.certificate.location", "ssl.key.location"])
-def test_a_file_that_is_not_there_is_exit_78_and_named(name: str, case: Case, pki: Path) -> None:
+def test_missing_file_is_exit_78_and_named(name: str, case: Case, pki: Path) -> None:
     settings = {
         "security.protocol": "ssl",
         "ssl.ca.location": str(pki / "ca.pem"),
@@ -327,8 +326,8 @@ def test_a_file_that_is_not_there_is_exit_78_and_named(name: str, case: Case, pk
     assert "/nowhere/at.pem" in ended.stderr or name in ended.stderr
 
 
-def test_secrets_are_shown_by_no_command(case: Case, pki: Path, token_endpoint: str) -> None:
-    """`Case.eos` looks for them in everything that is printed."""
+def test_commands_show_no_secrets(case: Case, pki: Path, token_endpoint: str) -> None:
+    """Run commands; `Case.eos` searches each output for the secrets."""
     case.allow_all()
     settings = ways(pki, token_endpoint)["token of an identity provider"][1] | PLAIN
     shown = case.eos("SASL", settings, "config", "theapp.py:app")

@@ -1,4 +1,4 @@
-"""How workers of an App with several topics share partitions, on a real broker."""
+"""Check how workers of an App with several topics share partitions on a real broker."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_two_workers_each_get_half_of_every_topic(
         try:
             with REAL.admin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
                 members = admin.members(group)
-        except Unavailable:  # the group's coordinator is not there yet
+        except Unavailable:  # the group's coordinator is not available yet
             return {}
         return {
             member["group_instance_id"]: Counter(

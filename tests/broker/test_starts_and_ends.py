@@ -1,6 +1,6 @@
-"""Where a worker begins, how it ends, and what it says: start positions, --until-end, signals and exit codes.
+"""Test where a worker starts and how it ends: start offsets, --until-end, signals, messages and exit codes.
 
-Every test runs the real command line in a process of its own and judges by what is in Kafka afterwards.
+Every test runs the real command line in its own process and judges by the contents of Kafka.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eos.session.outcomes import Listener
 from tests.support.life import Life
 from tests.support.reading import configure, create_topic, took_under, wait_until
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -63,28 +63,26 @@ def life(kafka: LocalKafka, tmp_path: Path, names: Callable[[str], str]) -> Life
     return Life(kafka, tmp_path, names("app"))
 
 
-# Where it begins.
+# Where it starts.
 
 
-def test_latest_begins_at_the_end_and_commits_that_start_at_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_latest_starts_at_the_end_and_commits_this_offset(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.skip_loaded()
     worker = pipeline.worker(settings=LATEST)
-    wait_until("all starts are committed", lambda: len(pipeline.committed()) == 6)
+    wait_until("all start offsets are committed", lambda: len(pipeline.committed()) == 6)
     worker.kill()
-    # Without the committed start, the restarted worker would begin behind these.
+    # Without the committed start offset, the restarted worker would start after these records.
     pipeline.load(300)
     pipeline.finish(settings=LATEST)
     pipeline.verify()
 
 
-def test_a_partition_that_is_added_later_begins_at_its_beginning_even_with_latest(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_added_partition_is_read_from_its_beginning_with_latest(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.skip_loaded()
     worker = pipeline.worker(settings=LATEST | {"topic.metadata.refresh.interval.ms": "1000"})
-    wait_until("all starts are committed", lambda: len(pipeline.committed()) == 6)
+    wait_until("all start offsets are committed", lambda: len(pipeline.committed()) == 6)
     added = pipeline.add_partition(pipeline.sources[0])
     pipeline.load_transaction(90, places=[added])
     pipeline.load(300)
@@ -94,13 +92,13 @@ def test_a_partition_that_is_added_later_begins_at_its_beginning_even_with_lates
     pipeline.verify()
 
 
-def test_latest_reads_topics_between_functions_whole(kafka: LocalKafka, life: Life) -> None:
-    """What one function wrote before the other one's partition began counts."""
+def test_latest_reads_topics_between_functions_completely(kafka: LocalKafka, life: Life) -> None:
+    """Write with one function before the partition of the other one has an offset; `latest` must not skip it."""
     between = create_topic(kafka.bootstrap_servers, f"{life.app}-between")
     (life.path / "theapp.py").write_text(CHAIN.format(app=life.app, source=life.input, between=between, to=life.output))
     life.load([b"before the group", b"also"])
     life.load([b"1", b"2", b"3"], topic=between)
-    # Else what is between would be taken for another App's.
+    # Otherwise the intermediate topic would look like another App's.
     moved = "--topic", life.input, "--from", "latest", "--yes"
     wait_until("the first group has a coordinator", lambda: life.reset(*moved).returncode == 0, 30)
     assert life.run("-X", "auto.offset.reset=latest").returncode == 0
@@ -109,7 +107,7 @@ def test_latest_reads_topics_between_functions_whole(kafka: LocalKafka, life: Li
     assert life.settled() == [b"1", b"2", b"3", b"4"]
 
 
-def test_a_committed_offset_that_is_gone_stops_the_worker_with_66(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_deleted_committed_offset_stops_the_worker_with_66(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.finish()
     pipeline.verify()
@@ -125,11 +123,14 @@ def test_a_committed_offset_that_is_gone_stops_the_worker_with_66(kafka: LocalKa
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_the_place_of_a_partition_without_new_records_is_committed_again(
+def test_offset_of_an_idle_partition_is_committed_again(
     idle: bool, kafka: LocalKafka, pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under group.protocol=consumer the brokers count offsets.retention.minutes from each offset's own commit: without
-    this the next start of an empty group repeats whatever lies in such a partition."""
+    """Commit the offset of an idle partition again, because it can expire under group.protocol=consumer.
+
+    Brokers then count offsets.retention.minutes from each offset's own commit, and the next start of an empty group
+    would repeat the records of that partition.
+    """
     pipeline = pipelines.on(kafka, 600)
     pipeline.finish()
     before = pipeline.committed()
@@ -166,9 +167,7 @@ def test_the_place_of_a_partition_without_new_records_is_committed_again(
 # How it ends: --until-end.
 
 
-def test_until_end_is_not_held_up_by_empty_aborted_and_ending_in_aborted_partitions(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_until_end_finishes_with_empty_and_aborted_partitions(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka)
     first, second = pipeline.sources
     full = [(first, 0), (first, 1), (second, 0), (second, 1)]
@@ -179,15 +178,13 @@ def test_until_end_is_not_held_up_by_empty_aborted_and_ending_in_aborted_partiti
     pipeline.verify()
 
 
-def test_until_end_of_topics_without_any_record_ends_at_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_until_end_of_empty_topics_ends_immediately(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka)
     assert pipeline.worker(until_end=True).wait(30) == 0
     assert pipeline.delivered == 0
 
 
-def test_until_end_leaves_records_that_came_after_its_start_to_the_next_run(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_until_end_leaves_later_records_to_the_next_run(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     worker = pipeline.worker(until_end=True, holds=[("flush", 1)])
     worker.wait_at("flush", 1)
@@ -204,7 +201,7 @@ def test_until_end_leaves_records_that_came_after_its_start_to_the_next_run(
 
 def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 2_000)
-    # Time enough for every transaction: none may be aborted.
+    # Enough time for every transaction: none may be aborted.
     worker = pipeline.worker(work_ms=2, settings={"transaction.timeout.ms": "30000"})
     pipeline.wait_handled(100)
     asked = time.monotonic()
@@ -216,8 +213,8 @@ def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines
     assert commits
     for line in commits:
         assert re.search(r" transactional_id=\S+ producer_id=\d+ epoch=\d+ state=\w+$", line), line
-    assert pipeline.delivered < 2 * pipeline.loaded, "it was stopped in mid-run"
-    assert pipeline.members() == [], "a final stop takes a static member out of the group"
+    assert pipeline.delivered < 2 * pipeline.loaded, "the worker must be stopped during its run"
+    assert pipeline.members() == [], "a final stop must remove a static member from the group"
     pipeline.verify(complete=False)
     pipeline.finish()
     pipeline.verify()
@@ -225,11 +222,9 @@ def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines
 
 @pytest.mark.deep_for("the-shutdown-timeout")
 @pytest.mark.parametrize("how", ["a-second-sigterm", "the-shutdown-timeout"])
-def test_a_stop_that_takes_too_long_gives_the_transaction_up_and_exits_75(
-    how: str, kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_slow_stop_aborts_and_exits_75(how: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
-    pipeline.finish()  # something is committed, whatever the first transaction of the slow worker takes in
+    pipeline.finish()  # one transaction is committed, however many records the slow worker's first one has
     pipeline.load(300)
     slow = (*pipeline.record((pipeline.sources[0], 0), 80), 120.0)
     settings = {"eos.shutdown.timeout.ms": "500"} if how == "the-shutdown-timeout" else {}
@@ -240,7 +235,7 @@ def test_a_stop_that_takes_too_long_gives_the_transaction_up_and_exits_75(
     if how == "a-second-sigterm":
         worker.terminate()
     worker.assert_ended(TEMPORARY, "the stop took too long")
-    pipeline.wait_not_open(timeout_s=5)  # it aborted the transaction itself, long before its timeout
+    pipeline.wait_not_open(timeout_s=5)  # The worker aborted the transaction itself, long before its timeout.
     pipeline.verify(complete=False)
     pipeline.finish()
     pipeline.verify()
@@ -249,14 +244,12 @@ def test_a_stop_that_takes_too_long_gives_the_transaction_up_and_exits_75(
 # How it ends: a record that cannot be handled.
 
 
-def test_a_function_that_raises_stops_the_worker_with_65_just_before_its_record(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_function_error_stops_the_worker_with_65_at_its_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
     topic, partition, offset = poison = pipeline.record((pipeline.sources[0], 1), 70)
     worker = pipeline.worker(raise_at=poison)
     worker.assert_ended(POISON, f"{topic}[{partition}]@{offset}", "ValueError: this record is poison")
-    assert 'raise ValueError("this record is poison")' in worker.log, "the user's own frames are shown"
+    assert 'raise ValueError("this record is poison")' in worker.log, "the user's own frames are missing"
     before = pipeline.record((topic, partition), 69)[2]
     assert before < pipeline.committed()[topic, partition] <= offset
     pipeline.verify(complete=False)
@@ -269,12 +262,10 @@ def test_a_function_that_raises_stops_the_worker_with_65_just_before_its_record(
 
 @pytest.mark.deep_for("the-broker")
 @pytest.mark.parametrize("refused_by", ["the-client", "the-broker"])
-def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
-    refused_by: str, kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_output_too_large_stops_the_worker_with_65(refused_by: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
     if refused_by == "the-broker":
-        # Large enough for a batch of ordinary outputs, as a topic's limit is.
+        # Large enough for a batch of ordinary outputs, as topic limits are.
         configure(pipeline.servers, pipeline.destinations[1], "max.message.bytes", "100000")
     size = 2_000_000 if refused_by == "the-client" else 200_000
     topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 70)
@@ -290,10 +281,10 @@ def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
     pipeline.verify()
 
 
-# How it ends: the surroundings.
+# How it ends: missing topics and clusters.
 
 
-def test_a_topic_that_does_not_exist_is_exit_69_with_its_name(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_missing_topic_is_exit_69_with_its_name(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka)
     missing = f"{pipeline.app}-missing"
     worker = pipeline.program(APP, sources=[pipeline.sources[0], missing])
@@ -309,7 +300,7 @@ def test_a_topic_that_does_not_exist_is_exit_69_with_its_name(kafka: LocalKafka,
     ],
     ids=["four-seconds", "by-default"],
 )
-def test_a_cluster_that_cannot_be_reached_is_exit_69_in_time(
+def test_unreachable_cluster_is_exit_69_in_time(
     arguments: tuple[str, ...], limit_s: float, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka)

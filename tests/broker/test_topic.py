@@ -1,4 +1,4 @@
-"""`eos topic` on a real broker: what is committed, aborted and open, and what a script gets of it."""
+"""Run `eos topic` on a real broker: committed, aborted and open records, and its output for scripts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def begun(kafka: LocalKafka, transactional_id: str) -> Producer:
     return producer
 
 
-def test_a_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka, names: Names) -> None:
+def test_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka, names: Names) -> None:
     topic, second = names("t"), names("u")
     assert eos("create", topic, second, "--partitions", "2")[0] == 0
     assert eos("partitions", topic, "1") == (64, "", f"eos: {topic} has 2 partitions: Kafka cannot remove any\n")
@@ -67,7 +67,7 @@ def test_a_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka
         assert eos(*command, "--yes") == (69, "", f"eos: topic {topic} does not exist\n")
 
 
-def test_a_topic_is_made_once_written_in_one_transaction_and_read(
+def test_topic_is_created_written_in_one_transaction_and_read(
     eos: Run, kafka: LocalKafka, names: Names, capfd: pytest.CaptureFixture[str]
 ) -> None:
     topic, second = names("t"), names("u")
@@ -97,19 +97,17 @@ def test_a_topic_is_made_once_written_in_one_transaction_and_read(
         "eos: value 2, 'b', has no key separator ':'; nothing was sent\n",
     )
 
-    # Each call had a transactional.id of its own, which nobody wants to see.
+    # Each call had its own transactional.id, which the list must not show.
     def of_sends(*arguments: str) -> int:
         cli.invoke(["txn", "list", "--json", *arguments])
         ids = [row["transactional_id"] for row in json.loads(capfd.readouterr().out)]
         return sum(each.startswith("eos-topic-send-") for each in ids)
 
-    wait_until("no send is listed", lambda: of_sends() == 0)  # the last one's markers may be on their way
+    wait_until("no send is listed", lambda: of_sends() == 0)  # The last one's markers may still be missing.
     assert of_sends("--prefix", "eos-topic-send-") >= 2
 
 
-def test_aborted_and_open_records_are_shown_only_when_asked_for_and_marked(
-    eos: Run, kafka: LocalKafka, names: Names
-) -> None:
+def test_uncommitted_records_are_shown_and_marked_on_request(eos: Run, kafka: LocalKafka, names: Names) -> None:
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, partitions=1)
     eos("send", topic, "a", "b")
@@ -140,7 +138,7 @@ def test_aborted_and_open_records_are_shown_only_when_asked_for_and_marked(
     assert [value for value, _ in values(eos("tail", topic, "--json")[1])] == ["a", "b", "c", "maybe", "behind"]
 
 
-def test_the_last_records_are_found_behind_many_that_nobody_sees(eos: Run, kafka: LocalKafka, names: Names) -> None:
+def test_last_records_are_found_before_many_aborted_ones(eos: Run, kafka: LocalKafka, names: Names) -> None:
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, partitions=1)
     eos("send", topic, "first", "second")
@@ -153,7 +151,7 @@ def test_the_last_records_are_found_behind_many_that_nobody_sees(eos: Run, kafka
     assert eos("tail", topic, "-n", "0")[:2] == (0, "")
 
 
-def test_what_comes_is_shown_until_ctrl_c_and_that_ends_well(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+def test_follow_shows_new_records_until_ctrl_c(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, partitions=3)
     environment = os.environ | {"KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers}
@@ -172,7 +170,7 @@ def test_what_comes_is_shown_until_ctrl_c_and_that_ends_well(kafka: LocalKafka, 
     try:
         wait_until("the first record", lambda: shown() == ["before"], 30)
         send("one\ntwo \udcff\n\n")
-        wait_until("those that came", lambda: len(shown()) == 4, 30)
+        wait_until("the new records", lambda: len(shown()) == 4, 30)
         assert sorted(map(str, shown())) == sorted(["before", "one", "{'base64': 'dHdvIP8='}", ""])
         tailing.send_signal(signal.SIGINT)
         assert tailing.wait(30) == 0
@@ -182,7 +180,7 @@ def test_what_comes_is_shown_until_ctrl_c_and_that_ends_well(kafka: LocalKafka, 
     assert len(shown()) == 4
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(kafka: LocalKafka, eos: Run, names: Names) -> None:
+def test_closed_output_pipe_is_no_error(kafka: LocalKafka, eos: Run, names: Names) -> None:
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic)
     eos("send", topic, *map(str, range(3_000)))
@@ -200,7 +198,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(kafka: LocalKafka, eos: Run, 
     assert (first.startswith(f"{topic}[0]@0  "), code, ended.stderr) == (True, "0", "")
 
 
-def test_a_topic_that_does_not_exist_is_not_made_by_asking_for_it(eos: Run, names: Names) -> None:
+def test_missing_topic_is_not_created_by_a_query(eos: Run, names: Names) -> None:
     topic = names("nowhere")
     for arguments in (("tail", topic), ("send", topic, "x")):
         code, told, error = eos(*arguments)
@@ -210,16 +208,14 @@ def test_a_topic_that_does_not_exist_is_not_made_by_asking_for_it(eos: Run, name
     assert topic not in eos("list")[1]
 
 
-def test_what_a_broker_does_not_have_yet_is_waited_for_and_what_it_has_deleted_is_not(
-    eos: Run, kafka: LocalKafka, names: Names
-) -> None:
-    """Found by a soak: behind a broker's fault a changelog's reader was told OFFSET_OUT_OF_RANGE of what was there."""
+def test_query_waits_for_new_topics_but_not_deleted_ones(eos: Run, kafka: LocalKafka, names: Names) -> None:
+    """Query offsets early and late: after a broker fault, a soak saw OFFSET_OUT_OF_RANGE for existing records."""
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, 1)
     settings = Settings({"bootstrap.servers": kafka.bootstrap_servers})
     with TopicReader(settings, topic, {0: 3}, uncommitted=False) as reader:
         early = read_batches_until(reader, {0: 5})
-        for _ in range(10):  # a second, in which the broker says several times that there is no such offset
+        for _ in range(10):  # one second, in which the broker answers several times that the offset does not exist
             assert next(early) == []
         eos("send", topic, *"abcde")
         assert [seen.record.value for got in early for seen in got] == [b"d", b"e"]

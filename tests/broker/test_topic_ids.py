@@ -1,4 +1,4 @@
-"""A worker looks whether its input was made anew, while a broker is down too."""
+"""Recreate a worker's input while a broker is down: the worker notices it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from tests.support.reading import create_topic, wait_until
 
-# A few a second are made, however long it takes; without pauses between them it is hundreds.
+# A client makes a few attempts per second; without pauses between them it would make hundreds.
 ATTEMPTS, ATTEMPTS_A_SECOND = 20, 10
 
 
 class Refusing:
-    """Ends every connection to `port` at once, and counts them."""
+    """Close every connection to `port` immediately, and count the connections."""
 
     def __init__(self, port: int) -> None:
         self.attempts = 0
@@ -52,7 +52,7 @@ class Refusing:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("down", range(3))
-def test_while_a_broker_is_down_it_is_left_alone_and_a_topic_made_anew_is_seen(
+def test_recreated_topic_is_noticed_while_a_broker_is_down(
     down: int, cluster: LocalKafka, names: Callable[[str], str]
 ) -> None:
     servers = cluster.bootstrap_servers
@@ -69,11 +69,13 @@ def test_while_a_broker_is_down_it_is_left_alone_and_a_topic_made_anew_is_seen(
         began = time.monotonic()
         with Refusing(port) as refusing:
             admin = AdminClient({"bootstrap.servers": others, "log_level": 0})
-            # As long as it is in the metadata, it may be asked: librdkafka's AdminClient did not come off it any more.
-            wait_until("the cluster has missed it", lambda: len(admin.list_topics(timeout=10).brokers) == 2, 60)
+            # While it is in the metadata, clients may query it; librdkafka's AdminClient then never stopped trying it.
+            wait_until(
+                "the cluster considers the broker down", lambda: len(admin.list_topics(timeout=10).brokers) == 2, 60
+            )
             admin.delete_topics([topic])[topic].result(30)
             create_topic(others, topic)
-            wait_until("the topic was made anew", lambda: gone, 60)
+            wait_until("the worker notices the recreated topic", lambda: gone, 60)
         assert f"topic {topic} was deleted and recreated" in str(gone[0])
         took_s = time.monotonic() - began
         assert refusing.attempts <= ATTEMPTS + ATTEMPTS_A_SECOND * took_s, f"{refusing.attempts} in {took_s:.1f} s"

@@ -1,7 +1,7 @@
-"""`eos txn` on a real broker: what is open, what hangs, what may be ended and how readers come free.
+"""Run `eos txn` on a real broker: open and hanging transactions, which of them may be ended, and their readers.
 
-The broker takes late requests of a producer unverified, so that the state which a lone broker is rarely left in after a
-kill, coordinator Complete and partition open, can be made at will.
+The broker accepts late requests of a producer without verification. So the tests can create at will a state that a kill
+rarely leaves: coordinator CompleteCommit and an open partition.
 """
 
 from __future__ import annotations
@@ -54,16 +54,15 @@ def settings(kafka: LocalKafka) -> Settings:
     return Settings({"bootstrap.servers": kafka.bootstrap_servers})
 
 
-def test_what_a_group_has_committed_is_told_while_a_member_s_transaction_is_open(
-    kafka: LocalKafka, names: Names
-) -> None:
-    """A worker that starts need not wait for it (`latest`, and topics by a pattern)."""
+def test_committed_offsets_are_shown_during_an_open_transaction(kafka: LocalKafka, names: Names) -> None:
+    """Read committed offsets during an open transaction; a starting worker (`latest`, patterns) need not wait for
+    it."""
     group, topics = names("group"), [create_topic(kafka.bootstrap_servers, names(which)) for which in ("old", "new")]
     with raw_producer(kafka.bootstrap_servers, names("tx")) as producer, ClusterAdmin(settings(kafka)) as admin:
         producer.begin()
         producer.send_offset(group, topics[0], 3)
         producer.commit()
-        wait_until("its place", lambda: admin.committed_topics(group) == {topics[0]})
+        wait_until("its committed offset", lambda: admin.committed_topics(group) == {topics[0]})
         producer.begin()
         producer.send_offset(group, topics[0], 4)
         producer.send_offset(group, topics[1], 4)
@@ -75,13 +74,13 @@ def is_settled(kafka: LocalKafka, transactional_id: str) -> bool:
 
 
 def commit_one(kafka: LocalKafka, producer: RawProducer, topic: str, value: str) -> None:
-    """Committed, and its markers written: what comes after is later than all of it."""
+    """Commit a transaction and wait for its markers, so that all that follows is later."""
     producer.commit_one(topic, value)
     wait_until("the markers", lambda: is_settled(kafka, producer.transactional_id))
 
 
 def hang(kafka: LocalKafka, topic: str, transactional_id: str) -> tuple[int, int]:
-    """A transaction that is open on `topic` [0] although its coordinator says CompleteCommit."""
+    """Open a transaction on `topic` [0] whose coordinator reports CompleteCommit."""
     servers = kafka.bootstrap_servers
     create_topic(servers, topic)
     with raw_producer(servers, transactional_id) as producer:
@@ -98,9 +97,7 @@ def stable_and_high(kafka: LocalKafka, topic: str) -> tuple[int, int]:
     return stable, high
 
 
-def test_a_partition_that_is_open_although_its_coordinator_is_done_is_found_and_healed(
-    kafka: LocalKafka, names: Names
-) -> None:
+def test_hanging_partition_is_found_and_ended(kafka: LocalKafka, names: Names) -> None:
     topic, name = names("t"), names("id")
     producer_id, epoch = hang(kafka, topic, name)
     stable, high = stable_and_high(kafka, topic)
@@ -119,13 +116,13 @@ def test_a_partition_that_is_open_although_its_coordinator_is_done_is_found_and_
     command = next(line for line in table.stderr.splitlines() if line.startswith("to abort it: eos "))
     healed = eos(kafka, *command.removeprefix("to abort it: eos ").split(), "--yes")
     assert healed.returncode == 0, healed.stderr
-    wait_until("readers come free", lambda: len(set(stable_and_high(kafka, topic))) == 1)
+    wait_until("readers can continue", lambda: len(set(stable_and_high(kafka, topic))) == 1)
     assert visible_values(kafka.bootstrap_servers, topic) == {0: [b"committed"]}
     again = eos(kafka, "txn", "find-hanging", "--topic", topic)
     assert (again.returncode, again.stdout) == (0, "no hanging transactions\n")
 
 
-def test_a_groups_pending_offset_that_nobody_will_end_is_found_and_healed(kafka: LocalKafka, names: Names) -> None:
+def test_hanging_pending_offset_is_found_and_ended(kafka: LocalKafka, names: Names) -> None:
     topic, name, group = names("t"), names("id"), names("group")
     servers = kafka.bootstrap_servers
     create_topic(servers, topic)
@@ -148,9 +145,7 @@ def test_a_groups_pending_offset_that_nobody_will_end_is_found_and_healed(kafka:
     assert stable_offset(servers, group, topic) == 5
 
 
-def test_a_transaction_that_its_producer_may_still_end_is_open_and_not_to_be_torn(
-    kafka: LocalKafka, names: Names
-) -> None:
+def test_open_transaction_of_a_live_producer_is_not_ended(kafka: LocalKafka, names: Names) -> None:
     topic, name = names("t"), names("id")
     create_topic(kafka.bootstrap_servers, topic)
     with raw_producer(kafka.bootstrap_servers, name) as producer:
@@ -171,7 +166,7 @@ def test_a_transaction_that_its_producer_may_still_end_is_open_and_not_to_be_tor
     wait_until("the commit", lambda: visible_values(kafka.bootstrap_servers, topic) == {0: [b"kept"]})
 
 
-def test_a_hanging_transaction_that_ended_before_the_marker_is_left_alone(kafka: LocalKafka, names: Names) -> None:
+def test_transaction_that_ended_before_the_marker_stays_unchanged(kafka: LocalKafka, names: Names) -> None:
     topic, name = names("t"), names("id")
     hang(kafka, topic, name)
     with ClusterAdmin(settings(kafka)) as admin:
@@ -183,12 +178,10 @@ def test_a_hanging_transaction_that_ended_before_the_marker_is_left_alone(kafka:
     assert stable_and_high(kafka, topic) == end
 
 
-def test_a_transaction_is_ended_through_its_coordinator_and_its_owner_is_fenced(
-    kafka: LocalKafka, names: Names
-) -> None:
+def test_coordinator_ends_a_transaction_and_fences_its_owner(kafka: LocalKafka, names: Names) -> None:
     topic, name = names("t"), names("id")
     create_topic(kafka.bootstrap_servers, topic)
-    producer = RawProducer(kafka.bootstrap_servers, name)  # fenced at the end: its close would only say so again
+    producer = RawProducer(kafka.bootstrap_servers, name)  # fenced by then, so its close would only raise this again
     producer.begin()
     producer.send(topic, "given up")
     listed = json.loads(eos(kafka, "txn", "list", "--state", "ongoing", "--prefix", name, "--json").stdout)
@@ -213,10 +206,10 @@ def test_a_transaction_is_ended_through_its_coordinator_and_its_owner_is_fenced(
     with pytest.raises(Exception, match="FENCED"):
         producer.commit()
     timeout: Any = json.loads(eos(kafka, "txn", "describe", name, "--json").stdout)["timeout_ms"]
-    assert timeout == 30_000, "the successor's init brought another timeout"
+    assert timeout == 30_000, "the successor's init must set another timeout"
 
 
-def test_an_unknown_transactional_id_is_not_made_by_asking_for_its_end(kafka: LocalKafka, names: Names) -> None:
+def test_unknown_transactional_id_is_not_created(kafka: LocalKafka, names: Names) -> None:
     name = names("nobody")
     for command in (("describe", name), ("abort", "--yes", "--transactional-id", name)):
         refused = eos(kafka, "txn", *command)
@@ -226,16 +219,14 @@ def test_an_unknown_transactional_id_is_not_made_by_asking_for_its_end(kafka: Lo
         assert admin.describe(name) is None
 
 
-def test_a_topic_that_does_not_exist_is_named(kafka: LocalKafka, names: Names) -> None:
+def test_missing_topic_is_named(kafka: LocalKafka, names: Names) -> None:
     refused = eos(kafka, "txn", "find-hanging", "--topic", names("missing"))
     assert refused.returncode == 69
     assert names("missing") in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
-def test_a_worker_that_waits_for_a_hanging_offset_names_it_and_the_command_and_goes_on_once_it_is_healed(
-    kafka: LocalKafka, names: Names, tmp_path: Path
-) -> None:
+def test_worker_waiting_for_a_hanging_offset_names_the_command(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic, name, app = names("t"), names("id"), names("app")
     servers = kafka.bootstrap_servers
     for created in (topic, names("out")):

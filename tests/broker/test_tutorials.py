@@ -1,4 +1,4 @@
-"""The tutorials do what they say, as a reader follows them: files, commands, a kill -9, what is printed."""
+"""Follow the tutorials as a reader does: files, commands, a kill -9, and the printed output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_hello_world_prints_what_the_readme_says(kafka: LocalKafka, tmp_path: Pa
 
 
 @pytest.mark.deep
-def test_the_worker_and_then_its_state_survive_the_kills_of_their_tutorials(kafka: LocalKafka, tmp_path: Path) -> None:
+def test_worker_and_state_survive_the_kills_of_the_tutorials(kafka: LocalKafka, tmp_path: Path) -> None:
     worker = follow(TUTORIALS / "worker.md", kafka.bootstrap_servers, tmp_path)
     assert len(worker) == 6
     assert differences(worker) == []

@@ -1,4 +1,4 @@
-"""A record with a header name that is not UTF-8, on real Kafka: it goes by policy, and every tool shows where it is."""
+"""Handle a record with a header name that is not UTF-8: it follows the policy, and every tool shows its offset."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def source(kafka: LocalKafka, names: Callable[[str], str]) -> str:
-    """A topic with five records, the third of which has such a name."""
+    """Create a topic with five records, the third of which has such a header name."""
     topic = names("in")
     create_topic(kafka.bootstrap_servers, topic)
     records = [(b"v%d" % number, BAD if number == 2 else [(b"h", b"1")]) for number in range(5)]
@@ -40,7 +40,7 @@ def source(kafka: LocalKafka, names: Callable[[str], str]) -> str:
 
 
 @pytest.mark.usefixtures("form")
-def test_record_with_unreadable_headers_stops_or_goes_to_the_dead_letters(
+def test_record_with_unreadable_headers_follows_the_policy(
     kafka: LocalKafka, source: str, names: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     servers, target, letters = kafka.bootstrap_servers, names("out"), f"{source}.dlq"
@@ -78,7 +78,7 @@ def _copied(value: str) -> str:
     return value
 
 
-def test_loop_of_ones_own_gets_the_record_and_can_do_without_its_headers(
+def test_own_loop_gets_the_record_and_can_omit_its_headers(
     kafka: LocalKafka, source: str, names: Callable[[str], str]
 ) -> None:
     servers, letters, group = kafka.bootstrap_servers, f"{source}.dlq", names("g")

@@ -1,4 +1,4 @@
-"""`eos verify` on a real cluster: a run with a kill in it holds; one output dropped or doubled is found and named."""
+"""Run `eos verify` on a real cluster: it passes a run with a kill, and names one lost or duplicate output."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OUTPUTS = sum(number // 7 % 3 for number in range(COUNT))
 
 
 class Run:
-    """One App with lineage, its input, and what it left."""
+    """Run one App with lineage, and keep its input and outputs."""
 
     def __init__(self, kafka: LocalKafka, names: Callable[[str], str], directory: Path, app: str = APP) -> None:
         self.servers, self.directory = kafka.bootstrap_servers, directory
@@ -94,14 +94,14 @@ class Run:
         return done.returncode, done.stdout + done.stderr
 
     def copy(self, topic: str, change: Callable[[list[Message]], list[Message]]) -> str:
-        """A copy of the first output topic with its headers, changed on the way."""
+        """Copy the first output topic with its headers, and apply `change` to the records."""
         create_topic(self.servers, topic, PARTITIONS)
         total = sum(map(len, settled_values(self.servers, self.targets[0]).values()))
         settings: dict[str, Any] = {"bootstrap.servers": self.servers, "auto.offset.reset": "earliest"}
         consumer = Consumer(settings | {"group.id": f"{topic}-copier", "isolation.level": "read_committed"})
         consumer.subscribe([self.targets[0]])
         messages: list[Message] = []
-        wait_until("all of the output", lambda: len(read_on(consumer, messages)) == total, timeout=60)
+        wait_until("all outputs", lambda: len(read_on(consumer, messages)) == total, timeout=60)
         consumer.close()
         producer = Producer({"bootstrap.servers": self.servers, "linger.ms": 20})
         for message in change(messages):
@@ -111,7 +111,7 @@ class Run:
         return topic
 
     def remove_half(self, topic: str) -> int:
-        """As retention does, of partition 0; returns where it begins now."""
+        """Delete the first half of partition 0 as retention does, and return the new first offset."""
         begin = end_offsets(self.servers, topic).log_end[topic, 0] // 2
         place = TopicPartition(topic, 0, begin)
         self.admin.delete_records([place])[place].result(30)
@@ -136,18 +136,16 @@ def source_of(message: Message) -> lineage.Source:
     return lineage.decode(dict(headers)[lineage.HEADER])
 
 
-def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
-    run: Run, names: Callable[[str], str]
-) -> None:
+def test_verify_passes_a_killed_run_and_names_each_damage(run: Run, names: Callable[[str], str]) -> None:
     killed = run.worker("-X", "eos.lineage=true", "-X", "eos.transaction.max.records=100")
     try:
-        wait_until("a committed part", lambda: run.committed() > 1_000, timeout=60)
+        wait_until("some committed outputs", lambda: run.committed() > 1_000, timeout=60)
     finally:
         killed.kill()
         killed.wait()
     assert run.committed() < COUNT, "the kill came too late"
     code, told = run.verify()
-    assert code == 0, told  # what is committed holds, the rest is still to come
+    assert code == 0, told  # The committed records are complete, the others are still to come.
     assert run.worker("-X", "eos.lineage=true").wait(120) == 0, (run.directory / "worker.log").read_text()
     code, told = run.verify()
     assert code == 0, told
@@ -173,15 +171,13 @@ def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
     assert f"{run.source}[{doubled[0].partition}]@{doubled[0].offset}" in told
     assert "no_duplicates" in told.rpartition("VIOLATED")[2]
 
-    code, told = run.verify(run.targets[0])  # one of the two topics is left out: half of its outputs are missing
+    code, told = run.verify(run.targets[0])  # without one of the two topics, half of its outputs are missing
     assert code == 1, told
     assert "no_losses" in told.rpartition("VIOLATED")[2]
     assert f"note: only {run.targets[0]} was searched for outputs: if the App writes to another topic too" in told
 
 
-def test_outputs_that_retention_removed_are_a_note_and_a_loss_behind_them_is_still_found(
-    run: Run, names: Callable[[str], str]
-) -> None:
+def test_verify_finds_a_loss_after_outputs_deleted_by_retention(run: Run, names: Callable[[str], str]) -> None:
     assert run.worker("-X", "eos.lineage=true").wait(120) == 0, (run.directory / "worker.log").read_text()
 
     def without_the_newest_of_partition_0(messages: list[Message]) -> list[Message]:
@@ -204,7 +200,7 @@ def test_outputs_that_retention_removed_are_a_note_and_a_loss_behind_them_is_sti
     assert f"{damaged} is compacted: not decided" in told
 
 
-def test_without_lineage_nothing_is_decided_and_a_missing_topic_is_named(run: Run) -> None:
+def test_verify_without_lineage_decides_nothing(run: Run) -> None:
     assert run.worker().wait(120) == 0, (run.directory / "worker.log").read_text()
     code, told = run.verify()
     assert code == 65, told
@@ -215,7 +211,7 @@ def test_without_lineage_nothing_is_decided_and_a_missing_topic_is_named(run: Ru
     assert "there-is-no-such-topic" in told
 
 
-def test_an_app_names_its_topics_between_functions_and_of_dead_letters(
+def test_verify_checks_intermediate_and_dead_letter_topics(
     kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path
 ) -> None:
     run = Run(kafka, names, tmp_path, CHAIN)
@@ -223,5 +219,7 @@ def test_an_app_names_its_topics_between_functions_and_of_dead_letters(
     code, told = run.verified(str(tmp_path / "app.py"))
     assert code == 0, told
     assert "note:" not in told
-    handled = 2 * COUNT - 11  # 1000, ..., 11000 are dead letters of the first function; the second reads the others
+    handled = (
+        2 * COUNT - 11
+    )  # 1000, ..., 11000 are dead letters of the first function; the second function reads the others
     assert f"{handled:,} inputs and {handled:,} outputs of group {run.group} examined: holds\n" in told

@@ -1,8 +1,8 @@
-"""Workers that stood still: past their own transaction timeout, or replaced meanwhile by a newer instance.
+"""Pause workers past their transaction timeout, or until a newer instance has replaced them.
 
-The first kind goes on by itself, the second kind stops with exit code 79, says who took over and has harmed nobody.
-The second half makes every row of the ownership table happen with bare producers and asks eos/kafka/admin/ownership.py:
-what a fenced producer finds with the coordinator decides which of the two kinds it is.
+A worker past its timeout continues by itself. A replaced one stops with exit code 79, names its successor, and harms
+nobody. The second half of the file creates every row of the ownership table with bare producers and queries
+eos/kafka/admin/ownership.py, which decides between the two by the state at the coordinator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background, RawProducer, raw_producer
 from tests.support.reading import create_topic, wait_until
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -35,15 +35,15 @@ RECORDS = 2_000
 FENCED, TEMPORARY = 79, 75
 TIMEOUT_MS = 2_000
 LONG_MS = 30_000
-SHORT_MS = 2_000  # within it a record must be acknowledged, too
-HAS_TIME = {"transaction.timeout.ms": str(LONG_MS)}  # for who must not abort, however slow the machine is
+SHORT_MS = 2_000  # A record must be acknowledged within it, too.
+HAS_TIME = {"transaction.timeout.ms": str(LONG_MS)}  # for producers that must not abort, however slow the machine is
 CONSUMER = {"group.protocol": "consumer"}
 VERSIONS = ["kafka", "kafka392"]
 
 
 @pytest.fixture(params=VERSIONS)
 def broker(request: pytest.FixtureRequest) -> LocalKafka:
-    """Each test with both: the transaction.version decides what an epoch tells."""
+    """Run each test on both versions, because transaction.version decides what an epoch means."""
     found: LocalKafka = request.getfixturevalue(request.param)
     return found
 
@@ -51,7 +51,7 @@ def broker(request: pytest.FixtureRequest) -> LocalKafka:
 def paused_in_transaction(
     pipeline: Pipeline, step: str, settings: dict[str, str]
 ) -> tuple[WorkerProcess, TransactionalIdState]:
-    """A worker that stands still at this step of its third transaction, and what the coordinator says of it."""
+    """Return a worker that is paused at this step of its third transaction, and its state at the coordinator."""
     membership = {} if settings.get("group.protocol") == "consumer" else {"session.timeout.ms": "10000"}
     worker = pipeline.worker(settings=membership | settings, holds=[(step, 3)])
     worker.wait_at(step, 3)
@@ -69,7 +69,7 @@ def paused_in_transaction(
     [("kafka", "flush"), ("kafka", "flushed"), ("kafka", "offsets sent"), ("kafka392", "flushed")],
     indirect=["broker"],
 )
-def test_a_worker_paused_past_its_transaction_timeout_goes_on_by_itself(
+def test_worker_paused_past_its_transaction_timeout_continues(
     broker: LocalKafka, step: str, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(broker, RECORDS)
@@ -95,10 +95,8 @@ def test_a_worker_paused_past_its_transaction_timeout_goes_on_by_itself(
 
 @pytest.mark.takes(39)
 @pytest.mark.deep
-def test_a_worker_whose_every_transaction_outlives_its_timeout_gives_up_and_a_healthy_one_finishes(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
-    """Of one record each: larger ones would be followed by smaller ones."""
+def test_worker_with_only_timed_out_transactions_stops(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    """Use transactions of one record, because larger ones would be followed by smaller ones."""
     pipeline = pipelines.on(kafka, RECORDS)
     settings = {"transaction.timeout.ms": str(SHORT_MS), "session.timeout.ms": "10000"}
     settings["eos.transaction.max.records"] = "1"
@@ -119,8 +117,10 @@ def test_a_worker_whose_every_transaction_outlives_its_timeout_gives_up_and_a_he
 def assert_fenced(
     worker: WorkerProcess, *idle_or_open: TransactionalIdState, since: str = "since|started|initialised after"
 ) -> None:
-    """It stopped by itself with 79, and its sentence names both epochs of one of its transactional.ids, and since when
-    it is the newer one's: from its open transaction, its first commit, or our own last one."""
+    """Check that the worker stopped with 79 and named both epochs and the time of the newer instance.
+
+    The time comes from its open transaction, its first commit, or our own last commit.
+    """
     assert worker.wait(30) == FENCED, worker.last_words
     sentence = worker.last_words
     ours = [d for d in idle_or_open if f"ours: producer id {d.producer_id} epoch {d.epoch};" in sentence]
@@ -158,14 +158,14 @@ ZOMBIES = pytest.mark.parametrize(
 
 @pytest.mark.deep_for("before-its-timeout-consumer", "past-its-timeout-classic", "kafka392")
 @ZOMBIES
-def test_a_zombie_resumed_while_its_successor_is_in_a_transaction_is_fenced(
+def test_zombie_resumed_during_its_successors_transaction_is_fenced(
     broker: LocalKafka, timeout_ms: int, settings: dict[str, str], pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(broker, RECORDS)
     if settings == CONSUMER:
         pipeline.set_group_session_timeout(2_000)
     zombie, before = paused_in_transaction(pipeline, "flush", settings | {"transaction.timeout.ms": str(timeout_ms)})
-    # The hold below must not outlast the successor's own timeout either.
+    # The hold below must not last longer than the successor's own timeout.
     successor = pipeline.worker(settings=settings | HAS_TIME, until_end=True, holds=[("offsets sent", 1)])
     successor.wait_at("offsets sent", 1)
     if timeout_ms == TIMEOUT_MS:
@@ -182,7 +182,7 @@ def test_a_zombie_resumed_while_its_successor_is_in_a_transaction_is_fenced(
 
 @pytest.mark.deep_for("before-its-timeout-classic", "past-its-timeout-consumer")
 @ZOMBIES
-def test_a_zombie_resumed_when_its_successor_has_nothing_left_to_do_is_fenced(
+def test_zombie_resumed_after_its_successor_finished_is_fenced(
     broker: LocalKafka, timeout_ms: int, settings: dict[str, str], pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(broker, RECORDS)
@@ -204,11 +204,9 @@ def test_a_zombie_resumed_when_its_successor_has_nothing_left_to_do_is_fenced(
     pipeline.verify()
 
 
-def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_idle_zombie_is_fenced_by_an_idle_successor(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
-    # After a slow last commit it would replace its own producer while the test looks who owns the id.
+    # After a slow last commit, the worker would replace its own producer during the ownership check.
     zombie = pipeline.worker(keep_producer=True)
     pipeline.wait_handled(pipeline.loaded)
     pipeline.wait_not_open()
@@ -226,12 +224,10 @@ def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
 
 
 @pytest.mark.deep
-def test_an_idle_zombie_of_the_consumer_protocol_is_fenced_at_its_next_record(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_idle_zombie_in_the_consumer_protocol_is_fenced_at_a_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     pipeline.set_group_session_timeout(2_000)
-    zombie = pipeline.worker(settings=CONSUMER, keep_producer=True)  # see above
+    zombie = pipeline.worker(settings=CONSUMER, keep_producer=True)  # as above
     pipeline.wait_handled(pipeline.loaded)
     pipeline.wait_not_open()
     before = pipeline.describe()
@@ -247,7 +243,7 @@ def test_an_idle_zombie_of_the_consumer_protocol_is_fenced_at_its_next_record(
 
 
 @pytest.mark.deep
-def test_a_zombie_whose_successor_was_killed_is_fenced_all_the_same(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_zombie_is_fenced_although_its_successor_was_killed(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     zombie, before = paused_in_transaction(pipeline, "flushed", {"transaction.timeout.ms": str(TIMEOUT_MS)})
     successor = pipeline.worker(holds=[("flushed", 2)])
@@ -263,12 +259,13 @@ def test_a_zombie_whose_successor_was_killed_is_fenced_all_the_same(kafka: Local
 
 
 @pytest.mark.deep_for("kafka392")
-def test_a_place_in_the_group_without_the_transactional_id_is_no_newer_instance(
-    broker: LocalKafka, pipelines: Pipelines
-) -> None:
-    """As after a session that ended unnoticed, when the answer to librdkafka's own new join is lost: the group holds
-    the worker's instance under a member id that it was never told, and refuses it. Seen in the matrix; it ended with
-    79. Here another consumer joins under its instance, which goes away without leaving, as static members do."""
+def test_group_member_without_the_id_is_no_newer_instance(broker: LocalKafka, pipelines: Pipelines) -> None:
+    """Let another consumer join under the worker's instance id and leave without a LeaveGroup.
+
+    The same happens after a session that ended unnoticed, when the response to librdkafka's own new join is lost: the
+    group then knows the instance under a member id that the worker never received, and refuses the worker. The matrix
+    found it; the worker ended with 79.
+    """
     pipeline = pipelines.on(broker, RECORDS)
     worker = pipeline.worker(until_end=True, holds=[("committed", 3)], settings={"transaction.timeout.ms": LONG_MS})
     worker.wait_at("committed", 3)
@@ -284,7 +281,9 @@ def test_a_place_in_the_group_without_the_transactional_id_is_no_newer_instance(
         )
     ) as other:
         other.subscribe(pipeline.sources)
-        wait_until("the other one has its place", lambda: other.poll(0.1) is not None or bool(other.assignment()))
+        wait_until(
+            "the other consumer has its membership", lambda: other.poll(0.1) is not None or bool(other.assignment())
+        )
     worker.go_on()
     assert worker.wait() == 0, worker.last_words
     assert "rejoined the group" in worker.log
@@ -298,7 +297,7 @@ Start = Callable[..., RawProducer]
 
 @pytest.fixture
 def producer(broker: LocalKafka, names: Callable[[str], str]) -> Iterator[Start]:
-    """Starts a producer with this test's one transactional.id."""
+    """Start a producer with the one transactional.id of this test."""
     made: list[RawProducer] = []
 
     def start(timeout_ms: int = LONG_MS) -> RawProducer:
@@ -308,7 +307,7 @@ def producer(broker: LocalKafka, names: Callable[[str], str]) -> Iterator[Start]
 
     yield start
     for raw in made:
-        with suppress(KafkaException):  # close() of a fenced one says so
+        with suppress(KafkaException):  # close() of a fenced producer raises this
             raw.producer.close()
 
 
@@ -337,7 +336,7 @@ def situation(mine: Identity, acknowledged: bool = True, late: bool = False) -> 
 
 
 def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> TransactionalIdState:
-    """Until the coordinator says: our epoch plus `bumps`, in this state. The row, then, really happened."""
+    """Wait until the coordinator reports our epoch plus `bumps` in this state, which proves the row."""
 
     def row() -> TransactionalIdState | None:
         found = ask()
@@ -349,7 +348,7 @@ def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> TransactionalI
 
 
 @pytest.mark.deep_for("kafka392")
-def test_an_id_that_ended_its_own_transactions_is_still_its_own(producer: Start, topic: str, ask: Ask) -> None:
+def test_id_that_ended_its_transactions_is_still_owned(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -360,26 +359,28 @@ def test_an_id_that_ended_its_own_transactions_is_still_its_own(producer: Start,
     assert judge(situation(mine), wait_for(ask, mine, 0, "CompleteAbort")) is Owner.MINE
     raw.begin()
     raw.commit()
-    assert judge(situation(mine), wait_for(ask, mine, 0, "CompleteAbort")) is Owner.MINE, "nothing sent: no trace"
+    assert judge(situation(mine), wait_for(ask, mine, 0, "CompleteAbort")) is Owner.MINE, (
+        "an unused transaction must leave no trace"
+    )
 
 
 @pytest.mark.deep_for("kafka392")
-def test_the_first_transaction_that_timed_out_is_an_own_timeout(producer: Start, topic: str, ask: Ask) -> None:
+def test_first_timed_out_transaction_is_an_own_timeout(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
     raw.send(topic, "one")
     mine = identity(raw)
     wait_for(ask, mine, 1, "CompleteAbort")
     assert settle(situation(mine, late=True), ask)[0] is Owner.OWN_TIMEOUT
-    assert judge(situation(mine, late=False), ask()) is Owner.ABORTED_EARLY, "too young for its own timeout"
+    assert judge(situation(mine, late=False), ask()) is Owner.ABORTED_EARLY, (
+        "the transaction must be younger than its timeout"
+    )
     with pytest.raises(KafkaException):
         raw.commit()
 
 
 @pytest.mark.deep_for("kafka392")
-def test_an_own_timeout_is_told_while_the_broker_is_still_ending_the_transaction(
-    producer: Start, topic: str, ask: Ask
-) -> None:
+def test_own_timeout_is_recognised_while_the_abort_is_prepared(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -393,7 +394,7 @@ def test_an_own_timeout_is_told_while_the_broker_is_still_ending_the_transaction
 
 
 @pytest.mark.deep_for("kafka392")
-def test_a_second_one_initialised_while_ours_was_open_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_during_our_transaction_is_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
     raw.send(topic, "one")
@@ -407,21 +408,19 @@ def test_a_second_one_initialised_while_ours_was_open_is_newer(producer: Start, 
     assert judge(situation(mine, late=True), wait_for(ask, mine, 2, "Ongoing")) is Owner.NEWER
 
 
-def test_a_second_one_still_inside_its_init_is_not_taken_for_an_own_timeout(
-    producer: Start, topic: str, ask: Ask
-) -> None:
+def test_instance_inside_its_init_is_no_own_timeout(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
     raw.send(topic, "one")
     mine = identity(raw)
     init = Background(producer)
-    wait_until("the second one's init arrives", lambda: getattr(ask(), "epoch", None) != mine.epoch)
-    # As late as can be: only the second answer, 1.5 s later, tells that it was not our own timeout.
+    wait_until("the init of the second producer arrives", lambda: getattr(ask(), "epoch", None) != mine.epoch)
+    # As late as possible: only the second response, 1.5 s later, shows that it was not our own timeout.
     assert settle(situation(mine, late=True), ask)[0] is Owner.NEWER
     init.result()
 
 
-def test_a_second_one_that_died_inside_its_init_looks_like_an_own_timeout(
+def test_instance_that_died_inside_its_init_is_an_own_timeout(
     broker: LocalKafka, producer: Start, topic: str, ask: Ask, names: Callable[[str], str]
 ) -> None:
     with HoldingProxy.before(broker) as proxy:
@@ -429,26 +428,28 @@ def test_a_second_one_that_died_inside_its_init_looks_like_an_own_timeout(
         raw.begin()
         raw.send(topic, "one")
         mine = identity(raw)
-        # Its first InitProducerId fences ours and is told to come again; the one that would come again never does.
+        # Its first InitProducerId fences ours and must be retried, which this producer never does.
         died = proxy.on(ApiKey.InitProducerId, Fault.BLACKHOLE, nth=2, transactional_id=names("tx"))
         with pytest.raises(KafkaException):
             RawInit(broker.proxied_servers, names("tx"))
         died.wait()
         answer = wait_for(ask, mine, 1, "CompleteAbort")
-        assert judge(situation(mine), answer) is Owner.ABORTED_EARLY, "nobody took our place: the group will say so"
-        # It has done no work, so going on is right: it will be fenced by our init if it comes back.
+        assert judge(situation(mine), answer) is Owner.ABORTED_EARLY, (
+            "the group must decide, because nobody owns the id"
+        )
+        # It has done no work, so continuing is right: our init fences it if it comes back.
         assert settle(situation(mine, late=True), ask)[0] is Owner.OWN_TIMEOUT
 
 
 class RawInit(RawProducer):
-    """A producer whose init is given up after two seconds."""
+    """Start a producer whose init times out after two seconds."""
 
     def call(self, name: str, *arguments: object) -> None:
         super().call(name, *((2,) if name == "init_transactions" else arguments))
 
 
 @pytest.mark.deep_for("kafka392")
-def test_a_second_one_initialised_while_ours_was_idle_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_while_ours_was_idle_is_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -460,9 +461,9 @@ def test_a_second_one_initialised_while_ours_was_idle_is_newer(producer: Start, 
     second.send(topic, "three")
     second.abort()
     answer = wait_for(ask, mine, 1, "CompleteAbort")
-    # Not to be told from our own ghost by the coordinator alone: the session asks the group.
+    # The coordinator alone cannot distinguish it from our own late request, so the session queries the group.
     assert judge(situation(mine, False), answer) is Owner.UNKNOWN_TIMEOUT
-    # With a transaction of ours open it would have become E+2: our clock stands still, or the group knows better.
+    # With an open transaction of ours the epoch would be E+2: our clock stopped, or the group decides.
     assert judge(situation(mine), answer) is Owner.ABORTED_EARLY
     second.begin()
     second.send(topic, "four")
@@ -471,9 +472,7 @@ def test_a_second_one_initialised_while_ours_was_idle_is_newer(producer: Start, 
 
 
 @pytest.mark.deep_for("kafka392")
-def test_a_second_one_at_work_under_the_next_epoch_is_newer_once_patience_ends(
-    producer: Start, topic: str, ask: Ask
-) -> None:
+def test_instance_with_the_next_epoch_is_newer_after_the_wait(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -486,7 +485,7 @@ def test_a_second_one_at_work_under_the_next_epoch_is_newer_once_patience_ends(
 
 
 @pytest.mark.deep_for("kafka392")
-def test_a_second_one_initialised_after_ours_timed_out_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_after_our_timeout_is_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
     raw.send(topic, "one")
@@ -505,7 +504,7 @@ def test_a_second_one_initialised_after_ours_timed_out_is_newer(producer: Start,
     assert judge(late, wait_for(ask, mine, 3, "CompleteAbort")) is Owner.NEWER
 
 
-def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka, names: Callable[[str], str]) -> None:
+def test_timed_out_transaction_of_a_late_request_is_recognised(kafka: LocalKafka, names: Callable[[str], str]) -> None:
     servers, name = kafka.bootstrap_servers, names("tx")
     topic = create_topic(servers, names("out"))
     with (
@@ -516,15 +515,15 @@ def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka
         late = proxy.on(ApiKey.AddPartitionsToTxn, Fault.LATE_COPY, transactional_id=name)
         raw.commit_one(topic, "one")
         mine = identity(raw)
-        assert late.deliver_late().error == 0, "the late copy opens a transaction that nobody knows of"
+        assert late.deliver_late().error == 0, "the late copy must open a transaction"
         wait_for(lambda: admin.describe(name), mine, 1, "CompleteAbort")
         assert settle(situation(mine, acknowledged=False), lambda: admin.describe(name))[0] is Owner.UNKNOWN_TIMEOUT
 
 
 @pytest.mark.deep_for("kafka392")
-def test_an_id_that_the_cluster_does_not_know_is_nobodys(ask: Ask) -> None:
+def test_unknown_id_has_no_owner(ask: Ask) -> None:
     def answered() -> bool:
-        with suppress(Unavailable):  # the first question of all makes the transaction log
+        with suppress(Unavailable):  # the first query creates the transaction log
             assert ask() is None
             return True
         return False
@@ -533,11 +532,12 @@ def test_an_id_that_the_cluster_does_not_know_is_nobodys(ask: Ask) -> None:
     assert settle(situation(Identity(1, 0)), ask)[0] is Owner.EXPIRED
 
 
-def test_an_epoch_that_our_own_client_took_after_records_timed_out_is_known_as_ours(
-    kafka: LocalKafka, names: Callable[[str], str]
-) -> None:
-    """The abort of a transaction whose records timed out makes librdkafka ask for the next epoch (KIP-360). Whoever is
-    fenced from the group right then (found by the failure matrix) must not take it for a newer instance's."""
+def test_epoch_bumped_by_our_client_after_a_timeout_is_ours(kafka: LocalKafka, names: Callable[[str], str]) -> None:
+    """Let records time out: librdkafka then aborts and takes the next epoch itself (KIP-360).
+
+    A member that the group fences at this moment must not treat the epoch as a newer instance's. The failure matrix
+    found it.
+    """
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("tx")
     settings = Settings({"bootstrap.servers": kafka.proxied_servers, "message.timeout.ms": 1_500, "linger.ms": 0})
     producer = TransactionalProducer(settings, name)
@@ -555,7 +555,7 @@ def test_an_epoch_that_our_own_client_took_after_records_timed_out_is_known_as_o
             with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
                 described = admin.describe(name)
             assert described is not None
-            assert described.epoch == before.epoch + 1, "librdkafka took the next epoch by itself"
+            assert described.epoch == before.epoch + 1, "librdkafka must take the next epoch by itself"
             known = producer.poll_identity(fresh=True)
             assert known == Identity(described.producer_id, described.epoch)
             situation = Situation(known, Progress.SENT, age_ms=2_000, timeout_ms=10_000)

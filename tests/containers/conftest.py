@@ -1,4 +1,4 @@
-"""The clusters that these tests break: three nodes on each backend, and what is said where a backend cannot run."""
+"""Provide clusters of three nodes that tests break, on each backend, or the reason why a backend is missing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from eos.testing.clusters import Cluster, choose
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The tests of one cluster in one process, the other tests of one file in one process.
+    """Run the tests of one cluster in one process, and the other tests of each file in one process.
 
-    (`--dist loadgroup` would be that, but xdist 3.8 does not group with pytest 9: it renames the tests in vain.)
+    `--dist loadgroup` should do this, but xdist 3.8 does not group with pytest 9, because it renames the tests too
+    late.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -28,12 +29,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Three nodes of `request.param`, "backend-version"; every test ends its faults, the next one begins in sync."""
+    """Start three nodes of `request.param`, "backend-version". Every test ends its faults, so the next one starts in
+    sync."""
     backend, _, version = request.param.partition("-")
     wanted = request.config.getoption("--eos-kafka")
     if wanted not in (None, backend):
         pytest.skip(f"not run: --eos-kafka={wanted}")
-    # Without a wish, so that a machine without an engine says so and goes on; a wish would fail there.
+    # Without an explicit request, so that a machine without an engine skips the test; a request would fail there.
     choice = choose(backend if wanted or backend == "jvm" else None, version)
     if choice.backend != backend:
         pytest.skip(f"not run: {choice.reason}")
@@ -43,6 +45,6 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @pytest.fixture
 def whole(cluster: Cluster) -> Iterator[Cluster]:
-    """`cluster`, repaired after the test if the test left a fault."""
+    """Return `cluster`, and repair it after the test if the test left a fault."""
     yield cluster
     cluster.repair()

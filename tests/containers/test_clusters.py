@@ -1,4 +1,4 @@
-"""Every fault of a test cluster is what it says it is, seen from outside; the same on containers and on local JVMs."""
+"""Check from outside that every fault of a test cluster does what it says, on containers and on local JVMs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def new_topic(cluster: Cluster, name: str) -> str:
 
 
 def send(cluster: Cluster, topic: str, value: str) -> None:
-    """Until at least two nodes have it (acks=all, min.insync.replicas=2)."""
+    """Write a value until at least two nodes have it (acks=all, min.insync.replicas=2)."""
     errors: list[KafkaError | None] = []
-    # Not idempotent: this client would wait for the answer of a silent node instead of sending to the next leader.
+    # Not idempotent: an idempotent client would wait for a silent node instead of trying the next leader.
     producer = Producer(
         {
             "bootstrap.servers": cluster.bootstrap_servers,
@@ -57,7 +57,7 @@ def send(cluster: Cluster, topic: str, value: str) -> None:
 
 
 def distinct_values(cluster: Cluster, topic: str) -> list[str]:
-    """The values of the topic in order, each once: `send` may send twice."""
+    """Return the distinct values of the topic in order, because `send` may write a value twice."""
     consumer = Consumer(
         {
             "bootstrap.servers": cluster.bootstrap_servers,
@@ -86,7 +86,7 @@ def distinct_values(cluster: Cluster, topic: str) -> list[str]:
 
 
 class Conversation:
-    """One connection to one node, on which questions are asked (ApiVersions) and answers waited for."""
+    """Send ApiVersions requests on one connection to one node, and wait for the responses."""
 
     def __init__(self, server: str) -> None:
         host, _, port = server.rpartition(":")
@@ -98,7 +98,8 @@ class Conversation:
         self._socket.sendall(struct.pack(">ihhih", 10, 18, 0, self._asked, -1))
 
     def is_answered(self, within_s: float) -> bool:
-        """Whether the last question is answered in time; ConnectionError if the connection was reset or closed."""
+        """Return whether the last request is answered in time; raise ConnectionError if the connection was closed or
+        reset."""
         self._socket.settimeout(within_s)
         try:
             length, correlation = struct.unpack(">ii", self._read(8))
@@ -123,7 +124,7 @@ class Conversation:
 
 @contextmanager
 def ended_conversation(server: str) -> Iterator[None]:
-    """A connection that was answered before the block, and has ended with it."""
+    """Open a connection that gets a response before the block and is closed after it."""
     with closing(Conversation(server)) as talk:
         talk.ask()
         assert talk.is_answered(10)
@@ -143,9 +144,7 @@ def a_new_connection_is_answered(server: str) -> bool:
 
 
 @everywhere
-def test_a_killed_leader_is_replaced_and_comes_back_with_every_record(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_killed_leader_is_replaced_and_returns_with_all_records(whole: Cluster, names: Callable[[str], str]) -> None:
     topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
@@ -155,7 +154,7 @@ def test_a_killed_leader_is_replaced_and_comes_back_with_every_record(
     assert not a_new_connection_is_answered(whole.server(leader))
     send(whole, topic, "without the leader")
     assert whole.leader_of(topic) not in (leader, -1)
-    wait_until("the dead node leaves the ISR", lambda: leader not in whole.in_sync_of(topic), DEADLINE_S)
+    wait_until("the killed node leaves the ISR", lambda: leader not in whole.in_sync_of(topic), DEADLINE_S)
     for again in (whole.kill, whole.restart):
         with pytest.raises(IllegalState, match=f"node {leader} is down"):
             again(leader)
@@ -165,18 +164,18 @@ def test_a_killed_leader_is_replaced_and_comes_back_with_every_record(
     assert whole.wait_in_sync() >= 1
     assert whole.in_sync_of(topic) == {0, 1, 2}
     assert whole.bootstrap_servers == servers
-    wait_until("it answers again", lambda: a_new_connection_is_answered(whole.server(leader)), DEADLINE_S)
+    wait_until("the node answers again", lambda: a_new_connection_is_answered(whole.server(leader)), DEADLINE_S)
     assert distinct_values(whole, topic) == ["before", "without the leader"]
 
 
 @pytest.mark.deep_for("jvm*")
 @newest
-def test_a_stopped_leader_hands_over_before_it_goes(whole: Cluster, names: Callable[[str], str]) -> None:
+def test_stopped_leader_hands_over_before_it_ends(whole: Cluster, names: Callable[[str], str]) -> None:
     topic = new_topic(whole, names("t"))
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
     whole.stop(leader)
-    # A killed one stays the leader until its session ends; this one has handed over when it is down.
+    # A killed leader stays the leader until its session expires; a stopped one has handed over before it ends.
     assert whole.leader_of(topic) not in (leader, -1)
     assert leader not in whole.in_sync_of(topic)
     assert "shut down completed" in whole.log(leader)
@@ -188,9 +187,7 @@ def test_a_stopped_leader_hands_over_before_it_goes(whole: Cluster, names: Calla
 
 @pytest.mark.deep_for("jvm*")
 @newest
-def test_a_restarted_node_is_a_new_process_with_its_old_address_and_every_record(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_restarted_node_keeps_its_address_and_records(whole: Cluster, names: Callable[[str], str]) -> None:
     topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
@@ -199,16 +196,14 @@ def test_a_restarted_node_is_a_new_process_with_its_old_address_and_every_record
     assert whole.running(leader)
     assert whole.bootstrap_servers == servers
     assert a_new_connection_is_answered(whole.server(leader))
-    assert "shut down completed" in whole.log(leader), "it was stopped, not killed"
+    assert "shut down completed" in whole.log(leader), "the node must be stopped, not killed"
     whole.wait_in_sync(topic)
     assert whole.in_sync_of(topic) == {0, 1, 2}
     assert distinct_values(whole, topic) == ["before"]
 
 
 @newest
-def test_a_paused_leader_keeps_its_connections_and_says_nothing_until_it_is_resumed(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_paused_leader_keeps_connections_without_answering(whole: Cluster, names: Callable[[str], str]) -> None:
     topic = new_topic(whole, names("t"))
     leader = whole.leader_of(topic)
     with closing(Conversation(whole.server(leader))) as talk:
@@ -224,15 +219,13 @@ def test_a_paused_leader_keeps_its_connections_and_says_nothing_until_it_is_resu
         with pytest.raises(IllegalState, match="paused already"):
             whole.pause(leader)
         whole.resume(leader)
-        assert talk.is_answered(30), "the question was lost, or the node is another one"
+        assert talk.is_answered(30), "the request was lost, or another node answered"
     whole.wait_in_sync()
     assert distinct_values(whole, topic) == ["meanwhile"]
 
 
 @everywhere
-def test_a_leader_that_is_cut_off_loses_its_place_but_no_connection(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_disconnected_leader_is_replaced_and_keeps_connections(whole: Cluster, names: Callable[[str], str]) -> None:
     topic = new_topic(whole, names("t"))
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
@@ -241,16 +234,16 @@ def test_a_leader_that_is_cut_off_loses_its_place_but_no_connection(
         assert talk.is_answered(10)
         whole.partition(leader)
         talk.ask()
-        assert not talk.is_answered(1), "a client still reaches the node"
+        assert not talk.is_answered(1), "a client must not reach the node"
         assert not a_new_connection_is_answered(whole.server(leader))
         send(whole, topic, "meanwhile")
-        assert whole.leader_of(topic) not in (leader, -1), "the other nodes still reach the node"
+        assert whole.leader_of(topic) not in (leader, -1), "the other nodes must not reach the node"
         wait_until("the cut node leaves the ISR", lambda: leader not in whole.in_sync_of(topic), DEADLINE_S)
         assert whole.running(leader)
         with pytest.raises(IllegalState, match="cut off already"):
             whole.partition(leader)
         whole.heal(leader)
-        # Dropped, not refused: TCP sends the question again, in its own time.
+        # Dropped, not refused: TCP sends the request again later.
         assert talk.is_answered(DEADLINE_S)
     whole.wait_in_sync()
     assert whole.in_sync_of(topic) == {0, 1, 2}
@@ -259,9 +252,7 @@ def test_a_leader_that_is_cut_off_loses_its_place_but_no_connection(
 
 @pytest.mark.deep_for("jvm*")
 @newest
-def test_the_controller_and_the_coordinators_are_those_that_kafka_names(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_controller_and_coordinators_agree_with_kafka(whole: Cluster, names: Callable[[str], str]) -> None:
     group, transactional_id = names("g"), names("x")
     group_coordinator = whole.coordinator_of(group=group)
     assert whole.coordinator_of(transactional_id=transactional_id) in range(3)
@@ -292,7 +283,7 @@ def test_the_controller_and_the_coordinators_are_those_that_kafka_names(
 
 @pytest.mark.deep_for("jvm*")
 @newest
-def test_a_node_that_is_slow_to_come_back_is_told_with_its_state_and_last_words_and_can_be_waited_for(
+def test_slow_node_start_is_reported_with_state_and_last_log_lines(
     whole: Cluster,
 ) -> None:
     controller = whole.controller()
@@ -306,7 +297,7 @@ def test_a_node_that_is_slow_to_come_back_is_told_with_its_state_and_last_words_
 
 
 @on("jvm-4.4.0")
-def test_a_node_that_ends_as_it_starts_is_told_with_its_error_and_can_be_started_again(whole: Cluster) -> None:
+def test_node_that_fails_to_start_is_reported_and_restartable(whole: Cluster) -> None:
     assert isinstance(whole, JvmCluster)
     properties = whole._kafka.log_path(0).with_name("server.properties")
     whole.kill(0)
@@ -321,9 +312,7 @@ def test_a_node_that_ends_as_it_starts_is_told_with_its_error_and_can_be_started
 
 
 @newest
-def test_what_was_acknowledged_is_there_after_all_nodes_were_killed_at_once(
-    whole: Cluster, names: Callable[[str], str]
-) -> None:
+def test_acknowledged_records_survive_a_kill_of_all_nodes(whole: Cluster, names: Callable[[str], str]) -> None:
     topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
     sent = [f"record {n}" for n in range(20)]
     for value in sent:

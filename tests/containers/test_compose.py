@@ -1,4 +1,4 @@
-"""`make up` and `make worker`: three brokers and a worker from compose/docker-compose.yml do their work and go."""
+"""Run `make up` and `make worker`: the three brokers and the worker of compose/docker-compose.yml work and stop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def double(record: Record) -> str:
 
 
 def free_ports_in_a_row(count: int) -> list[int]:
-    """The shim advertises one port per broker, counted from the first."""
+    """Return the first of `count` consecutive free ports, as the shim advertises one port per broker."""
     for first in free_ports(50):
         try:
             for port in range(first, first + count):
@@ -48,7 +48,7 @@ def free_ports_in_a_row(count: int) -> list[int]:
 
 
 def composes() -> dict[str, list[str]]:
-    """The commands of the composes that are installed; what came after v2 is its own kind."""
+    """Return the commands of the installed compose versions; each version after v2 counts as one kind."""
     found: dict[str, list[str]] = {}
     for command in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(command[0]) is None:
@@ -60,7 +60,7 @@ def composes() -> dict[str, list[str]]:
 
 
 class Project:
-    """A compose project of this test's own: name, ports and App folder."""
+    """Run a compose project with its own name, ports and App folder."""
 
     def __init__(self, folder: Path) -> None:
         self.name = f"eos-test-{uuid.uuid4().hex[:8]}"
@@ -77,7 +77,7 @@ class Project:
             "EOS_OWNER": owner(),
             "EOS_APP_FOLDER": str(folder),
             "EOS_APP": "doubling:app",
-            # As long as `__call__` waits; after its own minute compose calls a busy engine broken.
+            # As long as `__call__` waits; compose itself reports a busy engine as broken after a minute.
             "COMPOSE_HTTP_TIMEOUT": "200",
         }
 
@@ -114,7 +114,7 @@ def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Project]
     if not composes():
         pytest.skip("not run: the engine answers, but no compose is installed (compose/engine.sh start, as root)")
     (tmp_path / "doubling.py").write_text(APP)
-    # The worker in the container is another user.
+    # The worker in the container runs as another user.
     tmp_path.chmod(0o755)
     project = Project(tmp_path)
     try:
@@ -122,7 +122,7 @@ def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Project]
     finally:
         # Shown when the test fails.
         print(project("logs", "--no-color", "worker"))
-        # Nothing here is worth a clean stop.
+        # Nothing here needs a clean stop.
         project("kill")
         project("down", "-v")
         assert not project.containers()
@@ -130,7 +130,7 @@ def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Project]
 
 @pytest.mark.takes(236)
 @pytest.mark.timeout(600)
-def test_three_brokers_a_worker_and_a_shim_double_every_number_once_while_a_broker_is_killed(project: Project) -> None:
+def test_compose_doubles_every_number_once_despite_a_killed_broker(project: Project) -> None:
     started = time.monotonic()
     assert f"KAFKA_BOOTSTRAP_SERVERS={project.servers}" in project("up")
     print(f"three brokers after {time.monotonic() - started:.1f} s")
@@ -148,9 +148,9 @@ def test_three_brokers_a_worker_and_a_shim_double_every_number_once_while_a_brok
     admin = AdminClient({"bootstrap.servers": project.shim})
     told = {(broker.host, broker.port) for broker in admin.list_topics(timeout=30).brokers.values()}
     host, _, port = project.shim.partition(":")
-    assert told == {(host, int(port) + i) for i in range(3)}, "who asks the shim is told of nobody else"
+    assert told == {(host, int(port) + i) for i in range(3)}, "clients of the shim must see the shim's addresses only"
     load(project, range(200, 260), project.shim)
-    wait_until("what came through the shim is doubled", lambda: shows(project, doubled(260)), 60)
+    wait_until("the records sent through the shim are doubled", lambda: shows(project, doubled(260)), 60)
     with urllib.request.urlopen(f"http://127.0.0.1:{project.http_port}/metrics", timeout=30) as answer:
         assert 'eos_shim_transactions_total{end="commit"} 1.0' in answer.read().decode()
 
@@ -161,7 +161,7 @@ def test_three_brokers_a_worker_and_a_shim_double_every_number_once_while_a_brok
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-def test_records_outlive_the_brokers_and_a_worker_leaves_the_brokers_as_they_are(project: Project) -> None:
+def test_records_survive_a_restart_and_workers_keep_the_brokers(project: Project) -> None:
     project("up")
     create(project, "numbers", "doubled")
     load(project, range(50))
@@ -170,15 +170,15 @@ def test_records_outlive_the_brokers_and_a_worker_leaves_the_brokers_as_they_are
     project("up")
     assert sorted_values(project, "numbers") == list(range(50))
     brokers = set(project.containers())
-    # An image that is here and is no Kafka: brokers made anew of it would not come back.
+    # An image that exists and is no Kafka: brokers recreated from it would not start.
     project("worker", KAFKA_IMAGE=BASE_IMAGE)
-    wait_until("what came before the worker is doubled", lambda: sorted_output(project) == doubled(50), 60)
+    wait_until("the records from before the worker are doubled", lambda: sorted_output(project) == doubled(50), 60)
     assert len(brokers) == 3
     assert brokers < set(project.containers())
 
 
 @pytest.mark.parametrize("generation", ["v1", "v2"])
-def test_the_file_is_read_by_both_generations_of_compose(generation: str) -> None:
+def test_compose_file_is_read_by_both_compose_generations(generation: str) -> None:
     if (command := composes().get(generation)) is None:
         pytest.skip(f"not run: no compose {generation} is installed")
     profiles = [*command, "--profile", "worker", "--profile", "shim"]
@@ -195,7 +195,7 @@ def test_the_file_is_read_by_both_generations_of_compose(generation: str) -> Non
     assert names("--volumes") == brokers
 
 
-def test_docker_without_a_compose_is_no_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docker_without_compose_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker = tmp_path / "docker"
     docker.write_text("#!/bin/sh\necho \"docker: 'compose' is not a docker command.\" >&2\nexit 1\n")
     docker.chmod(0o755)
@@ -203,14 +203,14 @@ def test_docker_without_a_compose_is_no_compose(tmp_path: Path, monkeypatch: pyt
     assert composes() == {}
 
 
-def test_everything_of_a_project_says_who_owns_it(project: Project) -> None:
-    configured = project("config").partition("\nx-")[0]  # compose v2 prints the anchors too
+def test_project_resources_have_owner_labels(project: Project) -> None:
+    configured = project("config").partition("\nx-")[0]  # compose v2 prints the anchors too.
     # Three brokers, the worker, the shim, the network and three volumes.
     assert configured.count(f"{OWNER_LABEL}: {owner()}") == 9
 
 
 def create(project: Project, *names: str) -> None:
-    """Topics of two partitions, known to every broker with three replicas in sync."""
+    """Create topics of two partitions, and wait until every broker knows them with three in-sync replicas."""
     admin = AdminClient({"bootstrap.servers": project.servers})
     for made in admin.create_topics([NewTopic(name, 2) for name in names]).values():
         made.result(30)
@@ -242,7 +242,7 @@ def shows(project: Project, expected: list[int]) -> bool:
     try:
         return sorted_output(project) == expected
     except (KafkaException, TooSlow):
-        return False  # leaders are moving, or a transaction is open still
+        return False  # Leaders are moving, or a transaction is still open.
 
 
 def doubled(count: int) -> list[int]:

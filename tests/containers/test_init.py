@@ -1,6 +1,6 @@
-"""The Dockerfile that `eos init` makes: it builds, and what it builds is a worker that is healthy, not root, and stops.
+"""Build the Dockerfile of `eos init`: the image is a healthy worker that does not run as root and stops cleanly.
 
-No registry is asked. The base is this machine's Debian with pip and the wheels that the Dockerfile installs.
+The build uses no registry. Its base is this machine's Debian with pip and the wheels that the Dockerfile installs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def build(image: str, folder: Path, *options: str) -> None:
 
 
 def make_base(image: str, folder: Path) -> Path:
-    """For the Python of the base image, not for the one that runs here. Returns the wheel of eos, which it lacks."""
+    """Build the base image, and return the wheel of eos, which it lacks; other wheels are for the image's Python."""
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     pure = os.environ | {"EOS_PURE_PYTHON": "1"}
     subprocess.run([*pip, "wheel", "--no-deps", "-w", folder / "wheels", ROOT], env=pure, check=True)
@@ -75,7 +75,7 @@ def written(servers: str) -> list[bytes | None]:
 
 
 @pytest.mark.deep
-def test_the_image_of_a_new_app_is_a_healthy_worker_that_is_not_root_and_stops_in_order(
+def test_image_of_a_new_app_is_a_healthy_worker_without_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: list[str]
 ) -> None:
     choice = choose(None, "4.4.0")
@@ -99,9 +99,11 @@ def test_the_image_of_a_new_app_is_a_healthy_worker_that_is_not_root_and_stops_i
             *("-e", "KAFKA_BOOTSTRAP_SERVERS=kafka-0:9092", "-e", "EOS_INSTANCE=shop-0", image),
         )
         try:
-            wait_until("its output", lambda: written(cluster.bootstrap_servers) == [b"TO BE"], 150)
+            wait_until("the output of the worker", lambda: written(cluster.bootstrap_servers) == [b"TO BE"], 150)
             wait_until(
-                "it is healthy", lambda: docker("inspect", "-f", "{{.State.Health.Status}}", worker) == "healthy", 150
+                "the worker is healthy",
+                lambda: docker("inspect", "-f", "{{.State.Health.Status}}", worker) == "healthy",
+                150,
             )
             assert docker("exec", worker, "id", "-u") == "1000"
             docker("stop", "-t", "45", worker)

@@ -1,4 +1,4 @@
-"""A killed test run leaves nothing: its watcher removes its cluster, the next run what the watcher could not."""
+"""Kill test runs: the watcher of a run removes its cluster, and the next run removes the rest."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def docker(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def dead_owner() -> str:
-    """The name of a process that was alive a moment ago."""
+    """Return the owner name of a process that has just ended."""
     code = "from eos.testing.clusters.leftovers import owner; print(owner())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 @contextlib.contextmanager
 def another_owner() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A process that lives until its input is closed, and its name."""
+    """Start a process that lives until its input is closed, and return its owner name."""
     code = "import sys; from eos.testing.clusters.leftovers import owner; print(owner(), flush=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -47,19 +47,19 @@ def another_owner() -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.wait(30)
 
 
-def test_only_a_process_that_is_gone_is_dead() -> None:
+def test_only_an_ended_process_is_dead() -> None:
     assert not is_dead(owner())
     assert is_dead(dead_owner())
     machine, pid, start = owner().rsplit("/", 2)
-    # Its pid belongs to somebody else by now.
+    # Another process has its pid by now.
     assert is_dead(f"{machine}/{pid}/{int(start) - 1}")
-    # Another machine's process cannot be judged, and a person's cluster has no such name.
+    # Nobody can judge a process of another machine, and a person's cluster has no such name.
     assert not is_dead(f"elsewhere/{pid}/{int(start) - 1}")
     assert not is_dead("")
     assert not is_dead("somebody")
 
 
-def test_what_dead_runs_left_is_removed_and_nothing_else(docker: Any, names: Any) -> None:
+def test_only_resources_of_dead_runs_are_removed(docker: Any, names: Any) -> None:
     from eos.testing.clusters.container import BASE_IMAGE
 
     def make(label: dict[str, str], suffix: str) -> list[Any]:
@@ -75,17 +75,17 @@ def test_what_dead_runs_left_is_removed_and_nothing_else(docker: Any, names: Any
     made: dict[str, list[Any]] = {}
     with another_owner() as (other, process):
         try:
-            # It lives until all is made: another run beside this one may remove what the dead left at any moment.
+            # It lives until everything exists: a parallel run may remove resources of dead owners at any moment.
             made["dead"] = make({OWNER_LABEL: other}, "dead")
             made["alive"] = make({OWNER_LABEL: owner()}, "alive")
             made["person"] = make({}, "person")
-            # A paused one must go too.
+            # A paused container must be removed too.
             made["dead"][0].pause()
             assert not any(map(is_gone, made["dead"]))
             process.communicate(timeout=30)
             removed = remove_leftovers(docker)
-            # By this call, or by another run's, which may be at it still.
-            wait_until("what the dead left is gone", lambda: all(map(is_gone, made["dead"])), 60)
+            # Removed by this call, or by that of a parallel run, which may still be working.
+            wait_until("the resources of dead runs are removed", lambda: all(map(is_gone, made["dead"])), 60)
             assert names("alive") not in removed
             assert names("person") not in removed
             for kind in ("alive", "person"):
@@ -123,7 +123,7 @@ with ContainerCluster(nodes=1) as cluster:
 """
 
 
-def test_a_cluster_goes_with_its_run_even_if_that_is_killed(docker: Any) -> None:
+def test_cluster_is_removed_with_its_killed_run(docker: Any) -> None:
     run = subprocess.Popen([sys.executable, "-c", RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     try:
@@ -135,8 +135,8 @@ def test_a_cluster_goes_with_its_run_even_if_that_is_killed(docker: Any) -> None
     finally:
         run.kill()
         run.communicate()
-    # Removed by the watcher or by another run, and maybe in the midst of being listed.
+    # Removed by the watcher or by another run, possibly while it is listed.
     everything = {"all": True, "filters": filters, "ignore_removed": True}
-    wait_until("its containers are gone", lambda: not docker.containers.list(**everything), 120)
-    wait_until("its network is gone", lambda: not docker.networks.list(filters=filters), 60)
-    wait_until("its volumes are gone", lambda: not {v.name for v in docker.volumes.list()} & set(volumes), 60)
+    wait_until("its containers are removed", lambda: not docker.containers.list(**everything), 120)
+    wait_until("its network is removed", lambda: not docker.networks.list(filters=filters), 60)
+    wait_until("its volumes are removed", lambda: not {v.name for v in docker.volumes.list()} & set(volumes), 60)

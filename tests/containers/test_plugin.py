@@ -1,4 +1,4 @@
-"""The pytest plugin as a user of the package meets it: real pytest runs in a folder of their own."""
+"""Run pytest in a user's folder with the plugin of the package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eos.testing.clusters import choose
 from tests.support.users_pytest import run_pytest
 
 
-def test_somebody_elses_cluster_is_used_and_a_fault_on_it_is_not_run(tmp_path: Path, kafka: LocalKafka) -> None:
+def test_given_cluster_is_used_without_faults(tmp_path: Path, kafka: LocalKafka) -> None:
     test = """
 def test_it_is_used(eos_kafka):
     assert eos_kafka.controller() == 0
@@ -33,7 +33,7 @@ def test_a_cut(eos_kafka):
     assert kafka.running(0)
 
 
-def test_without_an_engine_tests_get_local_jvms_and_one_line_says_so(tmp_path: Path) -> None:
+def test_tests_without_an_engine_use_local_jvms_with_a_notice(tmp_path: Path) -> None:
     test = """
 def test_a_fault_is_left(eos_kafka):
     assert eos_kafka.backend == "jvm"
@@ -56,7 +56,7 @@ def test_a_cut(eos_kafka):
 
 @pytest.mark.deep_for("jvm")
 @pytest.mark.parametrize("backend", ["jvm", "container"])
-def test_a_backend_that_was_asked_for_runs_a_users_test(tmp_path: Path, backend: str) -> None:
+def test_requested_backend_runs_a_users_test(tmp_path: Path, backend: str) -> None:
     if backend == "container" and (choice := choose()).backend != backend:
         pytest.skip(f"not run: {choice.reason}")
     test = f"""
@@ -80,20 +80,20 @@ def test_a_cut(eos_kafka):
     assert ("eos: brokers are containers of" if backend == "container" else "local JVMs, as requested") in said
 
 
-def test_a_backend_that_was_asked_for_is_not_replaced(tmp_path: Path) -> None:
+def test_requested_backend_is_not_replaced(tmp_path: Path) -> None:
     test = "def test_it(eos_cluster):\n    eos_cluster(nodes=1)\n"
     code, said = run_pytest(tmp_path, test, "--eos-kafka=container", DOCKER_HOST=f"unix://{tmp_path}/no.sock")
     assert code == 1, said
     assert "Unavailable: no container engine answers" in said
 
 
-def test_a_cluster_that_is_none_is_a_wrong_command_line(tmp_path: Path) -> None:
+def test_invalid_cluster_option_is_a_usage_error(tmp_path: Path) -> None:
     code, said = run_pytest(tmp_path, "", "--eos-kafka=podman")
     assert code == 4
     assert "--eos-kafka=podman: must be container, jvm or HOST:PORT" in said
 
 
-def test_loading_the_plugin_imports_nothing_more_than_the_package_itself_and_pytest() -> None:
+def test_plugin_imports_only_the_package_and_pytest() -> None:
     code = """
 import sys, pytest, eos
 before = set(sys.modules)

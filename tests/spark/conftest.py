@@ -1,4 +1,4 @@
-"""One Spark for the tests' own process, and driver programs in processes of their own."""
+"""Provide one Spark session for the test process, and driver programs in separate processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session", autouse=True)
 def java() -> None:
-    """What every driver of these tests is started with; without a JDK they are left out."""
+    """Configure the environment of every driver; without a JDK the tests are skipped."""
     try:
         os.environ["SPARK_SUBMIT_OPTS"] = spark_classes.options()
     except Unavailable as error:
@@ -34,7 +34,7 @@ def java() -> None:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two task slots; a task may fail three times before its job does, as on a cluster."""
+    """Start Spark with two task slots; as on a cluster, a job fails after three failed attempts of a task."""
     from spark_connector import spark_session
 
     directory = tmp_path_factory.mktemp("spark")
@@ -52,21 +52,20 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Driver:
-    """A running driver program; `kill` ends whatever is left of it, its JVM and its Python workers too. `python`: its
-    executors'."""
+    """Run a driver program. `kill` also ends its JVM and its Python workers. `python`: the Python of its executors."""
 
     def __init__(self, query: Query, how: dict[str, Any], log: Path, python: str, cwd: Path) -> None:
         self.log = log
         command = [sys.executable, "-u", "-m", "tests.support.spark_driver", query.to_json(), json.dumps(how)]
         environment = os.environ | {"PYSPARK_PYTHON": python, "PYTHONPATH": str(ROOT)}
-        # A session of its own: the JVM and the Python workers are in its process group and die with it.
+        # In its own session, so that the JVM and the Python workers die with its process group.
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     def wait_for(self, line: str, timeout_s: float = 180) -> str:
-        """The first line that begins so."""
+        """Return the first line that starts with `line`."""
         deadline = time.monotonic() + timeout_s
         while True:
             for found in self.log.read_text(errors="replace").splitlines():
@@ -79,7 +78,7 @@ class Driver:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """SIGKILL to the process, its JVM and its workers at once."""
+        """Send SIGKILL to the process, its JVM and its workers at the same time."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)

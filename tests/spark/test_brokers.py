@@ -1,4 +1,4 @@
-"""Brokers that die in the middle of a batch: three nodes, and one of them is the one that matters just then."""
+"""Kill the most important of three brokers during a batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Queries = Callable[..., Query]
         pytest.param("leader", "produce", marks=pytest.mark.long),
     ],
 )
-def test_a_broker_killed_in_mid_batch_costs_time_and_no_record(
+def test_broker_killed_during_a_batch_costs_no_record(
     who: str, step: str, cluster: LocalKafka, queries: Queries, spark: Any
 ) -> None:
     query = queries(cluster.bootstrap_servers).create(replicas=3).load(RECORDS)
@@ -54,7 +54,7 @@ def test_a_broker_killed_in_mid_batch_costs_time_and_no_record(
 
 
 @pytest.mark.deep
-def test_a_topic_that_has_too_few_replicas_in_sync_says_so(cluster: LocalKafka, queries: Queries, spark: Any) -> None:
+def test_too_few_in_sync_replicas_are_reported(cluster: LocalKafka, queries: Queries, spark: Any) -> None:
     from pyspark.errors import StreamingQueryException
 
     query = queries(cluster.bootstrap_servers).create(replicas=3, **{"min.insync.replicas": "3"}).load(RECORDS)

@@ -1,4 +1,4 @@
-"""`eos demo --spark` proves what it says and leaves nothing behind."""
+"""Check that `eos demo --spark` proves its results and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 @pytest.mark.long
 @pytest.mark.timeout(1_500)
-def test_the_demo_kills_the_driver_in_an_open_transaction_and_proves_the_result(tmp_path: Path) -> None:
+def test_demo_kills_the_driver_in_a_transaction_and_proves_results(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "eos", "demo", "--spark", "--flights", "60000"],
         capture_output=True,

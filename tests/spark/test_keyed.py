@@ -1,4 +1,4 @@
-"""Functions with state on Spark: what they remember and what comes of it is what a worker makes of the same records."""
+"""Run functions with state on Spark: their state and outputs equal those of a worker on the same records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.takes(175), pytest.mark.timeout(560)]
 
 SPARK_S = 240.0
 
-# Every kind of state and of function; one function has none, one source's records have no keys, or fail.
+# Every kind of state and function; one function has no state, and one source has no keys or failing records.
 REMEMBERING = """
     import asyncio, os, time
     import eos
@@ -76,14 +76,14 @@ REMEMBERING = """
 """
 
 
-def test_what_is_remembered_on_spark_is_what_a_worker_remembers_also_behind_a_killed_driver(
+def test_state_on_spark_equals_a_workers_after_a_killed_driver(
     spark_runs: SparkRuns,
 ) -> None:
     inputs = {name: spark_runs.topic(name) for name in ("counted", "pages", "sales", "plain")}
     spark_runs.topic("counted.dlq")
     values = [b"%d" % number for number in range(2_400)]
     for name, topic in inputs.items():
-        if name == "counted":  # each key is in every partition, where it is another one's
+        if name == "counted":  # Each key is in every partition, and is a different key in each.
             spark_runs.load(topic, values, lambda number: b"%d" % (number % 50))
         else:
             spark_runs.load(topic, values, lambda number, of=name: b"%s %d" % (of.encode(), number % 60))
@@ -108,7 +108,7 @@ def run_killed_in_a_batch(runs: SparkRuns, target: str, go_on: Path) -> None:
     arguments = ("--until-end", "-X", "eos.transaction.max.records=4000", "--conf", "spark.sql.shuffle.partitions=2")
     run = runs.spark(target, *arguments)
     run.wait_log("batch committed", SPARK_S, count=2)
-    wait_until("a function is held", lambda: (go_on.parent / "held").exists(), SPARK_S)
+    wait_until("a function is waiting", lambda: (go_on.parent / "held").exists(), SPARK_S)
     runs.kill(run)
     go_on.touch()
     runs.wait_for_jvms()
@@ -118,8 +118,8 @@ def run_killed_in_a_batch(runs: SparkRuns, target: str, go_on: Path) -> None:
 
 
 def by_input(runs: SparkRuns, to: str) -> dict[tuple[bytes, bytes], list[tuple[bytes, int]]]:
-    """The outputs of each key in each of its source's partitions, in order, with their timestamps: that is what has an
-    order on both engines."""
+    """Return the outputs of each key per source partition, in order and with timestamps, because both engines order
+    them."""
     outputs: defaultdict[tuple[bytes, bytes], list[tuple[bytes, int]]] = defaultdict(list)
     for messages in runs.settled(to).values():
         for message in messages:

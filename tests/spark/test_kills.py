@@ -1,5 +1,7 @@
-"""The driver and its JVM are killed with SIGKILL at each step of a batch; another run, with another parallelism, goes
-on from the checkpoint. What read_committed readers find is judged by the checker."""
+"""Kill the driver and its JVM with SIGKILL at each step of a batch; another run continues from the checkpoint.
+
+The second run has another parallelism. The checker judges what read_committed readers find.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ Queries = Callable[..., Query]
 
 
 LONG = pytest.mark.long
-# Who writes the second batch, which is the one that is hit.
+# Who writes the second batch, during which the kill happens.
 WRITING = {"tasks": BY_TASKS, "driver": {}}
 
 
@@ -41,7 +43,7 @@ WRITING = {"tasks": BY_TASKS, "driver": {}}
         pytest.param("commit", "driver", marks=LONG),
     ],
 )
-def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
+def test_driver_killed_after_a_step_loses_and_duplicates_nothing(
     step: str, writing: str, kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:
     query = queries(kafka.bootstrap_servers, settings=WRITING[writing]).create().load(RECORDS)
@@ -49,7 +51,7 @@ def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
     driver.wait_for(f"at {step} 1")
     driver.kill()
     done = 2000 if step == "commit" else 1000
-    # Before the successor comes: what was decided is visible, the rest of the transaction is not.
+    # Before the successor starts: a decided transaction is visible, an undecided one is not.
     wait_until("the first batches", lambda: len(read_topic(query.servers, query.targets)) == done)
     if step in ("produce", "mark"):
         assert query.written() == 2000
@@ -68,7 +70,7 @@ def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
         ("EndTxn unanswered", "driver"),
     ],
 )
-def test_a_driver_killed_inside_a_step_loses_and_doubles_nothing(
+def test_driver_killed_inside_a_step_loses_and_duplicates_nothing(
     fault: str, writing: str, kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, settings=WRITING[writing])
@@ -76,7 +78,7 @@ def test_a_driver_killed_inside_a_step_loses_and_doubles_nothing(
     ours = query.transactional_id
     with HoldingProxy.before(kafka) as proxy:
         if fault == "half produced":
-            # Per batch four partitions and the marker: of the second batch's, the third is held.
+            # Each batch has four partitions and the marker; the third partition of the second batch is held.
             rule = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, nth=8, transactional_id=ours)
         else:
             kind = Fault.HOLD_REQUEST if fault == "EndTxn sent" else Fault.HOLD_RESPONSE
@@ -89,7 +91,7 @@ def test_a_driver_killed_inside_a_step_loses_and_doubles_nothing(
         successor = threading.Thread(target=query.run, args=(spark,), daemon=True)
         query.shuffle_partitions = 5
         if fault == "EndTxn sent":
-            # It arrives when the successor is at work, and must not end the successor's transaction.
+            # It arrives while the successor works, and must not end the successor's transaction.
             successor.start()
             wait_until("a new epoch", lambda: len(proxy.seen(ApiKey.InitProducerId, ours)) > 2, 120)
             rule.release()
@@ -102,10 +104,10 @@ def test_a_driver_killed_inside_a_step_loses_and_doubles_nothing(
     query.verify(RECORDS)
 
 
-def test_the_checker_sees_it_when_the_marker_is_outside_of_the_transaction(
+def test_checker_finds_a_marker_outside_the_transaction(
     kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:
-    """The sabotage that the design exists against: rows committed, marker not yet."""
+    """Commit the rows and write the marker afterwards, which the design must prevent."""
     query = queries(kafka.bootstrap_servers).create().load(RECORDS)
     driver = drivers(query, mutation="marker_outside_the_transaction", hold=["commit", 1])
     driver.wait_for("at commit 1")

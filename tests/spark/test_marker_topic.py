@@ -1,4 +1,4 @@
-"""Reading the progress marker out of the real topic: aborted ones, open ones, and other people's."""
+"""Read the progress marker from the real topic, with aborted and open markers and those of other programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wire(kafka: LocalKafka, names: Names) -> Iterator[Wire]:
 
 
 def mark(wire: Wire, name: str, batch: int, commit: bool | None = True) -> None:
-    """Writes a marker; `commit` None leaves the transaction open."""
+    """Write a marker; with `commit` None, leave the transaction open."""
     transaction = Transaction(wire, name, 60_000, 30)
     transaction.init()
     transaction.add([(TOPIC, PARTITION)])
@@ -44,9 +44,9 @@ def mark(wire: Wire, name: str, batch: int, commit: bool | None = True) -> None:
 
 
 def found(wire: Wire, reader: MarkerReader, name: str) -> int | str | None:
-    """The batch of the marker, read as the sink reads it: behind InitProducerId, which ends what was left open.
+    """Return the batch of the marker as the sink reads it: after InitProducerId, which ends an open transaction.
 
-    EndTxn is answered before its control records are written; only InitProducerId waits for them.
+    Brokers answer EndTxn before they write its control records; only InitProducerId waits for them.
     """
     Transaction(wire, name, 60_000, 30).init()
     marker = reader.read(sink_key(name))
@@ -67,8 +67,8 @@ def test_only_committed_markers_count(wire: Wire, names: Names) -> None:
         assert found(wire, each, ours) == 1
 
 
-def test_somebody_elses_hanging_transaction_hides_nothing(wire: Wire, names: Names) -> None:
-    """It holds the last stable offset back; a reader that stopped there would write batch 1 twice."""
+def test_foreign_hanging_transaction_hides_no_marker(wire: Wire, names: Names) -> None:
+    """Hold the last stable offset back; a reader that stopped there would write batch 1 twice."""
     ours, other = names("a"), names("b")
     reader = MarkerReader(wire, PARTITION, 30, ours)
     mark(wire, ours, 0)
@@ -78,12 +78,12 @@ def test_somebody_elses_hanging_transaction_hides_nothing(wire: Wire, names: Nam
     mark(wire, ours, 2, commit=False)
     for each in (reader, MarkerReader(wire, PARTITION, 30, ours)):
         assert found(wire, each, ours) == 1
-    assert found(wire, MarkerReader(wire, PARTITION, 30, other), other) is None  # it is aborted now
+    assert found(wire, MarkerReader(wire, PARTITION, 30, other), other) is None  # It is aborted now.
     for each in (reader, MarkerReader(wire, PARTITION, 30, ours)):
         assert found(wire, each, ours) == 1
 
 
-def test_a_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire: Wire, names: Names) -> None:
+def test_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire: Wire, names: Names) -> None:
     ours = names("a")
     old = MarkerReader(wire, PARTITION, 30, ours)
     plain = Producer({"bootstrap.servers": kafka.bootstrap_servers})
@@ -95,8 +95,8 @@ def test_a_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire
         assert found(wire, old, ours) == found(wire, MarkerReader(wire, PARTITION, 30, ours), ours) == expected
 
 
-def test_a_reader_keeps_the_markers_of_its_own_sink_only(wire: Wire, names: Names) -> None:
-    """The topic holds those of all sinks, and of each write with a batch_id."""
+def test_reader_keeps_the_markers_of_its_own_sink_only(wire: Wire, names: Names) -> None:
+    """Read a topic with the markers of several sinks and of writes with a batch_id."""
     ours, others = names("a"), [names(f"b{number}") for number in range(5)]
     for name in (ours, *others):
         mark(wire, name, 3)

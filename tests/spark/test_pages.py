@@ -1,4 +1,4 @@
-"""The query of docs/howto/spark.md, as it stands but for the address of its broker and its checkpoint."""
+"""Run the query of docs/howto/spark.md unchanged except for the address of its broker and its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from tests.support.pages import DOCS, files_of
 from tests.support.reading import create_topic, visible_values
 
 
-def test_the_query_of_the_page_counts(
-    kafka: LocalKafka, spark: Any, names: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_query_of_the_page_counts(kafka: LocalKafka, spark: Any, names: Callable[[str], str], tmp_path: Path) -> None:
     orders, totals = (create_topic(kafka.bootstrap_servers, names(topic)) for topic in ("orders", "totals"))
     with eos.transaction({"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": names("load")}) as txn:
         for key in ("a", "b", "a"):
@@ -29,7 +27,9 @@ def test_the_query_of_the_page_counts(
     for written, here in changes.items():
         assert written in program
         program = program.replace(written, here)
-    spark.conf.set("spark.sql.shuffle.partitions", "2")  # as a checkpoint begins; 200 tasks per batch otherwise
+    spark.conf.set(
+        "spark.sql.shuffle.partitions", "2"
+    )  # Fixed by the first batch of the checkpoint; the default is 200 tasks per batch.
     exec(compile(program, "totals.py", "exec"), {})
     (query,) = spark.streams.active
     try:

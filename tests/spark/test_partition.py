@@ -1,5 +1,4 @@
-"""One partition written under an identity of our own making: real brokers, a proxy that loses answers, and the client
-that most people read with. No Spark here."""
+"""Write one partition without Spark: real brokers, a proxy that loses responses, and librdkafka as the reader."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def rows(count: int, first: int = 0, size: int = 100) -> pa.RecordBatch:
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_librdkafka_reads_what_was_written(compression: str, kafka: LocalKafka, names: Names, wire: Wire) -> None:
+def test_librdkafka_reads_the_written_records(compression: str, kafka: LocalKafka, names: Names, wire: Wire) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     transaction = Transaction(wire, names("id"), 60_000, 30)
     transaction.init()
@@ -59,7 +58,7 @@ def test_librdkafka_reads_what_was_written(compression: str, kafka: LocalKafka, 
     writer.finish()
     assert len(read_topic(kafka.bootstrap_servers, topic)) == 0
     transaction.end(commit=True)
-    Transaction(wire, names("id"), 60_000, 30).init()  # returns when the end is through
+    Transaction(wire, names("id"), 60_000, 30).init()  # returns after the transaction has ended
     log = read_topic(kafka.bootstrap_servers, topic, header="ü")
     assert log.keys[:2] == [b"k", None]
     assert log.values[:2] == [None, b""]
@@ -69,10 +68,10 @@ def test_librdkafka_reads_what_was_written(compression: str, kafka: LocalKafka, 
 
 
 @pytest.mark.parametrize(("bound", "requests"), [(1, 80), (100_000, 80), (32_000_000, 80), (1, 7)])
-def test_a_share_of_many_partitions_is_written_within_its_bounds(
+def test_requests_to_many_partitions_stay_within_their_bounds(
     bound: int, requests: int, kafka: LocalKafka, names: Names, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Share 1 of two: the odd partitions, whose rows come mixed, in three values of each of four batches."""
+    """Write share 1 of two, the odd partitions: their rows are mixed, in three values of each of four batches."""
     monkeypatch.setattr(task, "_WAITING_BYTES", bound)
     monkeypatch.setattr(task, "_IN_FLIGHT_BYTES", bound if requests > 7 else 32_000_000)
     monkeypatch.setattr(task, "_IN_FLIGHT_REQUESTS", requests)
@@ -106,7 +105,7 @@ def test_a_share_of_many_partitions_is_written_within_its_bounds(
     assert (told.share, told.partitions, told.rows, told.sequences) == (1, 4, 12_000, 12_000)
     assert server.claims.end() == (frozenset({1}), None)
     transaction.end(commit=True)
-    Transaction(wire, name, 60_000, 30).init()  # returns when the end is through
+    Transaction(wire, name, 60_000, 30).init()  # returns after the transaction has ended
     log = read_topic(kafka.bootstrap_servers, topic)
     found: dict[int, list[int]] = {}
     for partition, value in zip(log.partition.tolist(), log.values, strict=True):
@@ -117,7 +116,7 @@ def test_a_share_of_many_partitions_is_written_within_its_bounds(
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BEFORE, Fault.CUT_AFTER])
 @pytest.mark.parametrize("nth", [1, 3])
-def test_a_lost_request_or_answer_neither_loses_nor_doubles_a_record(
+def test_lost_request_or_response_keeps_each_record_once(
     nth: int, fault: Fault, kafka: LocalKafka, names: Names
 ) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
@@ -135,7 +134,7 @@ def test_a_lost_request_or_answer_neither_loses_nor_doubles_a_record(
         Transaction(wire, name, 60_000, 30).init()
         assert writer.retries > 0
         assert cut.hit
-        # What was sent again was sent as it had been.
+        # A retry repeats the same bytes.
         sent: dict[bytes, set[bytes]] = {}
         for request in proxy.seen(ApiKey.Produce, name):
             batch = request.frame[request.frame.index(b"\x00\x00\x00\x00\x00\x00\x00\x00", 40) :]
@@ -155,7 +154,7 @@ def test_a_lost_request_or_answer_neither_loses_nor_doubles_a_record(
         (ApiKey.EndTxn, Fault.CUT_AFTER),
     ],
 )
-def test_the_coordinators_lost_answers_are_asked_for_again(
+def test_requests_with_lost_coordinator_responses_are_retried(
     api: ApiKey, fault: Fault, kafka: LocalKafka, names: Names
 ) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
@@ -173,12 +172,12 @@ def test_the_coordinators_lost_answers_are_asked_for_again(
         transaction.init()
         versions = {api.name: max(r.api_version for r in proxy.seen(api)) for api in (ApiKey.Produce, ApiKey.EndTxn)}
         wire.close()
-    # One protocol level: nothing of KIP-890 part 2.
+    # Only one protocol level: nothing of KIP-890 part 2.
     assert versions == {"Produce": 11, "EndTxn": 4}
     assert read_topic(kafka.bootstrap_servers, topic).values == [b"%0100d" % number for number in range(200)]
 
 
-def test_a_newer_identity_fences_the_older_one(kafka: LocalKafka, names: Names, wire: Wire) -> None:
+def test_newer_identity_fences_the_older_one(kafka: LocalKafka, names: Names, wire: Wire) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     old, new = (Transaction(wire, name, 60_000, 30) for _ in range(2))
     old.init()
@@ -194,21 +193,21 @@ def test_a_newer_identity_fences_the_older_one(kafka: LocalKafka, names: Names, 
     assert len(read_topic(kafka.bootstrap_servers, topic)) == 0
 
 
-def test_a_record_above_the_topics_limit_is_named(kafka: LocalKafka, names: Names, wire: Wire) -> None:
+def test_record_above_the_topics_limit_is_named(kafka: LocalKafka, names: Names, wire: Wire) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     transaction = Transaction(wire, name, 60_000, 30)
     transaction.init()
     transaction.add([(topic, 0)])
     with pytest.raises(Stopped, match=r"a record of 200\d\d\d bytes does not fit into max\.message\.bytes=100000"):
         PartitionWriter(wire, name, transaction.identity, topic, 0, max_bytes=100_000).write(rows(1, size=200_000))
-    # The limit may have been lowered since it was read: then it is the broker that says so.
+    # The limit may be lower than when it was read; then the broker reports it.
     writer = PartitionWriter(wire, name, transaction.identity, topic, 0, max_bytes=4_000_000)
     writer.write(rows(1, size=3_000_000))
     with pytest.raises(Stopped, match="MESSAGE_TOO_LARGE"):
         writer.finish()
 
 
-def test_a_partition_that_nobody_leads_is_given_up_after_the_timeout(names: Names, wire: Wire) -> None:
+def test_partition_without_leader_fails_after_the_timeout(names: Names, wire: Wire) -> None:
     transaction = Transaction(wire, names("id"), 60_000, 30)
     transaction.init()
     nowhere = PartitionWriter(wire, names("id"), transaction.identity, names("no-topic"), 0, delivery_timeout_s=2)
@@ -217,7 +216,7 @@ def test_a_partition_that_nobody_leads_is_given_up_after_the_timeout(names: Name
         nowhere.finish()
 
 
-def test_a_broker_before_kip_890_is_written_to_alike(kafka392: LocalKafka, names: Names) -> None:
+def test_broker_before_kip_890_is_supported(kafka392: LocalKafka, names: Names) -> None:
     topic, name = create_topic(kafka392.bootstrap_servers, names("out")), names("id")
     wire = connect(kafka392.bootstrap_servers)
     assert ensure_marker_topic(wire, [topic], 30) == marker.PARTITIONS

@@ -1,4 +1,4 @@
-"""`eos spark run`: the App of a worker as a Spark query. Real Spark, real Kafka; judged by what is in Kafka."""
+"""Run an App with `eos spark run` on real Spark and Kafka, and judge by the contents of Kafka."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.pipeline import REPOSITORY, WorkerProcess
 from tests.support.reading import create_topic, transaction_of, wait_until
 from tests.support.spark_standalone import python_without
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.spark import SparkRuns
 pytest_plugins = ["tests.support.spark"]
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.takes(145), pytest.mark.timeout(560)]
 SPARK_S = 240.0
 USAGE, POISON, INPUT_GONE, UNAVAILABLE, TEMPORARY, CONFIGURATION, FENCED = 64, 65, 66, 69, 75, 78, 79
 
-# Every way in which an App says what to send; each output tells its source's place, in its value or a header.
+# Every way in which an App describes outputs; each output names its source offset in its value or a header.
 EVERYTHING = """
     import msgspec
     from eos import App, Out, Record
@@ -95,10 +95,10 @@ HOLD = """
 
 
 def load_everything(runs: SparkRuns, numbers: str, orders: str, batches: str, count: int) -> None:
-    """Transactions, committed and aborted ones in turn, with keys and without, headers, timestamps, tombstones."""
+    """Load committed and aborted transactions in turn, with and without keys, headers, timestamps and tombstones."""
     producer = runs.loader(**{"transactional.id": f"{runs.prefix}-load"})
     producer.init_transactions(30)
-    # Recent: retention would take older ones away in the middle of the test.
+    # Recent timestamps, because retention would delete older records during the test.
     yesterday_ms = int(time.time() * 1000) - 86_400_000
     for turn in range(8):
         producer.begin_transaction()
@@ -119,14 +119,14 @@ def load_everything(runs: SparkRuns, numbers: str, orders: str, batches: str, co
 
 
 def content(message: Message, place: int) -> tuple[Any, ...]:
-    """All of a record but its offset; its partition only where that follows from the record."""
+    """Return all of a record but its offset, and its partition only where it follows from the record."""
     where = place if message.key() is not None else None
     _, stamp = message.timestamp()
     return where, message.key(), message.value(), tuple(message.headers() or ()), stamp
 
 
 def sources(messages: list[Message]) -> dict[str, list[int]]:
-    """The source offsets by source partition, in the output partition's order, of outputs that name their place."""
+    """Return the source offsets by source partition, in the order of the output partition."""
     found: dict[str, list[int]] = {}
     for message in messages:
         value = (message.value() or b"").decode(errors="replace")
@@ -145,12 +145,12 @@ def copying(runs: SparkRuns, source: str, target: str) -> str:
 
 
 def holding(runs: SparkRuns, source: str, target: str) -> str:
-    """As `copying`; the transaction of the batch with record 3 is open until there is a file `go-on`."""
+    """Copy as `copying`, but keep the transaction of record 3's batch open until a file `go-on` exists."""
     go_on = str(runs.directory / "go-on")
     return runs.app(HOLD, app=runs.prefix, source=source, to=target, go_on=go_on)
 
 
-def test_an_app_on_spark_gives_exactly_the_outputs_of_the_worker(spark_runs: SparkRuns) -> None:
+def test_app_on_spark_gives_the_outputs_of_the_worker(spark_runs: SparkRuns) -> None:
     inputs = [spark_runs.topic(name) for name in ("numbers", "orders", "batches")]
     load_everything(spark_runs, *inputs, count=6_000)
     outputs: dict[str, list[str]] = {}
@@ -175,10 +175,10 @@ def test_an_app_on_spark_gives_exactly_the_outputs_of_the_worker(spark_runs: Spa
     assert spark_runs._processes[-1].log.count("batch committed") > 1
 
 
-def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_gone_stops_with_66(
+def test_run_exits_65_for_poison_records_and_66_for_deleted_input(
     spark_runs: SparkRuns,
 ) -> None:
-    """Four runs on one checkpoint, each of which goes on where the one before ended."""
+    """Run four times on one checkpoint; each run continues where the previous one ended."""
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     values = [b"%d" % n for n in range(3_000)]
     values[700] = b"bad"
@@ -188,14 +188,16 @@ def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_g
     run.assert_ended(POISON, f"copy failed on {source}[1]@233: ValueError: this one is bad")
     assert "app_of_test.py" in run.log, "the user's own frame is missing"
     assert "spark_connector" not in run.log.split("query starts", 1)[1]
-    assert values_of(spark_runs.settled(target)) == [], "of its batch nothing is visible"
+    assert values_of(spark_runs.settled(target)) == [], "records of the failed batch are visible"
 
     (spark_runs.directory / "mended").touch()
-    more = [b"%d" % n for n in range(3_000, 6_000)]  # the batch that failed stays as it was, these come in several
+    more = [
+        b"%d" % n for n in range(3_000, 6_000)
+    ]  # The failed batch stays as it was; these records arrive in several batches.
     spark_runs.load(source, more)
     busy = spark_runs.spark(app, "-X", "eos.transaction.max.records=500")
     busy.wait_log("batch committed", SPARK_S, count=2)
-    busy.terminate()  # most likely in the middle of a batch
+    busy.terminate()  # most likely during a batch
     assert busy.wait() == 0, busy.log[-3_000:]
 
     assert spark_runs.spark(app, "--until-end").wait() == 0
@@ -209,7 +211,7 @@ def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_g
 
 
 @pytest.mark.deep
-def test_what_is_wrong_is_said_in_one_sentence_before_spark_starts(spark_runs: SparkRuns) -> None:
+def test_errors_are_reported_in_one_sentence_before_spark_starts(spark_runs: SparkRuns) -> None:
     source = spark_runs.topic("in")
     missing = f"{spark_runs.prefix}-missing"
     app = copying(spark_runs, source, missing)
@@ -236,7 +238,7 @@ def test_what_is_wrong_is_said_in_one_sentence_before_spark_starts(spark_runs: S
     spark_runs.spark(sinkless).assert_ended(CONFIGURATION, "names a destination")
 
 
-def test_an_executor_runs_an_app_without_a_kafka_client_of_the_driver(tmp_path: Path) -> None:
+def test_executor_runs_an_app_without_the_drivers_kafka_client(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.modules["confluent_kafka"] = sys.modules["lmdb"] = None
@@ -262,7 +264,7 @@ assert not set(["kafka", "spark_connector.run", "spark_connector.sink"]) & set(s
 
 
 @pytest.mark.deep
-def test_what_the_executors_python_lacks_is_named(spark_runs: SparkRuns) -> None:
+def test_module_missing_on_the_executor_is_named(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     spark_runs.load(source, [b"x"])
     python = python_without(["pyarrow"], spark_runs.directory / "python")
@@ -272,7 +274,7 @@ def test_what_the_executors_python_lacks_is_named(spark_runs: SparkRuns) -> None
 
 
 @pytest.mark.deep
-def test_executors_of_a_cluster_get_the_app_and_this_package_from_the_driver(spark_runs: SparkRuns) -> None:
+def test_executors_get_the_app_and_the_package_from_the_driver(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = spark_runs.app(
         """
@@ -289,19 +291,19 @@ def test_executors_of_a_cluster_get_the_app_and_this_package_from_the_driver(spa
         to=target,
     )
     spark_runs.load(source, [b"%d" % n for n in range(600)])
-    # Two executors in processes of their own, each with a folder of its own.
+    # Two executors in separate processes and folders.
     run = spark_runs.spark(app, "--until-end", "--master", "local-cluster[2,1,1024]", "--conf", "spark.cores.max=2")
     assert run.wait() == 0, run.log[-3_000:]
     values = [(value or b"").decode().split() for value in values_of(spark_runs.settled(target))]
     assert len(values) == 600
     for _, module, eos_file, connector_file in values:
-        assert str(spark_runs.directory) not in module, "the driver's own file"
+        assert str(spark_runs.directory) not in module, "an executor uses the driver's file"
         assert "eos.zip" in eos_file
         assert "spark_connector.zip" in connector_file
 
 
 @pytest.mark.deep
-def test_a_jvm_that_is_gone_is_exit_75_and_a_restart_repairs_it(spark_runs: SparkRuns) -> None:
+def test_killed_jvm_is_exit_75_and_a_restart_continues(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = copying(spark_runs, source, target)
     spark_runs.load(source, [b"%d" % n for n in range(3_000)])
@@ -315,16 +317,14 @@ def test_a_jvm_that_is_gone_is_exit_75_and_a_restart_repairs_it(spark_runs: Spar
 
 @pytest.mark.deep_for("the older")
 @pytest.mark.parametrize("newer_is_too_late", [True, False], ids=["the newer", "the older"])
-def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the_other_goes_on(
-    newer_is_too_late: bool, spark_runs: SparkRuns
-) -> None:
-    """Spark lets one of them write down the next batch. A newer driver that is too late has fenced nobody yet."""
+def test_second_driver_on_a_checkpoint_ends_the_slower_with_79(newer_is_too_late: bool, spark_runs: SparkRuns) -> None:
+    """Start two drivers: Spark lets one of them record the next batch. A slower newer driver has fenced nobody yet."""
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = copying(spark_runs, source, target)
     batches = count()
 
     def batch_by(run: WorkerProcess) -> None:
-        """One record, so that it is one batch; it comes to its end in the checkpoint too."""
+        """Write one record, which is one batch, and wait until the checkpoint has it as finished."""
         number, before = next(batches), run.log.count("batch committed")
         spark_runs.load(source, [b"%d" % number])
         done = spark_runs.directory / "checkpoint" / "commits" / str(number)
@@ -334,7 +334,7 @@ def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the
     older = spark_runs.spark(app)
     batch_by(older)
     newer = spark_runs.spark(app)
-    wait_until("it knows its next batch", lambda: _reads(spark_runs, newer), SPARK_S)
+    wait_until("the driver knows its next batch", lambda: _reads(spark_runs, newer), SPARK_S)
     too_late, in_time = (newer, older) if newer_is_too_late else (older, newer)
     jvm = _jvm(too_late)
     jvm.suspend()
@@ -348,7 +348,7 @@ def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the
 
 
 @pytest.mark.deep
-def test_of_two_drivers_in_one_batch_the_older_ends_with_79_and_the_newer_writes_it(spark_runs: SparkRuns) -> None:
+def test_newer_of_two_drivers_in_a_batch_writes_it(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = holding(spark_runs, source, target)
     spark_runs.load(source, [b"%d" % n for n in range(30)])
@@ -358,7 +358,7 @@ def test_of_two_drivers_in_one_batch_the_older_ends_with_79_and_the_newer_writes
     epoch = transaction_of(spark_runs.servers, transactional_id).producer_epoch
     newer = spark_runs.spark(app, "--until-end")
     wait_until(
-        "the newer one's transaction is open",
+        "the newer driver's transaction is open",
         lambda: (
             _is_ongoing(spark_runs, transactional_id)
             and transaction_of(spark_runs.servers, transactional_id).producer_epoch > epoch
@@ -377,7 +377,7 @@ def _jvm(run: WorkerProcess) -> psutil.Process:
 
 
 def _reads(runs: SparkRuns, run: WorkerProcess) -> bool:
-    """Spark looks for the source's end behind the checkpoint's."""
+    """Return whether Spark reads the end of the source after the checkpoint's end."""
     assert run.running, run.log[-3_000:]
     port = int(runs.servers.rpartition(":")[2])
     jvms = [child for child in psutil.Process(run.pid).children() if child.name() == "java"]
@@ -385,7 +385,7 @@ def _reads(runs: SparkRuns, run: WorkerProcess) -> bool:
 
 
 @pytest.mark.deep
-def test_a_second_signal_gives_up_at_once_and_a_restart_repairs_it(spark_runs: SparkRuns) -> None:
+def test_second_signal_stops_immediately_and_a_restart_continues(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = holding(spark_runs, source, target)
     spark_runs.load(source, [b"%d" % n for n in range(30)])

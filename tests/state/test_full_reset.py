@@ -1,4 +1,4 @@
-"""State that begins anew: refused where nobody asked for it, and right where somebody did."""
+"""Reset state completely: it is refused without a request, and leads to right results with one."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ WORDS = Counter(word for line in LINES for word in line.split())
 
 
 class Words:
-    """An App that counts words: a topic between its functions, and state. `name`, `was` and the rest are the second
-    function's."""
+    """Run an App that counts words: an intermediate topic and state. `name`, `was` and the rest describe the second
+    function."""
 
     def __init__(self, kafka: LocalKafka, names: Names, folder: Path) -> None:
         self.servers, self.id = kafka.bootstrap_servers, names("app")
@@ -71,7 +71,7 @@ class Words:
         eos.run(app, self.settings.values, until_end=True)
 
     def state(self, function: str = "count") -> dict[str, dict[str, int]]:
-        """By the names of states and by word."""
+        """Return the state by name and by word."""
         found: dict[str, dict[str, int]] = {}
         for _, keys in changelog.read_state(self.settings, f"{self.id}-{function}-changelog"):
             for key, rows in keys:
@@ -95,21 +95,21 @@ def words(kafka: LocalKafka, names: Names, tmp_path: Path) -> Words:
     return words
 
 
-def test_renamed_state_and_function_keep_what_they_hold_or_begin_empty_on_purpose(words: Words) -> None:
+def test_renamed_state_and_function_keep_their_entries(words: Words) -> None:
     words.run(words.app())
     assert words.state() == {"seen": WORDS}
     with pytest.raises(ConfigurationError, match=r"kept the state seen, but the code has total .* begin empty"):
         words.run(words.app(state="total"))
     with pytest.raises(ConfigurationError, match=r"the function count kept state for records of .* with tally"):
         words.run(words.app(name="tally"))
-    assert f"{words.id}-tally-changelog" not in words.topics(), "nothing was created unasked"
+    assert f"{words.id}-tally-changelog" not in words.topics(), "a topic was created without a request"
     words.send()
     words.run(words.app(state="total", was={"total": "seen"}))
     twice = {word: 2 * count for word, count in WORDS.items()}
     assert words.state() == {"seen": twice}
     with pytest.raises(UsageError, match=r"has the states that it kept \(seen\)"):
         words.begin(words.app())
-    # On purpose: what the function does not have any more is deleted, and does not come back under its old name.
+    # With a request, state that the function no longer has is deleted, and does not return under its old name.
     words.begin(words.app(state="total"))
     assert words.state() == {}
     words.send()
@@ -121,12 +121,12 @@ def test_renamed_state_and_function_keep_what_they_hold_or_begin_empty_on_purpos
     assert words.state("tally") == {"seen": WORDS}
     admin, topic = AdminClient({"bootstrap.servers": words.servers}), f"{words.id}-tally-changelog"
     admin.delete_topics([topic])[topic].result(30)
-    wait_until("it is gone everywhere", lambda: topic not in words.topics(), 30)
+    wait_until("the topic is deleted on all brokers", lambda: topic not in words.topics(), 30)
     with pytest.raises(InputGone, match="state is gone"):
         words.begin(words.app(name="tally", state="total"))
 
 
-def test_another_id_does_not_handle_what_is_between_functions_again(words: Words, tmp_path: Path) -> None:
+def test_app_under_a_new_id_skips_intermediate_records(words: Words, tmp_path: Path) -> None:
     words.run(words.app())
     other = words.app(f"{words.id}-b")
     with pytest.raises(ConfigurationError, match=f"{words.between} between functions of {other.id} holds records"):
@@ -147,11 +147,11 @@ def test_another_id_does_not_handle_what_is_between_functions_again(words: Words
 
 
 class Died(Exception):
-    """Where a process would have been killed."""
+    """Stand for a kill of the process."""
 
 
 class Dying(AdminClient):
-    """Its `last` change is its last one: it raises Died before or after it."""
+    """Raise Died before or after the change number `last`."""
 
     made: list[str]
     last = 0
@@ -182,8 +182,8 @@ class Dying(AdminClient):
         return self._change("delete_records", *arguments, **more)
 
 
-def begin_anew(words: Words, last: int = 0, before: bool = True) -> list[str]:
-    """Return the changes that were made, all or until it died."""
+def full_reset_until(words: Words, last: int = 0, before: bool = True) -> list[str]:
+    """Run a full reset, and return the changes made until it finished or died."""
     made: list[str] = []
 
     def client(config: dict[str, Any]) -> AdminClient:
@@ -201,7 +201,7 @@ def begin_anew(words: Words, last: int = 0, before: bool = True) -> list[str]:
     return made
 
 
-def test_input_is_handled_anew_with_empty_state_though_the_reset_died_at_any_step(words: Words) -> None:
+def test_full_reset_killed_at_any_step_can_be_repeated(words: Words) -> None:
     words.run(words.app())
     admin = AdminClient({"bootstrap.servers": words.servers})
     admin.create_partitions([NewPartitions(words.between, 4)])[words.between].result(30)
@@ -216,10 +216,10 @@ def test_input_is_handled_anew_with_empty_state_though_the_reset_died_at_any_ste
     moves, seen = "alter_consumer_group_offsets", set[str]()
     for number in itertools.count(2):
         change, before = number // 2, number % 2 == 0
-        made = begin_anew(words, change, before)
+        made = full_reset_until(words, change, before)
         seen |= set(made)
         if (moved := made.count(moves)) == 2 and not before:
-            break  # its last change is made
+            break  # the last change is done
         if moved > before:
             with pytest.raises(ConfigurationError, match=r"--with-state` was interrupted.*: run it again"):
                 words.run(words.app())
@@ -227,7 +227,7 @@ def test_input_is_handled_anew_with_empty_state_though_the_reset_died_at_any_ste
     words.run(words.app())
     assert words.state() == {"seen": WORDS}
     outputs = sum(map(len, settled_records(words.servers, words.out).values()))
-    assert outputs == 2 * WORDS.total(), "their readers get them again, as it says"
-    begin_anew(words)
+    assert outputs == 2 * WORDS.total(), "readers of intermediate topics must get the records again"
+    full_reset_until(words)
     words.run(words.app())
     assert words.state() == {"seen": WORDS}

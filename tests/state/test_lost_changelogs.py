@@ -1,4 +1,4 @@
-"""A changelog that is lost under a running worker ends it with 66, and no input record is blamed for it."""
+"""Lose the changelog of a running worker: it exits with 66, and no input record is blamed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SHORT = ("-X", "transaction.timeout.ms=4000")
 
 @pytest.fixture(scope="module")
 def creating(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    """A broker that creates topics by itself, as is Kafka's default: with one partition."""
+    """Start a broker that creates topics automatically with one partition, as Kafka's default is."""
     yield from local_kafka(request, config={"auto.create.topics.enable": True, "num.partitions": 1})
 
 
 class Losing(Counting):
-    """A worker that counts, and loses its changelog."""
+    """Run a worker that counts, and delete its changelog."""
 
     def __init__(self, kafka: LocalKafka, names: Names, folder: Path, policy: str) -> None:
         super().__init__(kafka, names, folder)
@@ -53,13 +53,13 @@ class Losing(Counting):
             try:
                 self.admin.create_topics([NewTopic(self.changelog, partitions, 1)])[self.changelog].result(30)
             except KafkaException:
-                return False  # the controller has not forgotten the old one
+                return False  # until the controller has removed the old topic
             return True
 
         wait_until("the new changelog", created, 30)
 
     def let_another_program_create(self) -> None:
-        """A producer that writes to it once, where brokers create topics."""
+        """Let a producer write to it once, where brokers create topics automatically."""
         producer = Producer({"bootstrap.servers": self.servers})
 
         def created() -> bool:
@@ -74,7 +74,7 @@ class Losing(Counting):
         return found.exception(10) is None
 
     def ends(self, worker: subprocess.Popen[bytes], code: int = 66) -> str:
-        """Counts on until the worker ends; no record was skipped, became a dead letter or was counted twice."""
+        """Send records until the worker ends. No record may be skipped, become a dead letter or be counted twice."""
 
         def ended() -> bool:
             self.count()
@@ -105,7 +105,7 @@ def test_deleted_changelog_ends_its_worker(
     losing = Losing(request.getfixturevalue(broker), names, tmp_path, policy)
     with losing.worker("one", *SHORT) as worker:
         losing.count()
-        wait_until("all is counted", lambda: losing.visible() == KEYS, 60)
+        wait_until("all records are counted", lambda: losing.visible() == KEYS, 60)
         losing.delete()
         log = losing.ends(worker)
     assert f"eos: state is gone: the changelog {losing.changelog} was deleted while this worker ran: " in log
@@ -114,11 +114,11 @@ def test_deleted_changelog_ends_its_worker(
 
 @pytest.mark.parametrize("policy", ["skip", "dlq", "stop"])
 def test_recreated_changelog_ends_its_worker(creating: LocalKafka, names: Names, tmp_path: Path, policy: str) -> None:
-    """It has one partition then, and the others cannot be written."""
+    """Recreate the changelog with one partition, so that the other partitions cannot be written."""
     losing = Losing(creating, names, tmp_path, policy)
     with losing.worker("one", *SHORT) as worker:
         losing.count()
-        wait_until("all is counted", lambda: losing.visible() == KEYS, 60)
+        wait_until("all records are counted", lambda: losing.visible() == KEYS, 60)
         losing.delete()
         losing.let_another_program_create()
         log = losing.ends(worker)
@@ -126,11 +126,12 @@ def test_recreated_changelog_ends_its_worker(creating: LocalKafka, names: Names,
 
 
 def test_recreated_changelog_of_equal_width_is_seen(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
-    """Nothing fails: its topic id alone tells. An idle worker sees it too."""
+    """Recreate it with equal partitions: no request fails, and only the topic id differs. An idle worker notices it
+    too."""
     losing = Losing(kafka, names, tmp_path, "skip")
     with losing.worker("one", *SHORT) as worker:
         losing.count()
-        wait_until("all is counted", lambda: losing.visible() == KEYS, 60)
+        wait_until("all records are counted", lambda: losing.visible() == KEYS, 60)
         losing.delete()
         losing.create(PARTITIONS)
         assert worker.wait(60) == 66, losing.log("one")
@@ -141,8 +142,9 @@ def test_recreated_changelog_of_equal_width_is_seen(kafka: LocalKafka, names: Na
 def test_changelog_that_refuses_records_is_misconfigured(
     kafka: LocalKafka, names: Names, tmp_path: Path, policy: str
 ) -> None:
-    """It takes no old timestamps: the time of a value with a time-to-live is that of its record. With a limit below a
-    second the brokers would refuse their own markers too.
+    """Set a limit for old timestamps: a value with a time-to-live has the timestamp of its record.
+
+    A limit below a second would make brokers refuse their own markers.
     """
     losing = Losing(kafka, names, tmp_path, policy)
     app = tmp_path / "counting.py"
@@ -150,7 +152,7 @@ def test_changelog_that_refuses_records_is_misconfigured(
     app.write_text(ttl)
     with losing.worker("one", *SHORT) as worker:
         losing.count()
-        wait_until("all is counted", lambda: losing.visible() == KEYS, 60)
+        wait_until("all records are counted", lambda: losing.visible() == KEYS, 60)
         configure(losing.servers, losing.changelog, "message.timestamp.before.max.ms", "600000")
         log = losing.ends(worker, 78)
     assert f"eos: the changelog {losing.changelog} cannot be written: its settings, or the brokers', refuse a" in log

@@ -1,4 +1,4 @@
-"""State on a real broker: after any kill and any change of hands each key's state is what its records make of it."""
+"""Keep state on a real broker: after any kill or rebalance, each key's state follows from its committed records."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def count(record: eos.Record, seen: eos.State[int]) -> str:
         raise TimeoutError("the service did not answer")
     return f"{{seen.get()}}"
 """
-# A worker that does not learn how some of its commits ended: they came to pass, or they never arrived.
+# A worker that never receives the result of some commits: they succeeded, or their requests were lost.
 UNKNOWN = """
 import sys
 from eos import cli
@@ -148,11 +148,11 @@ SMALL = ("-X", "eos.transaction.max.records=100")
 
 
 class Counting:
-    """An App that counts per key, its topics, and what must be in them."""
+    """Run an App that counts per key, with its topics and the expected results."""
 
     def __init__(self, kafka: LocalKafka, names: Names, folder: Path, work_s: float = 0.0) -> None:
         self.servers, self.folder, self.work_s = kafka.bootstrap_servers, folder, work_s
-        self.state_dir = str(folder / "state")  # both workers' of this machine
+        self.state_dir = str(folder / "state")  # directories of both workers on this machine
         self.engine = "lmdb"
         self.id, self.source, self.out = names("app"), names("in"), names("out")
         self.changelog = f"{self.id}-count-changelog"
@@ -162,7 +162,8 @@ class Counting:
         self.sent: list[tuple[str, str]] = []
 
     def load(self, records: int) -> None:
-        """Some fail, some have an output that is refused, which aborts their transaction; some delete a value."""
+        """Load records: some fail, some have a refused output that aborts their transaction, and some delete a
+        value."""
         news = []
         for number in range(len(self.sent), len(self.sent) + records):
             value = "bad" if number % 11 == 0 else "forget" if number % 13 == 0 else f"v{number}"
@@ -190,7 +191,7 @@ class Counting:
     @contextmanager
     def worker(self, instance: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         with (self.folder / f"{instance}.log").open("wb") as log:
-            # The brokers decide on it under the other protocol.
+            # With the other protocol, the brokers decide about it.
             session = () if "group.protocol=consumer" in arguments else ("-X", "session.timeout.ms=6000")
             command = self.command("--instance", instance, *session, *arguments)
             worker = forked.Popen[bytes](command, cwd=self.folder, env=self.environment, stderr=log)
@@ -204,7 +205,7 @@ class Counting:
         return (self.folder / f"{instance}.log").read_text()
 
     def outputs(self) -> dict[str, list[str]]:
-        """By key, in order."""
+        """Return the outputs by key, in order."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for messages in settled_records(self.servers, self.out).values():
             for message in messages:
@@ -212,20 +213,20 @@ class Counting:
         return dict(found)
 
     def counted(self) -> dict[str, list[int]]:
-        """The same, of functions that count."""
+        """Return the outputs of functions that count, by key."""
         return {key: [int(value or -1) for value in values] for key, values in self.outputs().items()}
 
     @property
     def expected(self) -> int:
-        """How many outputs there are once all is handled."""
+        """Return how many outputs exist once all records are handled."""
         return sum(value not in ("bad", "large", "forget") for _, value in self.sent)
 
     def visible(self) -> int:
-        """How many outputs; transactions may be open."""
+        """Return the number of visible outputs; transactions may be open."""
         return sum(map(len, visible_records(self.servers, self.out).values()))
 
     def check_outputs(self) -> tuple[Counter[str], dict[str, str]]:
-        """Compare the outputs of every key with an independent count. Returns what each key must have in its state."""
+        """Compare the outputs of every key with an independent count, and return the expected state of each key."""
         counts: Counter[str] = Counter()
         outputs: defaultdict[str, list[int]] = defaultdict(list)
         last: dict[str, str] = {}
@@ -242,14 +243,14 @@ class Counting:
         return counts, last
 
     def check(self) -> int:
-        """Outputs and changelog say of every key what an independent count says; how many values there are."""
+        """Compare outputs and changelog with an independent count, and return the number of values."""
         counts, last = self.check_outputs()
         state: dict[tuple[str, bytes], bytes] = {}
         for messages in settled_records(self.servers, self.changelog).values():
             for message in messages:
                 cell = parse_cell(message.key() or b"")[:2]
                 if not cell[0]:
-                    continue  # the task's own: its header
+                    continue  # the task's own header
                 state.pop(cell, None)
                 if (kept := message.value()) is not None:
                     state[cell] = kept
@@ -278,9 +279,7 @@ def counting(kafka: LocalKafka, names: Names, tmp_path: Path) -> Counting:
 @pytest.mark.takes(60)
 @pytest.mark.deep_for("memory")
 @pytest.mark.parametrize("where", ["memory", "lmdb", "rocksdb"])
-def test_state_goes_on_where_it_was_committed_in_a_changelog_of_one_record_per_key_and_transaction(
-    counting: Counting, where: str
-) -> None:
+def test_state_continues_from_its_committed_changelog(counting: Counting, where: str) -> None:
     if where == "memory":
         counting.state_dir = ""
     else:
@@ -289,24 +288,22 @@ def test_state_goes_on_where_it_was_committed_in_a_changelog_of_one_record_per_k
     counting.run()
     keys = counting.check()
     changes = sum(map(len, settled_records(counting.servers, counting.changelog).values()))
-    assert changes < 1_000, "a key that changes often in a transaction is written once"
+    assert changes < 1_000, "a key must be written once per transaction"
     counting.load(500)
     told = counting.run()
     ((found, read),) = re.findall(r"state restored function=count partitions=0,1,2 keys=(\d+) read=(\d+) ", told)
-    assert where == "rocksdb" or int(found) == keys, "RocksDB estimates how many there are"
+    assert where == "rocksdb" or int(found) == keys, "the number of keys is wrong"
     counting.check()
-    assert int(read) == (changes if where == "memory" else 0), "a folder stands where its last commit left it"
+    assert int(read) == (changes if where == "memory" else 0), "the folder must be at the offset of its last commit"
 
 
 @pytest.mark.takes(50)
-def test_what_another_member_counted_meanwhile_is_read_by_a_worker_that_comes_back_to_its_folder(
-    kafka: LocalKafka, names: Names, tmp_path: Path
-) -> None:
-    """It stood still for longer than its session, another machine's worker took over, and it is stopped in order."""
+def test_returning_worker_reads_the_counts_of_another_member(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    """Suspend a worker past its session: another machine's worker takes over and is stopped with SIGTERM."""
     counting = Counting(kafka, names, tmp_path)
     counting.load(300)
     with counting.worker("one") as one:
-        wait_until("it has counted", lambda: counting.visible() >= 200, 30)
+        wait_until("the worker has counted", lambda: counting.visible() >= 200, 30)
         os.kill(one.pid, signal.SIGSTOP)
         counting.load(300)
         folder, counting.state_dir = counting.state_dir, str(tmp_path / "elsewhere")
@@ -322,7 +319,7 @@ def test_what_another_member_counted_meanwhile_is_read_by_a_worker_that_comes_ba
     assert "read=0" not in told
 
 
-def test_a_worker_on_rocksdb_that_is_killed_before_it_writes_reads_what_it_has_not(counting: Counting) -> None:
+def test_worker_killed_before_a_rocksdb_write_restores_the_rest(counting: Counting) -> None:
     counting.engine = "rocksdb"
     counting.load(1_200)
     counting.run(program=("-c", KILLED, "committed", "before", "4"), ends=-signal.SIGKILL)
@@ -343,20 +340,20 @@ def test_a_worker_on_rocksdb_that_is_killed_before_it_writes_reads_what_it_has_n
         pytest.param("restore", "behind", marks=pytest.mark.long),
     ],
 )
-def test_a_worker_that_is_killed_at_a_step_leaves_no_key_wrong(counting: Counting, step: str, when: str) -> None:
+def test_worker_killed_at_a_step_leaves_every_key_right(counting: Counting, step: str, when: str) -> None:
     counting.load(1_200)
     number = "1" if step == "restore" else "4"
     counting.run(program=("-c", KILLED, step, when, number), ends=-signal.SIGKILL)
-    assert counting.visible() < 1_000, "it was killed in the middle"
+    assert counting.visible() < 1_000, "the kill came before or after the work"
     told = counting.run()
     counting.check()
     if (step, when) == ("committed", "before"):
-        assert "read=0" not in told, "what was committed and not written is read from the changelog"
+        assert "read=0" not in told, "committed entries that were not written must come from the changelog"
 
 
 @pytest.mark.deep_for("before")
 @pytest.mark.parametrize("when", ["before", "behind"])
-def test_a_commit_whose_outcome_is_unknown_counts_if_it_came_to_pass(counting: Counting, when: str) -> None:
+def test_commit_with_unknown_outcome_counts_if_it_succeeded(counting: Counting, when: str) -> None:
     counting.load(1_200)
     told = counting.run(program=("-c", UNKNOWN, when))
     counting.check()
@@ -372,9 +369,7 @@ def test_a_commit_whose_outcome_is_unknown_counts_if_it_came_to_pass(counting: C
         pytest.param("rocksdb", 1_000, marks=pytest.mark.long),
     ],
 )
-def test_a_folder_that_cannot_be_written_any_more_ends_the_worker_and_loses_nothing(
-    counting: Counting, engine: str, most_bytes: int
-) -> None:
+def test_unwritable_folder_stops_the_worker_without_loss(counting: Counting, engine: str, most_bytes: int) -> None:
     counting.engine = engine
     counting.load(1_200 if engine == "lmdb" else 5_000)
     limited = (
@@ -394,12 +389,12 @@ def test_deleted_folder_does_not_stop_watched_workers(counting: Counting, engine
     counting.engine = engine
     counting.load(200)
     with counting.worker("one", "--workers", "2", "--http-port", "0") as worker:
-        wait_until("both work", lambda: counting.log("one").count("partitions assigned") == 2, 60)
-        wait_until("all is handled", lambda: counting.visible() >= counting.expected, 60)
+        wait_until("both workers work", lambda: counting.log("one").count("partitions assigned") == 2, 60)
+        wait_until("all records are handled", lambda: counting.visible() >= counting.expected, 60)
         shutil.rmtree(counting.state_dir)
         for _ in range(3):
             counting.load(200)
-            wait_until("the rest is handled", lambda: counting.visible() >= counting.expected, 60)
+            wait_until("the remaining records are handled", lambda: counting.visible() >= counting.expected, 60)
         worker.terminate()
         assert worker.wait(60) == 0, counting.log("one")
     assert "exit=70" not in counting.log("one")
@@ -410,9 +405,7 @@ def test_deleted_folder_does_not_stop_watched_workers(counting: Counting, engine
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_maps_lists_batches_and_async_functions_go_on_behind_a_kill(
-    counting: Counting, names: Names, where: str
-) -> None:
+def test_all_kinds_of_functions_continue_after_a_kill(counting: Counting, names: Names, where: str) -> None:
     counting.state_dir = counting.state_dir if where == "folder" else ""
     other = names("sales")
     create_topic(counting.servers, other, partitions=PARTITIONS)
@@ -438,7 +431,7 @@ def test_maps_lists_batches_and_async_functions_go_on_behind_a_kill(
 
 @pytest.mark.deep_for("folder")
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_what_is_forgotten_is_forgotten_by_the_records_time_also_behind_a_kill(counting: Counting, where: str) -> None:
+def test_ttl_uses_record_time_also_after_a_kill(counting: Counting, where: str) -> None:
     counting.state_dir = counting.state_dir if where == "folder" else ""
     (counting.folder / "counting.py").write_text(FORGETS.format(**vars(counting)))
     expected: defaultdict[str, list[str]] = defaultdict(list)
@@ -446,9 +439,9 @@ def test_what_is_forgotten_is_forgotten_by_the_records_time_also_behind_a_kill(c
     ever: Counter[str] = Counter()
     times = [0] * PARTITIONS
     producer = Producer({"bootstrap.servers": counting.servers, "enable.idempotence": True})
-    began = int(time.time() * 1000) - 3_600_000  # retention would take old ones away in the middle of the test
+    began = int(time.time() * 1000) - 3_600_000  # Retention would delete old records during the test.
     for number in range(900):
-        # Keys that come every second, and ones that come when they are forgotten; some records are late.
+        # Keys that arrive every second, and keys that arrive when they expire; some records are late.
         key = f"k{number % 2}" if number % 7 else f"r{number % 23}"
         partition, at = int(key[1:]) % PARTITIONS, began + 500 * number - 7_000 * (number % 5 == 0)
         producer.produce(counting.source, b"x", key, partition, timestamp=at)
@@ -461,7 +454,7 @@ def test_what_is_forgotten_is_forgotten_by_the_records_time_also_behind_a_kill(c
     counting.run(program=("-c", KILLED, "commit", "behind", "4"), ends=-signal.SIGKILL)
     counting.run()
     assert counting.outputs() == expected
-    # What is over at a transaction's end is deleted by the next one.
+    # Entries that expire by the end of a transaction are deleted by the next one.
     for partition, now in enumerate(times):
         producer.produce(counting.source, b"x", f"e{partition}", partition, timestamp=now)
         seen[f"e{partition}"], ever[f"e{partition}"] = (1, now), 1
@@ -471,10 +464,12 @@ def test_what_is_forgotten_is_forgotten_by_the_records_time_also_behind_a_kill(c
     assert 0 < len(left) < len(ever)
     rows = [json.loads(line) for line in eos_of(counting, "state", "export", "counting:app").stdout.splitlines()]
     assert {row["key"]: row["state"]["ever"] for row in rows} == ever
-    assert {row["key"]: row["state"]["seen"] for row in rows if row["state"].get("seen")} == left, "the rest is deleted"
+    assert {row["key"]: row["state"]["seen"] for row in rows if row["state"].get("seen")} == left, (
+        "the other expired entries are deleted"
+    )
 
 
-def test_a_chain_of_functions_is_handled_to_its_end_and_exact_behind_a_kill(counting: Counting, names: Names) -> None:
+def test_chain_of_functions_is_exact_after_a_kill(counting: Counting, names: Names) -> None:
     other = names("between")
     (counting.folder / "counting.py").write_text(CHAIN.format(other=other, **vars(counting)))
     counting.load(1_500)
@@ -488,10 +483,10 @@ def test_a_chain_of_functions_is_handled_to_its_end_and_exact_behind_a_kill(coun
         assert (found.report.ok, found.inputs, found.outputs) == (True, 1_500, 1_500), str(found.report)
 
 
-def test_what_is_remembered_can_be_looked_at_from_outside(counting: Counting) -> None:
+def test_state_can_be_queried_from_outside(counting: Counting) -> None:
     eos_state = functools.partial(eos_of, counting, "state")
     counting.load(400)
-    assert "topic " in eos_state("show", "counting:app", ends=69).stderr, "there is no changelog yet"
+    assert "topic " in eos_state("show", "counting:app", ends=69).stderr, "the changelog must not exist yet"
     counting.run()
     rows = [json.loads(line) for line in eos_state("export", "counting:app").stdout.splitlines()]
     counts = Counter(key for key, value in counting.sent if value not in ("bad", "large"))
@@ -504,25 +499,23 @@ def test_what_is_remembered_can_be_looked_at_from_outside(counting: Counting) ->
     assert "not a function with state of" in eos_state("show", "counting:app", "--function", "nope", ends=64).stderr
 
 
-def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
-    """A second worker joins and is killed in the middle; the first one has gone on meanwhile, and takes over again."""
+def test_moved_partitions_keep_their_state(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    """Let a second worker join and be killed during its work; the first one continued and takes over again."""
     counting = Counting(kafka, names, tmp_path, work_s=0.002)
     counting.load(1_500)
     with counting.worker("one"), counting.worker("two") as second:
-        wait_until("both have partitions", lambda: "state restored" in counting.log("two"), 60)
+        wait_until("both workers have partitions", lambda: "state restored" in counting.log("two"), 60)
         counting.load(1_500)
         begun = counting.visible()
-        wait_until("both work", lambda: counting.visible() > begun + 300, 60)
+        wait_until("both workers work", lambda: counting.visible() > begun + 300, 60)
         second.send_signal(signal.SIGKILL)
         second.wait()
         counting.load(500)
-        wait_until("all is handled", lambda: counting.visible() >= counting.expected, 90)
+        wait_until("all records are handled", lambda: counting.visible() >= counting.expected, 90)
         counting.check()
 
 
-def test_while_a_partition_waits_for_its_state_the_group_is_polled_and_others_are_worked_on(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_other_partitions_continue_during_a_restore(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipelines.stateful = True
     pipeline = pipelines.on(kafka, 600)
     pipeline.finish()
@@ -537,7 +530,7 @@ def test_while_a_partition_waits_for_its_state_the_group_is_polled_and_others_ar
     waiting = 100  # records of one partition of one source
     pipeline.wait_handled(1_200 - waiting)
     began = time.monotonic()
-    wait_until("the limit is over, and a second more", lambda: time.monotonic() > began + limit_ms / 1000 + 1)
+    wait_until("one second more than the limit has passed", lambda: time.monotonic() > began + limit_ms / 1000 + 1)
     assert pipeline.delivered == 2 * (1_200 - waiting)
     blocked.abort_transaction(30)
     pipeline.wait_handled(1_200)
@@ -545,12 +538,14 @@ def test_while_a_partition_waits_for_its_state_the_group_is_polled_and_others_ar
     assert worker.wait() == 0
     first, *later = [line for line in worker.log.splitlines() if "partitions assigned" in line]
     place = f"{pipeline.sources[0]}[0]"
-    assert (place in first, any(place in line for line in later)) == (False, True), "it begins once it is decided"
+    assert (place in first, any(place in line for line in later)) == (False, True), (
+        "the worker must start after a decision"
+    )
     assert "partitions lost" not in worker.log
     pipeline.verify()
 
 
-def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: Counting) -> None:
+def test_incompatible_state_is_reported_before_the_first_record(counting: Counting) -> None:
     counting.load(20)
     counting.run()
     reset = eos_of(counting, "reset", "counting:app", "--from", "earliest", "--yes", ends=64)
@@ -573,14 +568,14 @@ def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: C
         return "has 3 partitions, and" in counting.run(ends=78)
 
     assert refused()
-    # The changelog grows too: keys would begin again in another partition.
+    # The changelog gets more partitions too, so keys would start again in another partition.
     admin.create_partitions([NewPartitions(counting.changelog, PARTITIONS + 1)])[counting.changelog].result(30)
     assert "and its changelog had 3 partitions when it was kept, and have 4" in counting.run(ends=78)
 
 
 @pytest.mark.deep
-def test_state_that_is_gone_is_not_begun_anew_unasked(counting: Counting) -> None:
-    """One run is enough: how far the changelog goes is committed beside the first offsets."""
+def test_lost_state_is_not_recreated_without_a_request(counting: Counting) -> None:
+    """Delete the state after a single run: the offsets' metadata already has the end of the changelog."""
     counting.load(20)
     counting.run()
     admin = AdminClient({"bootstrap.servers": counting.servers})
@@ -590,11 +585,11 @@ def test_state_that_is_gone_is_not_begun_anew_unasked(counting: Counting) -> Non
     gone = counting.run(ends=66)
     assert "eos: state is gone: the changelog " in gone
     assert " ends at 0, but went up to " in gone
-    assert counting.visible() == before, "nothing was handled"
+    assert counting.visible() == before, "a record was handled"
 
 
-def test_deleted_changelog_is_seen_after_a_reset(counting: Counting) -> None:
-    """`--accept-changelog` goes on with what the changelog holds."""
+def test_deleted_changelog_is_noticed_after_a_reset(counting: Counting) -> None:
+    """Continue with the contents of the changelog after `--accept-changelog`."""
     counting.state_dir = ""
     counting.load(20)
     counting.run()
@@ -612,11 +607,11 @@ def test_deleted_changelog_is_seen_after_a_reset(counting: Counting) -> None:
     accepted = eos_of(counting, "reset", "counting:app", "--accept-changelog", "--wait", "30", "--yes").stdout
     assert "the next start accepts the changelogs as complete" in accepted
     counting.run()
-    assert any(values.count("1") == 2 for values in counting.outputs().values()), "counted from 1 again"
+    assert any(values.count("1") == 2 for values in counting.outputs().values()), "the counts must start at 1 again"
 
 
 def test_changelog_without_its_beginning_ends_the_worker(counting: Counting) -> None:
-    """Retention removed records while cleanup.policy was delete. The folder still has their values."""
+    """Let retention delete changelog records while cleanup.policy is delete; the folder still has their values."""
     counting.load(200)
     counting.run()
     admin = AdminClient({"bootstrap.servers": counting.servers})
@@ -628,14 +623,14 @@ def test_changelog_without_its_beginning_ends_the_worker(counting: Counting) -> 
     folder, counting.state_dir = counting.state_dir, str(counting.folder / "empty")
     before = counting.visible()
     assert f"state is gone: the changelog {counting.changelog}[1] begins at 10, so values " in counting.run(ends=66)
-    assert counting.visible() == before, "nothing was handled"
+    assert counting.visible() == before, "a record was handled"
     counting.state_dir = folder
     counting.run()
     counting.check_outputs()
 
 
-def test_changelog_of_others_ends_the_worker(counting: Counting) -> None:
-    """Of a group that was deleted, and with a record of another program: neither is the failure of an input record."""
+def test_foreign_changelog_stops_the_worker(counting: Counting) -> None:
+    """Give a deleted group's changelog a record of another program; neither is a failure of an input record."""
     counting.load(60)
     counting.run()
     counting.load(60)
@@ -645,7 +640,7 @@ def test_changelog_of_others_ends_the_worker(counting: Counting) -> None:
     without_notes = "-X", "eos.places.topic="
     forgotten = counting.run(*without_notes, ends=66)
     assert f"has no committed offset, but the changelog {counting.changelog}[" in forgotten
-    assert counting.visible() == before, "nothing is counted again"
+    assert counting.visible() == before, "a record was counted again"
     producer = Producer({"bootstrap.servers": counting.servers})
     producer.produce(counting.changelog, b"{}", b"hello", 2)
     producer.flush()
@@ -657,8 +652,10 @@ def test_changelog_of_others_ends_the_worker(counting: Counting) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
 def test_member_that_lost_its_partition_writes_no_state(counting: Counting, protocol: str) -> None:
-    """Its function hangs past max.poll.interval.ms and then raises. Meanwhile the new owner counts an expired key
-    again, and a tombstone of the old owner would delete that count."""
+    """Let a function hang past max.poll.interval.ms and then raise, while the new owner counts an expired key again.
+
+    A tombstone of the old owner would delete the new count.
+    """
     (counting.folder / "counting.py").write_text(HANGS.format(**vars(counting)))
     began = int(time.time() * 1000) - 600_000
     producer = Producer({"bootstrap.servers": counting.servers, "partitioner": "murmur2_random"})
@@ -673,18 +670,22 @@ def test_member_that_lost_its_partition_writes_no_state(counting: Counting, prot
         first = counting.worker("one", *group, "-X", "max.poll.interval.ms=6000")
         with first as one:
             send("k", "x", 0)
-            wait_until("it has counted k", lambda: counting.outputs().get("k") == ["1"], 30)
+            wait_until("the first worker has counted k", lambda: counting.outputs().get("k") == ["1"], 30)
             send("h", "hang", 61_000)
-            wait_until("it hangs", lambda: "HANGS" in counting.log("one"), 30)
+            wait_until("the function hangs", lambda: "HANGS" in counting.log("one"), 30)
             del os.environ["HANG"]
             counting.state_dir = str(counting.folder / "elsewhere")
             with counting.worker("two", *group):
-                wait_until("the other has the partition", lambda: counting.outputs().get("h") == ["1"], 60)
+                wait_until("the other worker has the partition", lambda: counting.outputs().get("h") == ["1"], 60)
                 send("k", "x", 62_000)
-                wait_until("it counts k from 1 again", lambda: counting.outputs().get("k") == ["1", "1"], 30)
+                wait_until(
+                    "the other worker counts k from 1 again", lambda: counting.outputs().get("k") == ["1", "1"], 30
+                )
                 (counting.folder / "go").touch()
                 wait_until("the function has raised", lambda: "RAISES" in counting.log("one"), 30)
-                wait_until("the first one is done with it", lambda: one.poll() is not None or _again(counting), 30)
+                wait_until(
+                    "the first worker has finished the record", lambda: one.poll() is not None or _again(counting), 30
+                )
         counting.state_dir = ""
         send("k", "x", 63_000)
         counting.run()
@@ -694,6 +695,6 @@ def test_member_that_lost_its_partition_writes_no_state(counting: Counting, prot
 
 
 def _again(counting: Counting) -> bool:
-    """The first worker aborted, or joined the group again."""
+    """Return whether the first worker aborted or joined the group again."""
     lines = counting.log("one").rpartition("RAISES")[2]
     return "transaction aborted" in lines or "rejoined the group" in lines or "stopped" in lines

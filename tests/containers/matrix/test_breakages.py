@@ -17,9 +17,7 @@ RECORDS, RECORDS_PER_S = 10_000, 500
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_a_rule_that_is_taken_out_is_found_by_the_verdict_that_must_find_it(
-    name: str, single_nodes: Clusters, tmp_path: Path
-) -> None:
+def test_verdict_finds_the_removed_rule(name: str, single_nodes: Clusters, tmp_path: Path) -> None:
     breakage = ALL[name]
     red: list[set[str]] = []
     # A fault may miss the moment in which the rule matters: other seeds, until one has hit it.

@@ -32,13 +32,13 @@ def value(version: int) -> bytes:
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_both_versions_of_a_coordinators_record_are_read(version: int) -> None:
+def test_both_versions_of_coordinator_records_are_read(version: int) -> None:
     partitions = ("out[0]", "out[2]", "__consumer_offsets[3]")
     expected = Written(T0_MS + 50, "g-one", 1001, 7, "PrepareCommit", T0_MS, partitions, "there")
     assert decode(KEY, value(version), "there") == expected
 
 
-def test_a_transactional_id_without_a_transaction_has_no_partitions() -> None:
+def test_transactional_id_without_a_transaction_has_no_partitions() -> None:
     empty = struct.pack(">hqhibBqqB", 1, 1001, 0, 10_000, 0, 0, T0_MS, -1, 0)
     assert decode(KEY, empty, "there") == Written(T0_MS, "g-one", 1001, 0, "Empty", -1, (), "there")
 
@@ -54,7 +54,7 @@ def test_state_without_offsets_in_its_transaction_is_a_violation() -> None:
     assert not fenced_state([committed("out[0]", offsets)]).holds, "what examines nothing shows nothing"
 
 
-def test_a_version_that_nobody_here_knows_is_not_guessed() -> None:
+def test_unknown_record_version_is_refused() -> None:
     with pytest.raises(ValueError, match="a value of version 2"):
         decode(KEY, b"\0\2" + value(1)[2:], "there")
 
@@ -70,7 +70,7 @@ def diary(directory: Path) -> None:
     (directory / "stage-0-one-7.diary").write_bytes(b"".join(ENTRY.pack(*entry) for entry in entries))
 
 
-def test_a_fault_counts_only_while_a_transaction_it_could_hit_is_open(tmp_path: Path) -> None:
+def test_fault_counts_only_during_a_transaction_it_can_hit(tmp_path: Path) -> None:
     diary(tmp_path)
 
     def hits(at_ms: int, process: str | None = None) -> int:
@@ -81,7 +81,7 @@ def test_a_fault_counts_only_while_a_transaction_it_could_hit_is_open(tmp_path: 
     assert hits(1_150, "stage-0-two-8") == 0
 
 
-def test_the_explanation_names_the_offset_its_transaction_and_what_the_coordinator_made_of_it(tmp_path: Path) -> None:
+def test_explanation_names_offset_transaction_and_outcome(tmp_path: Path) -> None:
     diary(tmp_path)
     inputs = Inputs(topics=("in",), topic=[0, 0], partition=[0, 0], offset=[10, 11])
     outputs = Outputs(
@@ -134,7 +134,7 @@ def commits(topic: str, *offsets: int) -> CommitSeries:
     )
 
 
-def test_outputs_out_of_order_are_explained_by_the_transactions_of_both_inputs(tmp_path: Path) -> None:
+def test_reordered_outputs_are_explained_by_both_transactions(tmp_path: Path) -> None:
     diary(tmp_path)
     inputs, outputs = history(1, 0)
     told = explain(inputs, outputs, 1, tmp_path, [], ["g"], check(inputs, outputs)).splitlines()
@@ -147,7 +147,7 @@ def test_outputs_out_of_order_are_explained_by_the_transactions_of_both_inputs(t
     assert len(told) == 5
 
 
-def test_an_aborted_record_that_was_seen_is_explained_by_the_transaction_that_wrote_it(tmp_path: Path) -> None:
+def test_visible_aborted_record_is_explained_by_its_transaction(tmp_path: Path) -> None:
     diary(tmp_path)
     inputs, outputs = history(0, 2)
     seen = replace(outputs, offset=np.array([0, 1]))
@@ -161,7 +161,7 @@ def test_an_aborted_record_that_was_seen_is_explained_by_the_transaction_that_wr
     assert len(told) == 4
 
 
-def test_a_committed_offset_that_went_back_is_explained_by_the_transactions_of_both_commits(tmp_path: Path) -> None:
+def test_rewound_offset_is_explained_by_both_transactions(tmp_path: Path) -> None:
     diary(tmp_path)
     inputs, outputs = history(0, 1)
     report = check(inputs, outputs, commits=commits("in", 12, 11))
@@ -175,7 +175,7 @@ def test_a_committed_offset_that_went_back_is_explained_by_the_transactions_of_b
     ]
 
 
-def test_a_record_between_two_stages_is_explained_by_the_input_that_it_was_made_of(tmp_path: Path) -> None:
+def test_intermediate_record_is_explained_by_its_input(tmp_path: Path) -> None:
     diary(tmp_path)
     inputs, outputs = history(0, 1)
     report = check(inputs, outputs, commits=commits("middle", 70, 60))

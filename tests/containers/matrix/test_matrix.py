@@ -29,9 +29,7 @@ pytestmark = pytest.mark.takes(168)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [Size(10_000, faults=1), Size()], ids=["one fault", "whole"])
 @pytest.mark.parametrize("cell", SHORT, ids=lambda cell: cell.name)
-def test_a_cell_of_the_matrix_loses_doubles_and_tears_nothing(
-    cell: Cell, size: Size, clusters: Clusters, tmp_path: Path
-) -> None:
+def test_matrix_case_is_exactly_once(cell: Cell, size: Size, clusters: Clusters, tmp_path: Path) -> None:
     run = Run(clusters.of(cell.version), cell, 1, f"m{uuid.uuid4().hex[:8]}", tmp_path)
     outcome = run.play(size)
     print(*outcome.faults, f"{outcome.in_transaction} of them in a transaction", sep="\n")
@@ -41,7 +39,7 @@ def test_a_cell_of_the_matrix_loses_doubles_and_tears_nothing(
     assert len(outcome.faults) >= size.faults
 
 
-def test_the_cover_has_every_pair_and_at_most_40_cells() -> None:
+def test_cover_has_every_pair_in_at_most_40_cases() -> None:
     cells = pairwise()
     assert len(cells) <= 40
     faults = [cell for cell in cells if cell.column == "faults"]

@@ -39,7 +39,7 @@ class WithoutAnEngine(Clusters):
         raise ConnectionError("the engine went away")
 
 
-def test_whatever_a_cell_raises_is_its_row_and_the_cells_behind_it_have_theirs(tmp_path: Path) -> None:
+def test_case_that_raises_is_a_row_and_later_cases_run(tmp_path: Path) -> None:
     cells = pairwise()
     result = play(WithoutAnEngine("jvm"), cells[0], 7, Size(), tmp_path / "logs")
     assert (result.result, result.reason) == (FAILED, "ConnectionError: the engine went away")
@@ -56,7 +56,7 @@ def no_orders(stage: int, instance: str) -> Orders:
     raise AssertionError(f"there is no worker {instance} of stage {stage}")
 
 
-def test_a_broker_that_is_slow_to_come_back_is_told_of_and_waited_for(tmp_path: Path) -> None:
+def test_slow_broker_start_is_reported_and_awaited(tmp_path: Path) -> None:
     """How a real one is told of and can be waited for: tests/containers/test_clusters.py."""
     asked: list[str] = []
 
@@ -89,14 +89,14 @@ PLAYED = Result("c", "faults", PASSED, 7, "jvm", "2026-11-22", records=100_000, 
         ({"seed": 8}, False),
     ],
 )
-def test_what_was_run_as_asked_is_not_run_again(changes: dict[str, Any], is_kept: bool, tmp_path: Path) -> None:
+def test_finished_cases_are_not_run_again(changes: dict[str, Any], is_kept: bool, tmp_path: Path) -> None:
     cell = pairwise()[0]
     found = dataclasses.replace(PLAYED, **changes)
     (tmp_path / f"{cell.name}.json").write_text(json.dumps(dataclasses.asdict(found)))
     assert was_run(known(tmp_path, cell, seed=7), Size()) == is_kept
 
 
-def test_names_and_with_them_the_coordinators_nodes_come_from_the_seed() -> None:
+def test_names_and_coordinator_nodes_come_from_the_seed() -> None:
     first, second, *_ = pairwise()
     assert prefix_of(first, 1) == prefix_of(first, 1)
     assert len({prefix_of(first, 1), prefix_of(first, 2), prefix_of(second, 1)}) == 3

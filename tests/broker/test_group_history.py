@@ -1,6 +1,6 @@
-"""A group whose offsets the brokers forgot is told from one that never ran, by what is noted beside them.
+"""Distinguish a group whose offsets expired from a group that never ran, by its history of committed offsets.
 
-That a broker forgets is its clock's: the tests delete the group, which leaves the same behind.
+Brokers let offsets expire on their own clock. The tests delete the group instead, which has the same effect.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from eos.testing.checker import check
 from eos.testing.history import read_topic
 from tests.support.reading import wait_until
 
-if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
     from tests.support.pipeline import Pipeline, Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
 INPUT_GONE = 66
 
 
-def forget(pipeline: Pipeline) -> None:
+def delete_group(pipeline: Pipeline) -> None:
     pipeline.admin.delete_consumer_groups([pipeline.app])[pipeline.app].result(10)
-    wait_until("a group that nobody knows", lambda: not pipeline.committed())
+    wait_until("a group without committed offsets", lambda: not pipeline.committed())
 
 
 @pytest.mark.deep_for("earliest*")
 @pytest.mark.parametrize(
     ("reset", "danger"), [("earliest", "handle all records again"), ("latest", "skip the records")]
 )
-def test_a_group_that_was_forgotten_is_refused_until_it_is_told_where_to_go_on(
+def test_group_without_committed_offsets_is_refused_until_reset(
     reset: str, danger: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.finish()
     before = pipeline.committed()
-    forget(pipeline)
+    delete_group(pipeline)
     pipeline.load(300)
     refused = pipeline.worker(until_end=True, settings={"auto.offset.reset": reset})
     assert refused.wait() == INPUT_GONE, refused.last_words
@@ -51,7 +51,7 @@ def test_a_group_that_was_forgotten_is_refused_until_it_is_told_where_to_go_on(
     )
     assert told.wait() == 0, told.log
     pipeline.finish(settings={"auto.offset.reset": reset})
-    # Not `pipeline.verify`: it watched the offsets, and the test took them away.
+    # Not `pipeline.verify`, which watches the offsets that the test deleted.
     pipeline.settle()
     outputs = read_topic(pipeline.servers, pipeline.destinations).outputs()
     fan_out = len(pipeline.destinations)
@@ -60,11 +60,11 @@ def test_a_group_that_was_forgotten_is_refused_until_it_is_told_where_to_go_on(
 
 
 @pytest.mark.deep
-def test_without_a_topic_of_notes_a_group_begins_anew(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_group_without_a_history_topic_starts_again(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     settings = {"eos.places.topic": ""}
     pipeline.finish(settings=settings)
-    forget(pipeline)
+    delete_group(pipeline)
     pipeline.finish(settings=settings)
     assert len(pipeline.committed()) == 6
     wait_until("every output twice", lambda: pipeline.delivered >= 2 * 60 * len(pipeline.destinations))
