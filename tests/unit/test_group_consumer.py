@@ -39,7 +39,7 @@ class _Message:
         return lambda: known.get(name)
 
 
-def test_what_was_fetched_when_a_callback_failed_is_handed_out_to_who_goes_on_all_the_same() -> None:
+def test_records_fetched_before_a_callback_error_are_kept() -> None:
     """The consumer does not fetch it again: dropped, it would be skipped, and a later commit would make that a loss."""
     positions: Positions[Record] = Positions()
     group_consumer = GroupConsumer(Settings(SETTINGS), ["in"], positions, Watcher(Settings(SETTINGS)), with_ends=False)
@@ -142,7 +142,7 @@ def test_a_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
             question()
 
 
-def test_a_partition_that_cannot_begin_yet_does_not_keep_the_group_from_being_polled() -> None:
+def test_unknown_start_does_not_block_polling() -> None:
     """Under `latest` its end must be known: it may have no leader, or its group's offsets may not be stable."""
     latest = _of(_Cluster(*AWAY), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     latest.assignment.assign([("in", 1)])
@@ -168,7 +168,7 @@ def test_notes_that_cannot_be_read_are_waited_for(
     assert "waiting for the record of earlier commits of this group: 127.0.0.1:9 cannot be reached" in caplog.text
 
 
-def test_partitions_that_may_not_be_seen_are_a_missing_right_with_its_topic() -> None:
+def test_unauthorised_partitions_are_a_missing_right_of_the_topic() -> None:
     with pytest.raises(NotAuthorised, match="topic in: not authorised to READ it"):
         _of(_Cluster(KafkaError.TOPIC_AUTHORIZATION_FAILED)).queries.stable_ends()
 
@@ -259,7 +259,7 @@ def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
         parts.fetcher.replace_consumer()
 
 
-def test_a_start_that_is_not_committed_is_kept_though_the_group_has_committed_others_of_its_topic() -> None:
+def test_uncommitted_start_is_kept_despite_other_commits_of_the_topic() -> None:
     """Another member's commits do not make the partition a new one."""
     group_consumer = _of(_Cluster(), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     group_consumer.start_offsets._earlier = {("in", 1): 4}
@@ -268,7 +268,7 @@ def test_a_start_that_is_not_committed_is_kept_though_the_group_has_committed_ot
     assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 1)]).values()] == [-2]
 
 
-def test_partition_that_begins_later_leaves_the_others_where_they_are_without_increments() -> None:
+def test_eager_assignment_of_a_later_partition_keeps_other_positions() -> None:
     """`range` and `roundrobin` replace an assignment: what is read already is assigned again from where it is."""
     cluster = _Cluster()
     given: list[list[tuple[int, int]]] = []

@@ -114,7 +114,7 @@ def test_a_slow_poll_that_brings_a_callback_makes_nothing_missing(member: Member
         assert member.poll() == []
 
 
-def test_an_answer_of_before_a_callback_is_not_compared_with_what_is_known_behind_it(member: Member) -> None:
+def test_answer_from_before_a_callback_is_ignored(member: Member) -> None:
     member.late_answer()
     member.given(0, 1)
     member.after(1)
