@@ -1,4 +1,4 @@
-"""The real Kafkas that tests share, each started by the first test that asks for it."""
+"""Start the real Kafkas that tests share, each with the first test that needs it."""
 
 from __future__ import annotations
 
@@ -17,38 +17,43 @@ import pytest_timeout
 
 from eos.broker import DEFAULT_VERSION, LocalKafka, node
 from eos.kafka.client.client_calls import call_client
-from tests.suites.marks import pytest_collection_modifyitems, pytest_itemcollected  # noqa: F401 - hooks
+from tests.suites.marks import (  # noqa: F401 - hooks
+    pytest_collection_modifyitems,
+    pytest_itemcollected,
+    pytest_xdist_make_scheduler,
+)
 from tests.support.brokers import local_kafka
 
-# How long an example takes is the machine's; all else is as before (in CI: the same examples each time).
+# The duration of an example depends on the machine. Other settings keep their defaults (in CI: the same examples each
+# time).
 hypothesis.settings.register_profile("untimed", parent=hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_PROXIED_PORTS = 5_000 // (2 * _WORKERS)  # of each process and version, to choose from
+_PROXIED_PORTS = 5_000 // (2 * _WORKERS)  # ports of each process and version to choose from
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes side by side choose ports apart: one that is chosen and not bound yet looks free to the other."""
+    """Give parallel processes separate port ranges, because a chosen port looks free to others until it is bound."""
     if "PYTEST_XDIST_WORKER" in os.environ and (known := getattr(config, "failures_db", None)):
-        # pytest-rerunfailures asks its main process about each test in two small packets: 40 ms each time without this.
+        # pytest-rerunfailures sends its main process two small packets per test, which takes 40 ms without this.
         known.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     first, last = node.PORT_RANGE
     share = (last - first) // _WORKERS
-    # Brokers that live for minutes never earn what C2 costs; those of commands that a test starts neither.
+    # C2 does not pay off for brokers that live for minutes, nor for the commands that tests start.
     os.environ.setdefault("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:+UseSerialGC -XX:TieredStopAtLevel=1")
     node.PORT_RANGE = (first + _WORKER * share, first + (_WORKER + 1) * share)
-    # A shell that runs pytest in the background has it ignore SIGINT, and all that it starts.
+    # A shell starts pytest in the background with SIGINT ignored, and all its children inherit this.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A second try has a time of its own: the clock of pytest-timeout is set once for all tries of a test."""
+    """Restart the clock of pytest-timeout for a second try, because it is set once for all tries of a test."""
     if getattr(item, "execution_count", 1) > 1:
         settings = pytest_timeout._get_item_settings(item)
         if settings.timeout:
@@ -64,7 +69,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that failed says where the logs of its brokers are, however it came by them."""
+    """Add the paths of the brokers' logs to the report of a failed test, whichever fixture started them."""
     report = yield
     if report.failed and report.when in ("setup", "call"):
         made = getattr(item, "funcargs", {}).items()
@@ -76,33 +81,34 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    """One node of the default version for the whole session; a test's proxy may listen on its `proxied_servers`."""
+    """Start one node of the default version for the whole session; a test's proxy may listen on its
+    `proxied_servers`."""
     yield from _single_node(request, DEFAULT_VERSION)
 
 
 @pytest.fixture(scope="session")
 def kafka392(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    """As `kafka`, the last version with transaction.version 0."""
+    """Start one node as `kafka` does, of the last version with transaction.version 0."""
     yield from _single_node(request, "3.9.2")
 
 
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    """Three nodes for one module: a test that kills one starts it again before it ends."""
+    """Start three nodes for one module; a test that kills one starts it again before it ends."""
     yield from local_kafka(request, nodes=3)
 
 
 @pytest.fixture
 def names(request: pytest.FixtureRequest) -> Callable[[str], str]:
-    """Makes names for topics, groups and transactional.ids that no other test and no repetition of this one has."""
+    """Return a function that makes names for topics, groups and ids that no other test or repetition has."""
     test = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name.removeprefix("test_"))[:60].strip("-")
     prefix = f"{test}-{uuid.uuid4().hex[:6]}"
     return lambda name: f"{prefix}-{name}"
 
 
 def _single_node(request: pytest.FixtureRequest, version: str) -> Iterator[LocalKafka]:
-    # Nobody kills it, and one that stood still for some seconds on a loaded machine must not be fenced by itself. It is
-    # one of many on two cores: between tests it does nothing.
+    # No test kills it, so it must not fence itself after a pause of some seconds on a loaded machine. It is one of many
+    # on two cores, so it must be idle between tests.
     config = {
         "broker.session.timeout.ms": 30_000,
         "broker.heartbeat.interval.ms": 5_000,
@@ -112,7 +118,7 @@ def _single_node(request: pytest.FixtureRequest, version: str) -> Iterator[Local
 
 
 def _proxied_port(version: str) -> int:
-    """Below all ports that brokers get: until a test's proxy listens there, any other process takes it for free."""
+    """Choose a port below all brokers' ports, which no other process takes until a test's proxy listens there."""
     block = 2 * _WORKER + (version != DEFAULT_VERSION)
     first = 10_000 + _PROXIED_PORTS * block
     ports = range(first, first + _PROXIED_PORTS)

@@ -178,7 +178,7 @@ def test_topic_recreated_between_runs_is_read_from_its_beginning(life: Life) -> 
     """Recreate a topic; Kafka deletes a group's offsets together with the topic."""
     life.load([b"a", b"b", b"c"])
     assert life.run().returncode == 0
-    life.make_input_anew([b"d"])
+    life.recreate_input([b"d"])
     assert life.run().returncode == 0
     assert life.settled() == [b"a", b"b", b"c", b"d"]
 
@@ -191,7 +191,7 @@ def test_topic_recreated_during_a_run_stops_the_worker_with_66(records: int, lif
     life.load([b"a", b"b", b"c"])
     with life.running("--instance", "one") as worker:
         wait_until("its outputs", lambda: len(life.outputs()) == 3, 60)
-        life.make_input_anew([b"new"] * records)
+        life.recreate_input([b"new"] * records)
         assert worker.wait(60) == 66, life.log
         assert "eos: the input is gone: " in life.log
     assert life.reset("--from", "earliest", "--yes", "--wait", "30").returncode == 0

@@ -11,8 +11,8 @@ from eos.broker import LocalKafka
 
 
 def local_kafka(request: pytest.FixtureRequest, **options: Any) -> Iterator[LocalKafka]:
-    """`yield from` this in a fixture. Its directory is kept once a test has failed."""
+    """Yield a local Kafka from a fixture (`yield from`), and keep its directory once a test has failed."""
     with LocalKafka(**options) as kafka:
         yield kafka
-        # A test's failure does not reach the fixture as an exception, and the broker's log may be half of the story.
+        # The fixture does not see a test's failure as an exception, and the broker's log may explain it.
         kafka.keep = request.session.testsfailed > 0

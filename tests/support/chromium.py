@@ -1,6 +1,6 @@
-"""A real headless Chromium that looks at a page: what it shows, what it asked for, what it complained of, a picture.
+"""Drive a real headless Chromium: the contents of a page, its requests, its errors and a screenshot.
 
-Speaks the DevTools protocol over its websocket. Owns one browser process and one tab; it must never reach outside.
+Uses the DevTools protocol over its websocket. Owns one browser process and one tab, and must never connect elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ needs_chromium = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromiu
 
 
 class Chromium:
-    """A context manager; `open` loads a page, the rest looks at it."""
+    """Run a browser as a context manager; `open` loads a page, and the other methods inspect it."""
 
     def __init__(self, folder: Path) -> None:
         assert PROGRAM is not None
@@ -82,11 +82,11 @@ class Chromium:
             self.complaints.append(parameters["entry"]["text"])
 
     def open(self, url: str) -> None:
-        """Returns when the page is loaded."""
+        """Open the page and wait until it is loaded."""
         loader = self._call("Page.navigate", url=url)["loaderId"]
 
         def loaded() -> bool:
-            # Until the new page is there, the page before it answers, and that one is complete.
+            # The previous page answers, as complete, until the new one is there.
             if self._call("Page.getFrameTree")["frameTree"]["frame"]["loaderId"] != loader:
                 return False
             return bool(self.ask("document.readyState") == "complete")
@@ -94,20 +94,20 @@ class Chromium:
         wait_until("the page is loaded", loaded, 60)
 
     def screen(self, width: int, height: int, scheme: str) -> None:
-        """A window of so many CSS pixels, its reader preferring `light` or `dark`."""
+        """Set the window's size in CSS pixels and the reader's preference, `light` or `dark`."""
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def ask(self, script: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def text(self) -> str:
-        return str(self.ask("document.body?.innerText ?? ''"))  # none yet while it loads
+        return str(self.ask("document.body?.innerText ?? ''"))  # no text while it loads
 
     def picture(self, path: Path) -> Path:
         taken = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)

@@ -1,11 +1,11 @@
-"""A TCP proxy that only delays: a broker that is far away, with a line as wide as one likes.
+"""Delay TCP traffic to a broker, as on a long line of any bandwidth.
 
-What one side sends reaches the other so many milliseconds later, in order, with nothing held back: any number of bytes
-may be under way. It must never look at them. The broker's second listener advertises the proxy's port, as for
-tests/support/proxy.py, which may stand behind it: client -> Delay -> HoldingProxy -> broker.
+Each side receives the other's bytes in order, `each_way_ms` later, and any number of bytes may be on their way. The
+proxy must never look at the bytes. The broker's second listener advertises the proxy's port, as for
+tests/support/proxy.py, which may come next: client -> Delay -> HoldingProxy -> broker.
 
-As a process of its own, so that a benchmark's client does not share its interpreter:
-`python -m tests.support.delay LISTEN_PORT UPSTREAM_HOST:PORT MILLISECONDS`, until its input ends.
+Runs as a separate process too, so that a benchmark's client does not share its interpreter: `python -m
+tests.support.delay LISTEN_PORT UPSTREAM_HOST:PORT MILLISECONDS`, until its input ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STARTED_S = 10.0
 
 
 class Delay:
-    """Listens on 127.0.0.1:`listen_port` and delays each way to `upstream` and back by `each_way_ms`."""
+    """Listen on 127.0.0.1:`listen_port`, and delay the traffic to and from `upstream` by `each_way_ms`."""
 
     def __init__(self, listen_port: int, upstream: tuple[str, int], each_way_ms: float) -> None:
         self.listen_port, self.upstream, self.each_way_ms = listen_port, upstream, each_way_ms
@@ -57,7 +57,7 @@ class Delay:
 
 
 class _End(asyncio.Protocol):
-    """One side's connection; what comes from it goes to `other`, later."""
+    """Hold the connection of one side, whose bytes go to `other` later."""
 
     transport: asyncio.Transport
 
@@ -65,7 +65,7 @@ class _End(asyncio.Protocol):
         self.delay, self.accepted = delay, accepted
         self.loop = asyncio.get_running_loop()
         self.other: _End | None = None
-        # (when due, bytes); None instead of bytes: this side has closed.
+        # (when due, bytes); None instead of bytes: this side has closed
         self.under_way: deque[tuple[float, bytes | None]] = deque()
         self.timer: asyncio.TimerHandle | None = None
 
@@ -100,7 +100,8 @@ class _End(asyncio.Protocol):
             self._deliver()
 
     def _deliver(self) -> None:
-        """Hands over what is due. One timer for the first that is not: two of the same moment could change places."""
+        """Deliver the bytes that are due. A single timer waits for the next ones, because two timers could change
+        their order."""
         self.timer = None
         if self.other is None:
             return

@@ -1,8 +1,8 @@
-"""Our programs in processes of their own that have imported everything already, which is most of what a start costs.
+"""Run our programs in processes that have already imported everything, which is most of the cost of a start.
 
-A process that has imported much and run nothing (`python -m tests.support.forked`) forks for each program that a test
-starts; from there on it is what `python -m` makes of it. What a process imports, and when, and what the interpreter's
-own options do to it is tested with real starts.
+A process that has only imported modules (`python -m tests.support.forked`) forks for each program that a test starts;
+the child then continues as after `python -m`. Tests about imports and about the interpreter's own options use real
+starts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from typing import IO, Any, AnyStr
 
 from eos import cli
 
-_LARGEST = 1 << 17  # bytes of one request: its environment
+_LARGEST = 1 << 17  # bytes of one request, which contains the environment
 _IMPORTED = ("eos.cli.run", "eos.cli.broker", "eos.cli.shim", "eos.testing.lineage", "typer.rich_utils")
 Stream = int | IO[Any] | None
 _SHOWN = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
 class Popen(subprocess.Popen[AnyStr]):
-    """As `subprocess.Popen(["python", "-m", *command])`, or without -m where it begins with -c."""
+    """Stand in for `subprocess.Popen(["python", "-m", *command])`; without -m if `command` begins with -c."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Popen(subprocess.Popen[AnyStr]):
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
     def _internal_poll(self, _deadstate: int | None = None) -> int | None:
-        # With a `_deadstate` it is the garbage collector that wants to know, who may come in the midst of a question.
+        # A call with `_deadstate` comes from the garbage collector, possibly in the middle of a request.
         asks = self.returncode is None and _deadstate is None
         if asks and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
             try:
@@ -96,7 +96,7 @@ class Popen(subprocess.Popen[AnyStr]):
         return self.returncode
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        """Only the process that forked it can ask."""
+        """Query the process that forked it, because only its parent can wait for it."""
         if not wait_flags:
             with suppress(ProcessLookupError), open(os.pidfd_open(self.pid), "rb", buffering=0) as process:
                 waiting = select.poll()
@@ -107,7 +107,7 @@ class Popen(subprocess.Popen[AnyStr]):
 
 
 def run(command: Sequence[str], *, input: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` of a `Popen`, what it says captured; TimeoutExpired after 120 s."""
+    """Stand in for `subprocess.run` with captured output; raise TimeoutExpired after 120 s."""
     given = None if input is None else subprocess.PIPE
     streams = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen[str](command, text=True, errors="surrogateescape", **streams, **options) as process:
@@ -120,18 +120,18 @@ def run(command: Sequence[str], *, input: str | None = None, **options: Any) -> 
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Of a program that a test starts: nothing of eos or Kafka but `more`, and a terminal of 200 columns."""
+    """Return the environment of a program: no variable of eos or Kafka except `more`, and a terminal of 200 columns."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("EOS_", "KAFKA_"))}
     return inherited | _SHOWN | dict(more)
 
 
 def eos(here: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """`eos ARGUMENTS` in the directory `here`, with this and nothing else of eos or Kafka in its environment."""
+    """Run `eos ARGUMENTS` in the directory `here`, with `environment` as its only variables of eos or Kafka."""
     return run(["eos", *arguments], cwd=here, env=environment(more))
 
 
 class _Forks:
-    """The process that forks, as long as this one lives: its end of the socket is closed then."""
+    """Own the process that forks; it ends with this process, when its end of the socket is closed."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -149,11 +149,11 @@ class _Forks:
     def ask(self, request: object, streams: Sequence[int]) -> Any:
         number = next(self._numbers)
         asked = pickle.dumps((number, request))
-        assert len(asked) <= _LARGEST, "an environment that large is none of a test's"
+        assert len(asked) <= _LARGEST, "the environment of a test is too large"
         socket.send_fds(self._socket, [asked], streams)
         while answered := self._socket.recv(_LARGEST):
             of, answer = pickle.loads(answered)
-            if of == number:  # else of a question that a signal's exception broke off
+            if of == number:  # bytes of a request that an exception of a signal handler interrupted
                 return answer
         raise RuntimeError(f"{__name__} is gone: its exit code is {self._process.wait()}")
 
@@ -172,7 +172,7 @@ def _ask(request: object, streams: Sequence[int] = ()) -> Any:
 
 
 def _serve(requests: socket.socket) -> list[str]:
-    """Forks until nobody can ask any more. In each child it returns: the command, all else is as it should be."""
+    """Fork until no one can send requests. In each child, return the command after setting up its process."""
     while True:
         asked, streams, *_ = socket.recv_fds(requests, _LARGEST, 3)
         if not asked:
@@ -195,7 +195,7 @@ def _serve(requests: socket.socket) -> list[str]:
 def _ended(pid: int) -> tuple[int, int]:
     try:
         return os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:  # told already, to a question that was broken off
+    except ChildProcessError:  # already reported, to a request that was interrupted
         return pid, 0
 
 
@@ -213,10 +213,10 @@ def _become(directory: str, variables: dict[str, str], group: int | None, stream
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks hears it too, and has things to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever sent the request hears it too, and has its own cleanup
     for module in _IMPORTED:
         importlib.import_module(module)
-    # The library behind the command line imports the most of its parts with the first command.
+    # The library of the command line imports most of its modules with the first command.
     cli.invoke(["--version"])
     sys.stdout.flush()
     gc.freeze()

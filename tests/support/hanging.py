@@ -1,8 +1,8 @@
-"""Transactions that hang for real: requests that a broker without partition verification takes from a late producer.
+"""Create hanging transactions with late requests, which a broker without partition verification accepts.
 
-The state they leave is the one a lone broker can be left in when it is killed while it ends a transaction: the
-coordinator says Complete (or nothing at all), the partition is open. The broker must run with
-`transaction.partition.verification.enable=false`. It must never import `eos`.
+A kill during the end of a transaction can leave a lone broker in the same state: the coordinator reports Complete (or
+nothing), and the partition is open. The broker must run with `transaction.partition.verification.enable=false`. This
+module must never import `eos`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def produce_late(
     sequence: int,
     leader: int = 0,
 ) -> None:
-    """One transactional record that no coordinator was told of (no AddPartitionsToTxn)."""
+    """Write one transactional record whose partition was not added to a transaction (no AddPartitionsToTxn)."""
     producer_id, epoch = producer
     batch = DefaultRecordBatchBuilder(2, 0, True, producer_id, epoch, sequence, 10_000)
     batch.append(0, timestamp=1, key=None, value=b"late", headers=[])
@@ -62,7 +62,7 @@ def commit_offset_late(
     producer: tuple[int, int],
     coordinator: int = 0,
 ) -> None:
-    """A pending offset of a group that no transaction coordinator was told of (no AddOffsetsToTxn)."""
+    """Write a pending offset of a group that was not added to a transaction (no AddOffsetsToTxn)."""
     producer_id, epoch = producer
     topics = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
     request = TxnOffsetCommitRequest(
@@ -91,7 +91,7 @@ def commit_offset_late(
 
 
 def _wait_for_coordinator(servers: str, group: str, topic: str) -> None:
-    """A fresh cluster makes its offsets log when somebody looks for a group's coordinator, and then takes a moment."""
+    """Wait for the group's coordinator: a fresh cluster creates its offsets topic at the first query."""
     consumer = Consumer({"bootstrap.servers": servers, "group.id": group})
 
     def answers() -> bool:

@@ -1,7 +1,7 @@
-"""The `eos` program that kills itself at a step of its transactions.
+"""Run an `eos` program that kills itself at a step of its transactions.
 
-`-c KILLED STEP before|behind N ARGUMENT...`: before or behind the N-th call of that method of its producer or of what
-keeps its state.
+`-c KILLED STEP before|behind N ARGUMENT...` kills it before or after (`behind`) the N-th call of this method of its
+producer or of its state storage.
 """
 
 from __future__ import annotations

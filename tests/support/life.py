@@ -1,6 +1,6 @@
-"""One App over the years on real Kafka: its file, its topics, and the commands a user runs on it.
+"""Run one App over several versions on real Kafka: its file, its topics, and a user's commands.
 
-It must never import the worker: every command is a process of its own, as a user's are.
+Every command is a separate process, as a user's are. This module must never import the worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POISON = b"poison"
 
 
 def write_app(path: Path, app: str, source: str, to: str, on_error: str = "stop") -> None:
-    """`theapp.py` in that directory: copies values, and raises at POISON."""
+    """Write `theapp.py` into the directory: it copies values, and raises at POISON."""
     (path / "theapp.py").write_text(
         f"from eos import App\napp = App({app!r})\n"
         f"@app.process({source!r}, to={to!r}, on_error={on_error!r})\n"
@@ -31,9 +31,9 @@ def write_app(path: Path, app: str, source: str, to: str, on_error: str = "stop"
 
 
 class Life:
-    """One App over the years: a directory, an input of two partitions, an output; the poison record raises.
+    """Own one App: a directory, an input of two partitions, an output, and a poison record on which it raises.
 
-    `pattern`: what stands in its source's place in the App's definition.
+    `pattern`: replaces the source topic in the App's definition.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Life:
         return self.eos("run", "theapp.py:app", "--instance", "one", "--until-end", *more)
 
     def start(self, *more: str, stderr: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-        """A worker that runs until it is stopped."""
+        """Start a worker that runs until it is stopped."""
         command = ["eos", "run", "theapp.py:app", *more, "--bootstrap-servers", self.servers]
         return forked.Popen(command, cwd=self.path, stderr=stderr)
 
     @contextmanager
     def running(self, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-        """As `start`; what it says is its `log`. If it still runs at the end, it is killed."""
+        """Start a worker as `start` does, log its output to `log`, and kill it if it still runs at the end."""
         with (self.path / "worker.log").open("wb") as stderr, until_killed(self.start(*more, stderr=stderr)) as worker:
             yield worker
 
@@ -73,11 +73,11 @@ class Life:
         return (self.path / "worker.log").read_text()
 
     def stop(self, worker: subprocess.Popen[bytes]) -> None:
-        """SIGTERM; it must end with 0."""
+        """Send SIGTERM, and check that the worker exits with 0."""
         worker.terminate()
         assert worker.wait(60) == 0, self.log
 
-    def make_input_anew(self, values: Sequence[bytes]) -> None:
+    def recreate_input(self, values: Sequence[bytes]) -> None:
         admin = AdminClient({"bootstrap.servers": self.servers})
 
         def id_now() -> str | None:
@@ -90,7 +90,7 @@ class Life:
             try:
                 admin.create_topics([NewTopic(self.input, 2, 1)])[self.input].result(30)
             except KafkaException as error:
-                # The controller may take a moment to forget the old one.
+                # The controller may take a moment to delete the old topic.
                 if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                     raise
                 return False
@@ -98,8 +98,8 @@ class Life:
 
         was = id_now()
         assert was is not None
-        # By one client that is connected, and at once: a worker's client that looks between the two finds no topic at
-        # all, which is another end (69) than that of a topic made anew (66).
+        # With one connected client and without a pause: a worker's client that checks between the two requests finds no
+        # topic, which ends the worker with 69 instead of 66.
         admin.delete_topics([self.input])[self.input].result(30)
         wait_until("the creation", create, 30)
         wait_until("the new topic", lambda: id_now() not in (None, was), 30)
@@ -110,7 +110,8 @@ class Life:
         return self.eos("reset", "theapp.py:app", *more)
 
     def settled(self) -> list[bytes | None]:
-        """Its outputs once no transaction is open: Kafka answers a commit before all partitions show it."""
+        """Return its outputs once no transaction is open, because Kafka answers a commit before all partitions show
+        it."""
         settled_ends(self.servers, [self.output])
         return self.outputs()
 
@@ -126,7 +127,7 @@ class Life:
 
 @contextmanager
 def until_killed(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """If it still runs at the end, it is killed."""
+    """Kill the process at the end if it still runs."""
     try:
         yield process
     finally:

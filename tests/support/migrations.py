@@ -1,4 +1,4 @@
-"""The programs in docs/howto/migrate, as files of their names."""
+"""Extract the programs in docs/howto/migrate as files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.support.pages import DOCS, blocks_of, file_of
 PAGES = DOCS / "howto" / "migrate"
 OURS = "orders_eos.py"
 SETTINGS = "eos.toml"
-"""Where a page has it, ours runs with it."""
+"""The settings file of our program, on pages that have one."""
 THEIRS = {
     "from-a-loop": "orders_loop.py",
     "from-faststream": "orders_faststream.py",
@@ -18,6 +18,6 @@ THEIRS = {
 
 
 def programs_of(page: str) -> dict[str, str]:
-    """The page's code blocks that begin with a comment with a file name, by that name, in their order."""
+    """Return the page's code blocks that begin with a comment with a file name, by that name, in order."""
     blocks = blocks_of((PAGES / f"{page}.md").read_text())
     return {name: block for _, block in blocks if (name := file_of(block))}

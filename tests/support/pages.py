@@ -1,8 +1,8 @@
-"""A page of docs/ as a reader follows it: files are written, commands run in one shell, what they print is compared.
+"""Follow a page of docs/ as a reader does: write its files, run its commands in one shell, compare the output.
 
-A block of Python that begins with `# name.py` is a file, `sh` are commands, the `text` behind them what these print.
-Numbers and order of a text with times in it are of that moment. A line that ends with `(open)` may be missing: a kill
-that comes between two transactions leaves none open.
+A block of Python that begins with `# name.py` is a file, `sh` blocks are commands, and the `text` blocks after them are
+the output. In texts with times, numbers and order may differ. A line that ends with `(open)` may be missing, because a
+kill between two transactions leaves none open.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = DOCS / "tutorial"
-SERVERS = "127.0.0.1:9092"  # of the pages
-_NOT_HERE = re.compile(r"^(?:pip install|eos broker) .*$", re.MULTILINE)  # the reader's, and there in a test
+SERVERS = "127.0.0.1:9092"  # the address on the pages
+_NOT_HERE = re.compile(r"^(?:pip install|eos broker) .*$", re.MULTILINE)  # an address that a reader has, and a test too
 _TIMES = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
 _MARK = "---- what is printed from here on belongs to commands"
 
 
 @dataclass
 class Step:
-    """Files that are made before, commands, and what the page says they print."""
+    """Hold the files to write first, the commands, and the output that the page shows."""
 
     files: dict[str, str] = field(default_factory=dict)
     commands: str = ""
@@ -33,18 +33,18 @@ class Step:
 
 
 def blocks_of(text: str) -> list[tuple[str, str]]:
-    """Language and lines of each block, in their order."""
+    """Return the language and lines of each block, in order."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def file_of(block: str) -> str:
-    """The name of the file that a block is, by its first line; "" of none."""
+    """Return the file name in the first line of a block, or "" without one."""
     named = re.match(r"(?:#|//) (\S+\.\w+)\n", block)
     return named[1] if named else ""
 
 
 def files_of(page: Path) -> dict[str, str]:
-    """Return the files that a page's blocks of Python are: one without a name goes on with the file before it."""
+    """Return the files in a page's blocks of Python; a block without a name continues the file before it."""
     files: dict[str, str] = {}
     name = ""
     for language, block in blocks_of(page.read_text()):
@@ -75,7 +75,7 @@ def steps_of(page: Path) -> Iterator[Step]:
 
 
 def follow(page: Path, servers: str, folder: Path, timeout: float = 120.0) -> list[tuple[Step, str]]:
-    """Each step with what its commands printed, in `folder` and against the brokers `servers`."""
+    """Yield each step with the output of its commands, which run in `folder` with the brokers `servers`."""
     steps = [step for step in steps_of(page) if step.commands]
     for step in steps:
         for name, text in step.files.items():
@@ -95,14 +95,14 @@ def follow(page: Path, servers: str, folder: Path, timeout: float = 120.0) -> li
         timeout=timeout,
         check=False,
     )
-    print(done.stdout, done.stderr, sep="\n")  # pytest shows it where the page is wrong
+    print(done.stdout, done.stderr, sep="\n")  # Pytest shows it when the page is wrong.
     printed = done.stdout.split(f"{_MARK}\n")[1:]
     assert len(printed) == len(steps), "the shell ended early"
     return list(zip(steps, printed, strict=True))
 
 
 def differences(steps: list[tuple[Step, str]]) -> list[str]:
-    """What was printed and is not what the page says."""
+    """Return the output lines that differ from the page."""
     return [
         f"{step.commands}\n printed\n{seen}\n in place of\n{step.printed}"
         for step, seen in steps

@@ -1,8 +1,9 @@
-"""One consume-transform-produce run of real worker processes on real Kafka, and the judgement of what it left.
+"""Run real worker processes that consume, transform and produce on real Kafka, and judge the result.
 
-Two source topics x 3 partitions with markers and aborted records in them, two destination topics x 3 partitions, every
-input copied to both. What must come out is known from the loader's delivery reports, never from reading. `verify`
-runs every rule of eos.testing.checker. It must never import a session: workers are processes, as a user's are.
+There are two source topics with three partitions each, with markers and aborted records in them, and two destination
+topics with three partitions each. Every input is copied to both. The expected outputs follow from the loader's delivery
+reports, never from reading. `verify` checks every rule of eos.testing.checker. This module must never import a session:
+workers are processes, as a user's are.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ Place = tuple[str, int]
 
 
 class WorkerProcess:
-    """One real worker; its stderr goes to a file. Ends with its pipeline, whatever ended the test."""
+    """Own one real worker, whose stderr goes to a file; it ends with its pipeline, however the test ends."""
 
     def __init__(
         self,
@@ -118,35 +119,35 @@ class WorkerProcess:
 
     @property
     def last_words(self) -> str:
-        """What it said at its end: the lines that the command line, not the log, wrote."""
+        """Return the last output of the command line, without the lines of the log."""
         return "\n".join(line for line in self.log.splitlines() if line.startswith("eos: "))
 
     def wait_line(self, wanted: str, timeout_s: float = START_S) -> None:
-        """Until it prints this line; anything else it prints before is dropped."""
+        """Wait until the worker prints this line, and drop the lines before it."""
         deadline = time.monotonic() + timeout_s
         while True:
-            running = self.running  # asked first: whoever has ended has said all
+            running = self.running  # checked first, because an ended worker has printed everything
             try:
                 if self._lines.get(timeout=0.05) == wanted:
                     return
             except queue.Empty:
-                assert running, f"{self.name} ended with {self.process.returncode} before it said {wanted!r}"
+                assert running, f"{self.name} ended with {self.process.returncode} before it printed {wanted!r}"
                 if time.monotonic() >= deadline:
-                    raise TooSlow(f"{self.name} did not say {wanted!r} within {timeout_s} s") from None
+                    raise TooSlow(f"{self.name} did not print {wanted!r} within {timeout_s} s") from None
 
     def wait_at(self, step: str, nth: int, timeout_s: float = START_S) -> None:
-        """Until it holds at the n-th occurrence of this step."""
+        """Wait until the worker holds at the n-th occurrence of this step."""
         self.wait_line(f"AT {step} {nth}", timeout_s)
 
     def go_on(self) -> None:
-        """Lets it go on from the step at which it holds."""
+        """Let the worker continue from the step at which it holds."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
     def wait_log(self, text: str, timeout_s: float = START_S, count: int = 1) -> None:
         def said() -> bool:
-            running = self.running  # asked first: whoever has ended has written all of its log
+            running = self.running  # checked first, because an ended worker has written all of its log
             there = self.log.count(text) >= count
             assert there or running, f"{self.name} ended with {self.process.returncode} without {text!r}"
             return there
@@ -154,32 +155,33 @@ class WorkerProcess:
         wait_until(f"{self.name} logs {text!r}", said, timeout_s)
 
     def kill(self) -> None:
-        """SIGKILL, and gone when this returns. It must have been alive: a kill of the dead tests nothing."""
+        """Send SIGKILL and wait for the end. The worker must have been alive, because killing a dead one tests
+        nothing."""
         assert self.running, f"{self.name} had ended with {self.process.returncode} before it was killed"
         self.process.kill()
         assert self.process.wait(10) == -signal.SIGKILL
 
     def pause(self) -> None:
-        """SIGSTOP; returns when all its threads stand still."""
+        """Send SIGSTOP and wait until all threads are stopped."""
         self.process.send_signal(signal.SIGSTOP)
-        wait_until(f"{self.name} stands still", lambda: psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        wait_until(f"{self.name} is stopped", lambda: psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
     def terminate(self) -> None:
-        """SIGTERM, once."""
+        """Send one SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Its exit code."""
+        """Return the exit code."""
         try:
             return self.process.wait(timeout_s or self._end_s)
         except subprocess.TimeoutExpired as error:
             raise TooSlow(f"{self.name} did not end within {error.timeout} s") from None
 
     def assert_ended(self, code: int, *said: str) -> None:
-        """It ends with this code and one sentence that names all of `said`; no traceback of ours."""
+        """Check the exit code and a single sentence that contains each of `said`, without a traceback of ours."""
         assert self.wait() == code, self.last_words
         for part in said:
             assert part in self.last_words, f"{part!r} is missing in: {self.last_words}"
@@ -198,7 +200,7 @@ class WorkerProcess:
 
 
 class CommitWatcher:
-    """A thread that looks at the group's stable committed offsets all the time, for the rule `no_rewind`."""
+    """Read the group's stable committed offsets continuously in a thread, for the rule `no_rewind`."""
 
     def __init__(self, servers: str, group: str, places: Sequence[Place], interval_s: float = 0.05) -> None:
         self._group, self._places, self._interval_s = group, list(places), interval_s
@@ -223,7 +225,7 @@ class CommitWatcher:
                 try:
                     found = consumer.committed([TopicPartition(*p) for p in self._places], timeout=2.0)
                 except KafkaException:
-                    continue  # a transaction is open on them, or a broker is away: look again
+                    continue  # A transaction is open on them, or a broker is down: read them again.
                 if any(at.error is not None for at in found):
                     continue
                 self._looks += 1
@@ -239,7 +241,7 @@ class CommitWatcher:
 
     def look_again(self) -> None:
         looks = self._looks
-        wait_until("another look at the committed offsets", lambda: self._looks >= looks + 2, 20)
+        wait_until("another read of the committed offsets", lambda: self._looks >= looks + 2, 20)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -256,7 +258,7 @@ class CommitWatcher:
 
 
 class Pipeline:
-    """Topics, input, workers and the judgement of one run; every name starts with `prefix`."""
+    """Own the topics, input, workers and judgement of one run; every name starts with `prefix`."""
 
     def __init__(
         self, kafka: LocalKafka, prefix: str, directory: Path, replicas: int = 1, stateful: bool = False
@@ -265,7 +267,7 @@ class Pipeline:
         self.servers = kafka.bootstrap_servers
         self.sources = [f"{prefix}-in-a", f"{prefix}-in-b"]
         self.later = [f"{prefix}-in-c", f"{prefix}-in-d", f"{prefix}-in-e"]
-        """Sources that are not there yet, in the order in which `add_source` makes them."""
+        """Source topics that do not exist yet, in the order in which `add_source` creates them."""
         self.pattern = f"^{prefix}-in-.*"
         self.destinations = [f"{prefix}-out-a", f"{prefix}-out-b"]
         self.workers: list[WorkerProcess] = []
@@ -288,12 +290,12 @@ class Pipeline:
         return len(self._loaded)
 
     def record(self, place: Place, number: int) -> tuple[str, int, int]:
-        """(topic, partition, offset) of the n-th loaded record of a partition, counted from 0."""
+        """Return (topic, partition, offset) of the n-th loaded record of a partition, counted from 0."""
         here = [o for t, p, o in sorted(self._loaded) if (self.sources[t], p) == place]
         return (*place, here[number])
 
     def add_partition(self, topic: str) -> Place:
-        """One more partition of a source; the loader, too, must learn of it."""
+        """Add a partition to a source; the loader must learn of it too."""
         place = (topic, len(self.admin.list_topics(topic, timeout=10).topics[topic].partitions))
         self.admin.create_partitions([NewPartitions(topic, place[1] + 1)])[topic].result(10)
 
@@ -306,7 +308,7 @@ class Pipeline:
         return place
 
     def add_source(self) -> list[Place]:
-        """One more source topic, and its partitions."""
+        """Create one more source topic and its partitions."""
         topic = self.later.pop(0)
         create_topics(self.servers, [NewTopic(topic, PARTITIONS, self._replicas)])
         self.sources.append(topic)
@@ -316,11 +318,11 @@ class Pipeline:
         return places
 
     def skip_loaded(self) -> None:
-        """What was loaded until now is not expected to be handled (`auto.offset.reset=latest`)."""
+        """Expect nothing for the records loaded so far (`auto.offset.reset=latest`)."""
         self._loaded = []
 
     def load(self, records: int, transactions: int = 6) -> None:
-        """Committed transactions with aborted ones between them, so that offsets have gaps and markers in them."""
+        """Load committed transactions with aborted ones between them, so that the log has markers and gaps."""
         assert records >= transactions
         sizes = [len(part) for part in np.array_split(range(records), transactions)]
         for number, size in enumerate(sizes):
@@ -329,7 +331,8 @@ class Pipeline:
                 self.load_transaction(20, commit=False)
 
     def load_transaction(self, records: int, commit: bool = True, places: Sequence[Place] | None = None) -> None:
-        """One transaction of `records` input records, round robin over `places` (all source partitions)."""
+        """Load one transaction of `records` input records, round robin over `places` (default: all source
+        partitions)."""
         producer = self._input_producer()
         placed: list[tuple[int, int, int]] = []
         failed: list[KafkaError] = []
@@ -364,7 +367,7 @@ class Pipeline:
         return self._loader
 
     def inputs(self) -> Inputs:
-        """What the loader knows it committed, each with the number of the transaction that handled it last."""
+        """Return the committed inputs as the loader knows them, each with the transaction that handled it last."""
         last = {(t, p, offset): transaction for _, transaction, t, p, offset in sorted(self._all_attempts())}
         table = np.array(self._loaded, np.int64).reshape(-1, 3)
         return Inputs(
@@ -394,7 +397,7 @@ class Pipeline:
         until_end: bool = False,
         **orders: object,
     ) -> WorkerProcess:
-        """Starts a real worker on this pipeline's App; `orders` are fields of stepping_worker.Orders."""
+        """Start a real worker on this pipeline's App; `orders` are fields of stepping_worker.Orders."""
         number = len(self.workers) + 1
         name = f"worker-{number}-{instance}"
         attempts = self.directory / f"{name}.attempts"
@@ -426,7 +429,7 @@ class Pipeline:
         return self._start(name, ["tests.support.stepping_worker"], environment)
 
     def eos(self, *arguments: str, name: str = "eos") -> WorkerProcess:
-        """Starts the `eos` program itself."""
+        """Start the `eos` program itself."""
         return self._start(f"{name}-{len(self.workers) + 1}", ["eos", *arguments], {})
 
     def program(
@@ -436,7 +439,7 @@ class Pipeline:
         sources: Sequence[str] | None = None,
         destinations: Sequence[str] | None = None,
     ) -> WorkerProcess:
-        """`eos run` of an App that is written to a file, as a user would."""
+        """Run `eos run` with an App in a file, as a user would."""
         path = self.directory / "program.py"
         topics = {"sources": list(sources or self.sources), "destinations": list(destinations or self.destinations)}
         path.write_text(text.format(app=self.app, **topics))
@@ -449,18 +452,18 @@ class Pipeline:
         return process
 
     def finish(self, instance: str = "one", **options: object) -> None:
-        """A worker that runs until the end and must end well."""
+        """Run a worker until the end of its input, and check that it succeeds."""
         code = self.worker(instance, until_end=True, **options).wait()  # type: ignore[arg-type]
         assert code == 0, f"the last worker ended with {code}: {self.workers[-1].last_words}"
 
     # ---- what is in Kafka ----------------------------------------------------------------------------------------
 
     def transactional_ids(self, instance: str = "one") -> list[str]:
-        """The ids a worker may be using: on brokers before 4.0 a replaced producer goes on under the other one."""
+        """Return the ids that a worker may use: before 4.0, a replaced producer continues under the second one."""
         return [f"{self.app}-{instance}", f"{self.app}-{instance}-alternate"]
 
     def describe(self, instance: str = "one") -> list[TransactionalIdState]:
-        """The coordinator's view of the worker's ids, asked from outside."""
+        """Return the worker's ids as the coordinator describes them to an outside client."""
         return list(self._described(instance).values())
 
     def _described(self, instance: str) -> dict[str, TransactionalIdState]:
@@ -472,12 +475,12 @@ class Pipeline:
         return found
 
     def open_partitions(self, instance: str = "one") -> list[Place]:
-        """What the worker's open transaction has registered, the group's offsets included."""
+        """Return the partitions of the worker's open transaction, including that of the group's offsets."""
         names = [name for name, found in self._described(instance).items() if found.state == "Ongoing"]
         return [place for name in names for place in transaction_of(self.servers, name).partitions]
 
     def wait_state(self, *states: str, instance: str = "one", timeout_s: float = 15.0) -> TransactionalIdState:
-        """Until one of the worker's ids is in one of these states."""
+        """Wait until one of the worker's ids is in one of these states."""
 
         def reached() -> TransactionalIdState | None:
             return next((found for found in self.describe(instance) if found.state in states), None)
@@ -485,7 +488,7 @@ class Pipeline:
         return wait_until(f"instance {instance} in state {' or '.join(states)}", reached, timeout_s)
 
     def wait_not_open(self, instance: str = "one", timeout_s: float = 15.0) -> None:
-        """Until no transaction of the worker is open: ended, or being ended."""
+        """Wait until no transaction of the worker is open: it has ended or is ending."""
         ended = {"Empty", "PrepareCommit", "CompleteCommit", "CompleteAbort"}
         wait_until(
             f"no open transaction of instance {instance}",
@@ -494,7 +497,7 @@ class Pipeline:
         )
 
     def members(self) -> list[str]:
-        """The ids of the group's members, by either protocol."""
+        """Return the ids of the group's members, for either protocol."""
         described = self.admin.describe_consumer_groups([self.app])[self.app].result(10)
         return [member.member_id for member in described.members]
 
@@ -502,7 +505,7 @@ class Pipeline:
         wait_until(f"{count} members in the group", lambda: len(self.members()) == count, timeout_s)
 
     def wait_stable(self, timeout_s: float = 30.0) -> None:
-        """Until the group's members have their assignments: no rebalance is going on."""
+        """Wait until the members of the group have their assignments and no rebalance is going on."""
 
         def stable() -> bool:
             described = self.admin.describe_consumer_groups([self.app])[self.app].result(10)
@@ -514,28 +517,28 @@ class Pipeline:
         return committed_offsets(self.servers, self.app, self.sources)
 
     def wait_handled(self, records: int, timeout_s: float = END_S) -> None:
-        """Until at least so many input records have visible outputs (by what the concurrent reader was given)."""
+        """Wait until at least `count` input records have outputs that the concurrent reader received."""
         fan_out = len(self.destinations)
         try:
             self._reader.wait_for_records(records * fan_out, timeout_s)
             return
         except Unavailable as error:
             slow = TooSlow(str(error))
-        # Behind the `except`: what is found wrong here must not look like a wait that was too long.
+        # After the `except`, so that a violation does not look like a timeout.
         ended = {w.name: w.process.returncode for w in self.workers if not w.running}
         assert len(ended) < len(self.workers), f"no worker is left to handle them: {ended}"
         strange = {name: code for name, code in ended.items() if code not in (0, -signal.SIGKILL, FENCED)}
         assert not strange, f"workers ended: {strange}"
         committed = self.committed()
         handled = sum(offset < committed.get((self.sources[topic], p), 0) for topic, p, offset in self._loaded)
-        with suppress(Unavailable):  # a commit is visible a moment after its offsets are
+        with suppress(Unavailable):  # A commit becomes visible a moment after its offsets.
             self._reader.wait_for_records(handled * fan_out, SETTLE_S)
         assert self.delivered >= handled * fan_out, f"{handled} inputs are committed, {self.delivered} outputs visible"
         raise slow
 
     @property
     def delivered(self) -> int:
-        """Output records that a read_committed reader was given so far."""
+        """Return how many output records the read_committed reader has received."""
         return self._reader.records
 
     def settle(self) -> None:
@@ -549,16 +552,17 @@ class Pipeline:
         return int(self.admin.list_offsets(wanted)[TopicPartition(*place)].result(10).offset)
 
     def set_group_session_timeout(self, timeout_ms: int) -> None:
-        """For the consumer protocol, where the broker decides how long a silent member stays (KIP-848)."""
+        """Set the session timeout of the group, which brokers decide for the consumer protocol (KIP-848)."""
         configure(self.servers, self.app, "consumer.heartbeat.interval.ms", "500", ResourceType.GROUP)
         configure(self.servers, self.app, "consumer.session.timeout.ms", str(timeout_ms), ResourceType.GROUP)
 
     # ---- judgement -------------------------------------------------------------------------------------------------
 
     def verify(self, complete: bool = True) -> Report:
-        """Every rule of the checker on what is in Kafka now, AssertionError for the first that does not hold.
+        """Check every rule on the contents of Kafka, and raise AssertionError for the first violation.
 
-        `complete`: every loaded record must have been handled; else what is committed and visible must agree.
+        `complete`: every loaded record must be handled; otherwise only committed offsets and visible outputs must
+        agree.
         """
         try:
             self.settle()
@@ -601,7 +605,7 @@ class Pipeline:
         self._reader.__exit__(None, None, None)
 
     def tell(self) -> None:
-        """Where the logs are; pytest shows it only for a test that failed."""
+        """Print the paths and ends of the logs; pytest shows them when a test fails."""
         nodes = 3 if len(self.servers.split(",")) == 3 else 1
         for node in range(nodes):
             print(f"broker {node}: {self.kafka.log_path(node)}")
@@ -615,32 +619,35 @@ def counts_of(
     changelogs: Sequence[Log],
     partition_of: Callable[[int, bytes], int] = lambda partition, key: partition,
 ) -> Counts:
-    """What functions that count said behind each output's stamp, and what is left in their changelogs, of which the
-    n-th is of the n-th source. `partition_of`: the source's, given the changelog's and a key."""
+    """Return the counts after each output's stamp, and the values in the changelogs, of which the n-th belongs to
+    the n-th source.
+
+    `partition_of`: returns the source's partition for a partition and key of the changelog.
+    """
     told = [COUNT.unpack_from(value or b"", WIDTH_BYTES)[0] for value in outputs.values]
     kept: dict[tuple[int, int, bytes | None], int] = {}
     for source, changes in enumerate(changelogs):
         for partition, cell, value in zip(changes.partition, changes.keys, changes.values, strict=True):
             store, key, _ = parse_cell(cell or b"")
             if not store:
-                continue  # the task's own: its header
+                continue  # the task's own header
             kept[source, partition_of(int(partition), key), key] = int(value or b"")
     return Counts(keys=outputs.keys, reported=np.array(told, np.int64), final=kept)
 
 
 class Pipelines:
-    """Makes pipelines for one test and ends them all."""
+    """Create pipelines for one test, and end them all."""
 
     def __init__(self, names: Callable[[str], str], directory: Path, stateful: bool) -> None:
         self._names, self._directory, self.stateful = names, directory, stateful
         self._made: list[Pipeline] = []
 
     def on(self, kafka: LocalKafka, records: int = 0, replicas: int = 1) -> Pipeline:
-        """A pipeline with so many records to handle."""
+        """Create a pipeline with this many records to handle."""
         number = len(self._made)
         directory = self._directory / f"pipeline-{number}"
         directory.mkdir()
-        # The end of the name is what is unique; the test's own words in every log line would hide the line.
+        # The end of the name is unique, and the test's name in every log line would hide the line.
         name = "-".join(self._names(f"p{number}").split("-")[-2:])
         pipeline = Pipeline(kafka, name, directory, replicas, self.stateful)
         self._made.append(pipeline)
@@ -661,14 +668,14 @@ class Pipelines:
 
 @pytest.fixture
 def pipelines(names: Callable[[str], str], tmp_path: Path) -> Iterator[Pipelines]:
-    """Pipelines of this test; their workers' and brokers' logs are shown when it fails."""
+    """Create pipelines for this test; the logs of their workers and brokers are shown when it fails."""
     with Pipelines(names, tmp_path, STATEFUL in os.environ) as made:
         yield made
 
 
 @pytest.fixture
 def chance(request: pytest.FixtureRequest) -> random.Random:
-    """Randomness whose seed is shown when the test fails; EOS_TEST_SEED repeats it."""
+    """Return a random generator whose seed is shown when the test fails; EOS_TEST_SEED repeats it."""
     given = os.environ.get("EOS_TEST_SEED")
     seed = int(given) if given else zlib.crc32(os.urandom(8))
     print(f"EOS_TEST_SEED={seed} for {request.node.name}")

@@ -1,16 +1,16 @@
-"""A request-holding TCP proxy in front of ONE broker: the tests' hand on the wire.
+"""Hold Kafka requests in a TCP proxy in front of one broker, so that tests control the wire.
 
-It frames Kafka requests, pairs each answer with its request by correlation id, and does to the n-th request
-that fits a rule what a bad network would: keeps it, keeps its answer, cuts the connection before or after the
-broker acted, or delivers a copy long after the client gave up. The broker's second listener advertises the
-proxy's port (`LocalKafka(proxied_port=...)`), so every address a client learns leads back here and nothing in
-an answer is ever rewritten. It must never change a byte, and must never delay what no rule asks for.
+The proxy frames requests, pairs each response with its request by correlation id, and does to the n-th request that
+fits a rule what a bad network would do. It keeps the request or its response, cuts the connection before or after the
+broker acted, or delivers a copy long after the client's timeout. The broker's second listener advertises the proxy's
+port (`LocalKafka(proxied_port=...)`), so all addresses that clients learn lead back here, and the proxy rewrites no
+response. It must never change a byte, and must never delay a request without a rule.
 
-All state lives on one asyncio loop in a thread of its own; the methods tests call are synchronous and hop there.
+All state lives on one asyncio loop in its own thread. The methods that tests call are synchronous and run there.
 
     with HoldingProxy.before(kafka) as proxy:
         late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=name)
-        producer.commit_transaction()            # its first EndTxn is kept, the client's retry goes through
+        producer.commit_transaction()            # its first EndTxn is kept, the client's retry succeeds
         producer.begin_transaction()
         ...
         assert late.deliver_late().error == 0    # the kept copy arrives inside the next transaction
@@ -44,10 +44,10 @@ __all__ = ["Answer", "ApiKey", "Fault", "HoldingProxy", "Request", "Rule", "prox
 
 T = TypeVar("T")
 
-# How long a cut waits for the answers of earlier requests on the same connection, so that a rule about EndTxn
-# does not also lose the acknowledgement of a Produce. Bounded: a JoinGroup may stay unanswered for minutes.
+# How long a cut waits for the responses to earlier requests on the same connection, so that a rule about EndTxn does
+# not also lose the acknowledgement of a Produce. Limited, because a JoinGroup may have no response for minutes.
 DRAIN_S = 2.0
-# A bound for one exchange with a healthy broker; past it the test should fail, not hang.
+# A limit for one exchange with a healthy broker; after it the test should fail instead of hanging.
 EXCHANGE_S = 15.0
 
 _REQUEST_CLASSES = {
@@ -59,7 +59,7 @@ _REQUEST_CLASSES = {
 
 
 class Fault(Enum):
-    """What happens to the request a rule catches."""
+    """Name what happens to the request that a rule catches."""
 
     HOLD_REQUEST = "kept before the broker sees it, and later requests of its connection behind it"
     HOLD_RESPONSE = "the broker acts, its answer is kept, and later answers of the connection behind it"
@@ -71,7 +71,7 @@ class Fault(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One request as it arrived; `connection` counts the client connections from 1, `seen_at` is monotonic."""
+    """Hold one request as it arrived; `connection` counts client connections from 1, `seen_at` is monotonic."""
 
     api_key: int
     api_version: int
@@ -82,7 +82,7 @@ class Request:
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
-        """The decoded body, names in snake case; {} for requests other than producers' and consumers'."""
+        """Return the decoded body with names in snake case; {} except for requests of producers and consumers."""
         request_class = _REQUEST_CLASSES.get(self.api_key)
         if request_class is None:
             return {}
@@ -97,7 +97,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The broker's answer to a caught request, as it came."""
+    """Hold the broker's response to a caught request, unchanged."""
 
     request: Request
     frame: bytes = dataclasses.field(repr=False)
@@ -108,19 +108,19 @@ class Answer:
 
     @property
     def errors(self) -> list[int]:
-        """Every error code in the answer, in order: one of the request, or one per partition."""
+        """Return every error code in the response, in order: one for the request, or one per partition."""
         return list(error_codes(self.fields))
 
     @property
     def error(self) -> int:
-        """The first error code that is not 0, else 0. An answer without any error code is refused."""
+        """Return the first error code that is not 0, else 0; raise AssertionError if the response has no error code."""
         codes = self.errors
-        assert codes, f"the answer to {self.request} carries no error code: {self.fields}"
+        assert codes, f"the response to {self.request} has no error code: {self.fields}"
         return next((code for code in codes if code), 0)
 
 
 def error_codes(node: Any) -> list[int]:
-    """Every error code in an answer's fields, in order."""
+    """Yield every error code in the fields of a response, in order."""
     if isinstance(node, list):
         return [code for item in node for code in error_codes(item)]
     if not isinstance(node, dict):
@@ -133,15 +133,15 @@ def error_codes(node: Any) -> list[int]:
 
 
 def proxied_port(kafka: LocalKafka) -> int:
-    """Where a proxy in front of `kafka` has to listen."""
+    """Return the port on which a proxy in front of `kafka` must listen."""
     return int(kafka.proxied_servers.rpartition(":")[2])
 
 
 class Rule:
-    """The handle of one fault: a latch that opens when its request was caught and dealt with.
+    """Control one fault; the rule is done once its request was caught and treated.
 
-    "Caught" means done as far as the rule alone can do it: the request or its answer is in hand, or the
-    connection is closed. A rule fires once; after that the client's retries pass.
+    "Caught" means done as far as the rule alone can do it: the rule holds the request or its response, or the
+    connection is closed. A rule fires once; after that, the client's retries pass.
     """
 
     def __init__(
@@ -164,42 +164,43 @@ class Rule:
 
     @property
     def request(self) -> Request:
-        """The caught request; refused while there is none."""
+        """Return the caught request; raise AssertionError if there is none."""
         assert self._request is not None, f"{self} has not caught a request yet"
         return self._request
 
     def wait(self, timeout: float = 10.0) -> Request:
-        """Block until the request was caught, and return it; TooSlow when that does not happen."""
+        """Block until the request is caught, and return it; raise TooSlow after the timeout."""
         if not self._caught.wait(timeout):
             raise TooSlow(f"{self} never fired within {timeout} s; the proxy saw {self._proxy.summary()}")
         return self.request
 
     def release(self) -> None:
-        """Let the held request or answer go on. For a request whose client is gone: on a fresh connection."""
+        """Let the held request or response pass; the request of a closed client passes on a new connection."""
         assert self.fault in (Fault.HOLD_REQUEST, Fault.HOLD_RESPONSE), f"{self} holds nothing to release"
         self.wait(0)
         self._proxy._call(self._released.set)
 
     def answer(self, timeout: float = EXCHANGE_S) -> Answer:
-        """The broker's answer to the caught request, once it was forwarded, whether the client got it or not."""
+        """Return the broker's response to the caught request once it was forwarded, whether or not the client got
+        it."""
         try:
             return self._answer.result(timeout)
         except TimeoutError:
-            raise TooSlow(f"{self} had no answer from the broker within {timeout} s") from None
+            raise TooSlow(f"{self} had no response from the broker within {timeout} s") from None
 
     def deliver_late(self) -> Answer:
-        """Send the caught bytes to the broker now, on a fresh connection, and return its answer.
+        """Send the caught bytes to the broker now, on a new connection, and return its response.
 
-        After LATE_COPY or CUT_BEFORE this is the copy that was under way all the time; after the other faults
-        it is a duplicate made by the network. It may be called again.
+        After LATE_COPY or CUT_BEFORE, this is the copy that was on its way all the time; after the other faults, it is
+        a duplicate of the network. It may be called again.
         """
         self.wait(0)
         return self._proxy._run(self._proxy._exchange(self.request))
 
-    # What follows runs on the proxy's loop only.
+    # The methods below run on the proxy's loop only.
 
     def _due(self, request: Request) -> bool:
-        """Count the request if it fits; True when this is the one."""
+        """Count the request if it fits, and return True if it is the one to catch."""
         if self._request is not None or not self._fits(request):
             return False
         self._fitting += 1
@@ -211,10 +212,10 @@ class Rule:
 
 
 class HoldingProxy:
-    """Listens on 127.0.0.1:`listen_port` for one broker whose listener at `upstream` advertises that port.
+    """Listen on 127.0.0.1:`listen_port` for one broker whose listener at `upstream` advertises that port.
 
-    Leaving the block drops every connection and everything held, and then fails the test (`check`) when a rule
-    never fired: a fault test whose fault did not happen proves nothing.
+    The end of the block drops every connection and everything held. Then it fails the test (`check`) if a rule never
+    fired, because a fault test without its fault proves nothing.
     """
 
     def __init__(self, listen_port: int, upstream: tuple[str, int]) -> None:
@@ -230,7 +231,7 @@ class HoldingProxy:
 
     @classmethod
     def before(cls, kafka: LocalKafka) -> HoldingProxy:
-        """Between `kafka` and the clients of its `proxied_servers`."""
+        """Return a proxy between `kafka` and the clients of its `proxied_servers`."""
         return cls(proxied_port(kafka), kafka.proxied_upstream)
 
     def __enter__(self) -> HoldingProxy:
@@ -259,7 +260,7 @@ class HoldingProxy:
         transactional_id: str | None = None,
         match: Callable[[Request], bool] | None = None,
     ) -> Rule:
-        """Do `fault` to the `nth` request from now that fits all of the given conditions."""
+        """Do `fault` to the `nth` request from now that fits all given conditions."""
         assert nth >= 1, f"nth counts from 1, not {nth}"
 
         def fits(request: Request) -> bool:
@@ -275,7 +276,7 @@ class HoldingProxy:
         return rule
 
     def seen(self, api: ApiKey, transactional_id: str | None = None, since: float = 0.0) -> list[Request]:
-        """The requests of this kind that arrived so far, held and swallowed ones included, oldest first."""
+        """Return the requests of this kind that arrived so far, including held and dropped ones, oldest first."""
         return [
             request
             for request in self._call(lambda: list(self._log))
@@ -285,7 +286,7 @@ class HoldingProxy:
         ]
 
     def summary(self) -> str:
-        """How many requests of which kind arrived: for the sentence that says why a rule never fired."""
+        """Return how many requests of which kind arrived, for the message about a rule that never fired."""
         counts: dict[str, int] = {}
         for request in self._call(lambda: list(self._log)):
             name = _api_name(request.api_key)
@@ -293,11 +294,11 @@ class HoldingProxy:
         return ", ".join(f"{name} x{count}" for name, count in sorted(counts.items())) or "no request"
 
     def cut_all(self) -> int:
-        """Reset every client connection now; what is held stays held. Returns how many were open."""
+        """Reset every client connection now, keep everything held, and return how many connections were open."""
         return self._call(lambda: sum(connection.reset() for connection in self._connections))
 
     def check(self) -> None:
-        """AssertionError when a rule never fired."""
+        """Raise AssertionError if a rule never fired."""
         silent = [rule for rule in self._rules if not rule.hit]
         assert not silent, f"never fired: {silent}"
 
@@ -307,7 +308,7 @@ class HoldingProxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(EXCHANGE_S * 2)
 
     def _call(self, work: Callable[[], T]) -> T:
-        """Run on the loop's thread, where all state lives; directly once that thread has ended."""
+        """Run a function on the loop's thread, where all state lives, or directly once that thread has ended."""
         if not self._thread.is_alive():
             return work()
 
@@ -327,7 +328,7 @@ class HoldingProxy:
         task.add_done_callback(lambda _: self._connections.pop(connection, None))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task whose failure fails the test when the proxy is left, instead of vanishing in a log."""
+        """Start a task whose exception fails the test at the end of the block instead of only being logged."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -350,7 +351,7 @@ class HoldingProxy:
         self._log.append(request)
 
     def _rule_for(self, request: Request) -> Rule | None:
-        # Every rule counts every request, so that "no. 2" means the same whatever other rules there are.
+        # Every rule counts every request, so that "no. 2" has the same meaning with any other rules.
         due = [rule for rule in self._rules if rule._due(request)]
         if not due:
             return None
@@ -358,7 +359,7 @@ class HoldingProxy:
         return due[0]
 
     async def _exchange(self, request: Request) -> Answer:
-        """Send one request on a connection of its own. On PLAINTEXT the broker wants no ApiVersions first."""
+        """Send one request on its own connection. On PLAINTEXT the broker needs no ApiVersions first."""
         async with asyncio.timeout(EXCHANGE_S):
             reader, writer = await asyncio.open_connection(*self.upstream)
             try:
@@ -370,10 +371,10 @@ class HoldingProxy:
 
 
 class _Connection:
-    """One client connection and its own upstream connection.
+    """Serve one client connection and its upstream connection.
 
-    Three coroutines: `_receive` reads ahead, so that a client that leaves is noticed while its request is held;
-    `_forward` takes requests in order and applies rules; `_pass_answers` carries answers back.
+    There are three coroutines. `_receive` reads ahead, so that the proxy notices a client that disconnects while its
+    request is held. `_forward` takes requests in order and applies rules. `_pass_answers` returns the responses.
     """
 
     def __init__(
@@ -394,7 +395,7 @@ class _Connection:
         self.orphaned = False
 
     def reset(self) -> bool:
-        """Drop the client without a goodbye; True when it was still connected."""
+        """Reset the client's connection, and return True if it was still open."""
         connected = not self.client_gone and not self.closed_by_us
         self.closed_by_us = True
         self.writer.transport.abort()
@@ -442,11 +443,11 @@ class _Connection:
                 self.orphaned = self.orphaned or self.client_gone or self.closed_by_us
             if self.orphaned:
                 await self._send_for_nobody(request, rule)
-            elif not self.closed_by_us:  # else: cut while it was still in our hands, the broker never sees it
+            elif not self.closed_by_us:  # Otherwise it was cut while the proxy held it, and the broker never sees it.
                 await self._send(request, rule)
 
     async def _send_for_nobody(self, request: Request, rule: Rule | None) -> None:
-        """The client left while its request was under way: it arrives all the same, and those behind it."""
+        """Deliver the request of a client that has disconnected, and the requests after it."""
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             answer = await self.proxy._exchange(request)
             if rule:
@@ -505,7 +506,7 @@ def _correlation_id(frame: bytes) -> int:
 
 
 def _parse(frame: bytes, connection: int) -> Request:
-    """What every request header begins with."""
+    """Parse the fields at the start of every request header."""
     api_key, api_version, correlation_id = struct.unpack_from(">hhi", frame, 4)
     return Request(api_key, api_version, correlation_id, connection, time.monotonic(), frame)
 

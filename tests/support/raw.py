@@ -1,6 +1,6 @@
-"""A bare confluent-kafka transactional producer, with what fault tests look at: delivery errors and statistics.
+"""Wrap a bare confluent-kafka transactional producer with its delivery errors and statistics for fault tests.
 
-It has none of the product's rules on purpose: it shows what happens without them. It must never import `eos`.
+It has none of the product's rules, because it shows what happens without them. It must never import `eos`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ STATISTICS_MS = 200
 
 
 class RawProducer:
-    """A `Producer` after `init_transactions`; thin names around it, nothing retried, nothing hidden.
+    """Wrap a `Producer` after `init_transactions`; nothing is retried and no error is hidden.
 
-    `statistics` holds every (time, JSON) that arrived: they come with `poll`, `flush` and `settle`.
-    `durations_s` holds how long each transactional call took, by its name.
+    `statistics` holds every (time, JSON) that arrived: they arrive in `poll`, `flush` and `settle`. `durations_s` holds
+    the duration of each transactional call, by its name.
     """
 
     def __init__(self, servers: str, transactional_id: str, **settings: Any) -> None:
@@ -40,7 +40,7 @@ class RawProducer:
             "linger.ms": 0,
             "statistics.interval.ms": STATISTICS_MS,
             "stats_cb": lambda text: self.statistics.append((time.monotonic(), json.loads(text))),
-            # Lines about the cuts we make ourselves would bury a failure.
+            # Log lines about our own cuts would hide a failure.
             "log_level": 0,
         }
         named = {name.replace("_", "."): value for name, value in settings.items()}
@@ -71,7 +71,7 @@ class RawProducer:
         assert not self.delivery_errors, f"delivery failed: {self.delivery_errors}"
 
     def commit_one(self, topic: str, value: str) -> None:
-        """A transaction of one record."""
+        """Commit a transaction of one record."""
         self.begin()
         self.send(topic, value)
         self.commit()
@@ -80,7 +80,7 @@ class RawProducer:
         self.call("send_offsets_to_transaction", [TopicPartition(topic, partition, offset)], metadata_of(group), 30)
 
     def settle(self, count: int = 1) -> dict[str, Any]:
-        """Poll until `count` more statistics arrived; the last of them."""
+        """Poll until `count` more statistics have arrived, and return the last ones."""
         wanted, deadline = len(self.statistics) + count, time.monotonic() + 10
         while len(self.statistics) < wanted:
             if time.monotonic() >= deadline:
@@ -89,7 +89,7 @@ class RawProducer:
         return self.statistics[-1][1]
 
     def coordinator(self) -> dict[str, Any]:
-        """The `TxnCoordinator` entry of fresh statistics: counts since the handle was made."""
+        """Return the `TxnCoordinator` entry of new statistics, with the counts since the client was created."""
         brokers = self.settle(2)["brokers"]
         (entry,) = [entry for name, entry in brokers.items() if "TxnCoordinator" in name]
         return dict(entry)
@@ -100,17 +100,17 @@ class RawProducer:
 
 
 def metadata_of(group: str) -> Any:
-    """Of a group without members: the broker does not check who commits its offsets."""
+    """Return the metadata of a group without members, whose offset commits the broker does not check."""
     with closing(Consumer({"bootstrap.servers": "127.0.0.1:1", "group.id": group, "log_level": 0})) as consumer:
         return consumer.consumer_group_metadata()
 
 
 @contextmanager
 def raw_producer(servers: str, transactional_id: str, **settings: Any) -> Iterator[RawProducer]:
-    """A RawProducer that is closed at the end.
+    """Create a RawProducer, and close it at the end.
 
-    Close aborts what is open and then waits for every record, for as long as it takes: a failing test in
-    the middle of a network cut would hang there, hence the purge.
+    A close aborts the open transaction and then waits for every record without a limit. A failing test during a network
+    cut would hang there, so the records are purged first.
     """
     raw = RawProducer(servers, transactional_id, **settings)
     try:
@@ -121,7 +121,7 @@ def raw_producer(servers: str, transactional_id: str, **settings: Any) -> Iterat
 
 
 class Background:
-    """One blocking call on a thread of its own; hands out what it returned or raised."""
+    """Run one blocking call in its own thread, and return its value or raise its exception."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._ended: Future[Any] = Future()

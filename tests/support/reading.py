@@ -1,7 +1,7 @@
-"""What is really in Kafka: committed values, stable group offsets, the coordinator's view of a transaction.
+"""Read what is really in Kafka: committed values, stable group offsets, transactions as the coordinator sees them.
 
-Fault tests judge by these and never by what a client reported. Reads go to the broker's own listener, so that a
-fault injected on the proxied one cannot touch them. Nothing here writes, except `create_topic`.
+Fault tests judge by this and never by the reports of a client. Reads use the broker's own listener, so that a fault
+injected on the proxied one cannot affect them. Nothing here writes, except `create_topic`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ T = TypeVar("T")
 
 
 class TooSlow(AssertionError):
-    """A wait that was too long. What a machine under load does: `make` runs such a test a second time, and only such
-    a one. What was found wrong, however late, is never this."""
+    """Signal a wait that took too long, as on a machine under load.
+
+    `make` runs only such tests a second time. A violation, however late, never raises this.
+    """
 
 
 def wait_until(what: str, probe: Callable[[], T | None], timeout: float = 15.0) -> T:
-    """The first truthy answer of `probe`; TooSlow naming `what` when the deadline passes before."""
+    """Return the first truthy result of `probe`; raise TooSlow that names `what` after the timeout."""
     deadline = time.monotonic() + timeout
     while True:
         if answer := probe():
@@ -51,8 +53,8 @@ def wait_until(what: str, probe: Callable[[], T | None], timeout: float = 15.0) 
 def wait_known(servers: str, topics: Mapping[str, int]) -> None:
     """Wait until every one of `servers` names leaders for all partitions (name -> count) of the topics.
 
-    Each broker learns of a new topic at a moment of its own, and a client asks any of them. A client of librdkafka that
-    is given one server may ask another one that it heard of, so these questions go over bare connections.
+    Each broker learns of a new topic at its own time, and a client may query any of them. A librdkafka client with one
+    server may query another one that it discovered, so these queries use bare connections.
     """
     asked = [MetadataRequest.MetadataRequestTopic(name=name) for name in topics]
 
@@ -69,7 +71,7 @@ def wait_known(servers: str, topics: Mapping[str, int]) -> None:
 
 
 def create_topics(servers: str, topics: Sequence[NewTopic]) -> None:
-    """Create the topics and `wait_known`."""
+    """Create the topics and wait until every server knows them."""
     admin = AdminClient({"bootstrap.servers": servers})  # kept until it has answered
     for made in admin.create_topics(list(topics)).values():
         made.result(30)
@@ -84,14 +86,14 @@ def configure(servers: str, name: str, setting: str, value: str, kind: ResourceT
 
 
 def create_topic(servers: str, topic: str, partitions: int = 1, copies: int = 1) -> str:
-    """Create the topic and wait until its partitions have leaders, as every server says; returns its name."""
+    """Create the topic, wait until every server names leaders for its partitions, and return its name."""
     create_topics(servers, [NewTopic(topic, partitions, copies)])
     asked = [TopicPartition(topic, partition) for partition in range(partitions)]
 
     def leaders_answer() -> bool:
-        # Metadata names the leader a moment before its replica serves; a Produce in that gap is retried, and a
-        # fault test that counts requests would count the retry. A worker that waits for this topic may be quicker than
-        # we are: any end is an answer.
+        # Metadata names the leader a moment before its replica accepts requests. A Produce in this gap is retried, and
+        # a fault test that counts requests would count the retry. A worker that waits for this topic may write first,
+        # so any end offset is accepted.
         try:
             return len(ends_of(servers, asked, IsolationLevel.READ_UNCOMMITTED)) == partitions
         except KafkaException:
@@ -109,13 +111,13 @@ def partitions_of(servers: str, topic: str) -> list[TopicPartition]:
 
 
 def leader_of(servers: str, topic: str) -> int:
-    """The node that leads its first partition."""
+    """Return the node that leads the topic's first partition."""
     admin = AdminClient({"bootstrap.servers": servers})
     return int(admin.list_topics(topic, timeout=30).topics[topic].partitions[0].leader)
 
 
 def coordinator_of(servers: str, transactional_id: str) -> int:
-    """The node that coordinates the transactions of this id."""
+    """Return the node that coordinates the transactions of this id."""
 
     def found() -> tuple[int] | None:
         node = find_coordinator(servers.split(",")[0], transactional_id, TRANSACTION)
@@ -125,7 +127,7 @@ def coordinator_of(servers: str, transactional_id: str) -> int:
 
 
 def ends_of(servers: str, partitions: list[TopicPartition], isolation: IsolationLevel) -> list[int]:
-    """The last stable offsets (READ_COMMITTED) or high watermarks (READ_UNCOMMITTED), in the given order."""
+    """Return the last stable offsets (READ_COMMITTED) or high watermarks (READ_UNCOMMITTED), in the given order."""
     admin = AdminClient({"bootstrap.servers": servers})
     latest = {TopicPartition(p.topic, p.partition): OffsetSpec.latest() for p in partitions}  # type: ignore[no-untyped-call]
     answers = admin.list_offsets(latest, isolation_level=isolation, request_timeout=10)
@@ -133,10 +135,10 @@ def ends_of(servers: str, partitions: list[TopicPartition], isolation: Isolation
 
 
 def settled_ends(servers: str, topics: Sequence[str], timeout_s: float = 15.0) -> dict[tuple[str, int], int]:
-    """Where each partition of the topics ends, (topic, partition) -> offset, once no transaction is open on them.
+    """Return the end of each partition, (topic, partition) -> offset, once no transaction is open on the topics.
 
-    EndTxn is answered before its markers are written; a reader that does not wait for the last stable offset to reach
-    the high watermark takes a commit under way for a lost one.
+    EndTxn is answered before its markers are written. A reader must wait until the last stable offset reaches the high
+    watermark, or it misses a commit in progress.
     """
 
     def settled() -> dict[tuple[str, int], int] | None:
@@ -147,23 +149,24 @@ def settled_ends(servers: str, topics: Sequence[str], timeout_s: float = 15.0) -
 
 
 def settled_records(servers: str, topic: str) -> dict[int, list[Message]]:
-    """The committed records of each partition in offset order, once no transaction is open on the topic."""
+    """Return the committed records of each partition in offset order, once no transaction is open on the topic."""
     settled_ends(servers, [topic])
     return visible_records(servers, topic)
 
 
 def settled_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:
-    """As `settled_records`, the values alone."""
+    """Return the values of `settled_records`."""
     return {p: [message.value() for message in found] for p, found in settled_records(servers, topic).items()}
 
 
 def visible_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:
-    """What a read_committed consumer sees now, up to each last stable offset; [] for an empty partition."""
+    """Return the values that a read_committed consumer sees now, up to each last stable offset; [] if there are
+    none."""
     return {p: [message.value() for message in found] for p, found in visible_records(servers, topic).items()}
 
 
 def visible_records(servers: str, topic: str) -> dict[int, list[Message]]:
-    """As `visible_values`, with key, headers, offset and timestamp."""
+    """Return the records of `visible_values`, with key, headers, offset and timestamp."""
     partitions = partitions_of(servers, topic)
     settings = {
         "bootstrap.servers": servers,
@@ -200,7 +203,7 @@ def visible_records(servers: str, topic: str) -> dict[int, list[Message]]:
 
 
 def stable_offset(servers: str, group: str, topic: str, partition: int = 0) -> int:
-    """The group's committed offset; read_committed makes the request wait out a pending one (KIP-447)."""
+    """Return the group's committed offset; read_committed makes the request wait for a pending one (KIP-447)."""
     consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "isolation.level": "read_committed"})
     try:
         (found,) = consumer.committed([TopicPartition(topic, partition)], timeout=15)
@@ -211,7 +214,7 @@ def stable_offset(servers: str, group: str, topic: str, partition: int = 0) -> i
 
 @dataclasses.dataclass(frozen=True)
 class TransactionState:
-    """DescribeTransactions: `state` in Kafka's words (Empty, Ongoing, PrepareCommit, CompleteCommit, ...)."""
+    """Hold a described transaction: `state` is one of Kafka's (Empty, Ongoing, PrepareCommit, CompleteCommit, ...)."""
 
     state: str
     producer_id: int
@@ -226,7 +229,7 @@ def transaction_of(servers: str, transactional_id: str) -> TransactionState:
         try:
             return admin.describe_transactions([transactional_id])[transactional_id]
         except RetriableError:
-            return None  # the first one that asks a new broker waits for the transaction log
+            return None  # The first query to a new broker waits for the transaction log.
 
     try:
         found = wait_until(f"the state of {transactional_id}", described)
@@ -241,9 +244,9 @@ def transaction_of(servers: str, transactional_id: str) -> TransactionState:
 
 
 def took_under(limit_s: float, began: float, what: str) -> None:
-    """TooSlow when more than `limit_s` have passed since `began` (monotonic).
+    """Raise TooSlow if more than `limit_s` have passed since `began` (monotonic).
 
-    A machine under load takes longer and is given a second try; what hangs does so the second time too.
+    A machine under load takes longer and gets a second try; a real hang fails the second time too.
     """
     took_s = time.monotonic() - began
     if took_s > limit_s:

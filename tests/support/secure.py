@@ -1,7 +1,7 @@
-"""A real broker that wants to know who asks: TLS, SASL and ACLs; and the certificates that it takes.
+"""Start a real broker with TLS, SASL and ACLs, and create the certificates that it accepts.
 
-PLAINTEXT is for the tests themselves: there everybody is a super user. On the others nothing is allowed that an
-ACL does not allow. It must never import a session.
+PLAINTEXT is for the tests themselves: every client is a super user there. The other listeners allow only what an ACL
+allows. This module must never import a session.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 
 PASSWORD = "only-for-this-test"
-ALICE = "wonder-9f3c"  # alice's password: looked for in everything that is printed
+ALICE = "wonder-9f3c"  # alice's password, which tests search for in all output
 _MODULES = "org.apache.kafka.common.security"
 
 
@@ -38,8 +38,11 @@ def openssl(*arguments: str) -> None:
 
 
 def make_pki(home: Path) -> Path:
-    """A CA (ca.pem), a certificate for 127.0.0.1 (server.pem, server.key; server.p12 for Java) and one for the client
-    "alice" (client.pem, client.key); trust.p12 holds the CA for Java."""
+    """Create a CA (ca.pem), a certificate for 127.0.0.1 and one for the client "alice".
+
+    The server has server.pem, server.key and server.p12 (for Java), the client has client.pem and client.key. trust.p12
+    holds the CA for Java.
+    """
     ca, authority = home / "ca.pem", home / "ca.key"
     openssl(
         *("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test CA"),
@@ -64,7 +67,8 @@ def make_pki(home: Path) -> Path:
 
 
 class SecureKafka:
-    """`servers[listener]`: PLAIN_LOGIN, SCRAM and tokens on SASL and, over TLS, on BOTH; certificates on TLS."""
+    """Run the broker; `servers[listener]`: PLAIN_LOGIN, SCRAM and tokens on SASL and, with TLS, on BOTH;
+    certificates on TLS."""
 
     def __init__(self, kafka: LocalKafka, ports: Mapping[str, int]) -> None:
         self.kafka = kafka
@@ -83,7 +87,7 @@ class SecureKafka:
             future.result(30)
 
     def withdraw(self, kind: str, name: str) -> int:
-        """Removes every ACL on exactly this name; returns how many there were."""
+        """Delete every ACL on exactly this name, and return how many there were."""
         pattern = ResourcePatternType.ANY
         wanted = AclBindingFilter(
             ResourceType[kind], name, pattern, None, None, AclOperation.ANY, AclPermissionType.ANY
@@ -93,7 +97,7 @@ class SecureKafka:
 
 @contextmanager
 def secure_kafka(pki: Path, more: Mapping[str, Any] | None = None) -> Iterator[SecureKafka]:
-    """`more`: settings of the broker that are added, or replace those here."""
+    """Start the broker; `more`: settings to add or replace."""
     client, controller, sasl, tls, both = free_ports(5)
     ports = {"PLAINTEXT": client, "SASL": sasl, "TLS": tls, "BOTH": both}
     urls = [f"{name}://127.0.0.1:{port}" for name, port in ports.items()]

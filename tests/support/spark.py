@@ -1,6 +1,6 @@
-"""`eos spark run` in processes of their own, on Apps that a test writes to a file; their JVMs end with them.
+"""Run `eos spark run` in separate processes on Apps that a test writes to files; their JVMs end with them.
 
-Owns those processes. It must never import PySpark: what is judged is what is in Kafka.
+Owns these processes. It must never import PySpark, because tests judge by the contents of Kafka.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _JVM_GONE_S = 60.0
 
 
 class SparkRuns:
-    """One test's Apps, topics and processes; `prefix` is in front of every name."""
+    """Own the Apps, topics and processes of one test; every name starts with `prefix`."""
 
     def __init__(self, servers: str, prefix: str, directory: Path) -> None:
         self.servers, self.prefix, self.directory = servers, prefix, directory
@@ -35,7 +35,7 @@ class SparkRuns:
         return create_topic(self.servers, f"{self.prefix}-{name}", partitions)
 
     def app(self, text: str, file: str = "app_of_test.py", **names: object) -> str:
-        """Writes an App's module; `names` stand for $name in the text."""
+        """Write the module of an App; `names` replace $name in the text."""
         text = textwrap.dedent(text)
         for name, value in names.items():
             text = text.replace(f"${name}", repr(value))
@@ -44,7 +44,7 @@ class SparkRuns:
         return f"{path}:app"
 
     def spark(self, target: str, *arguments: str, environment: Mapping[str, str] | None = None) -> WorkerProcess:
-        """`eos spark run`, with one checkpoint for all runs of the test unless `arguments` say otherwise."""
+        """Run `eos spark run`, with one checkpoint for all runs of the test unless `arguments` name another."""
         given = ["--bootstrap-servers", self.servers]
         if "--master" not in arguments:
             given += ["--master", "local[2]"]
@@ -62,24 +62,24 @@ class SparkRuns:
         return process
 
     def kill(self, process: WorkerProcess) -> None:
-        """SIGKILL to the driver alone: its JVM and tasks find out and end a moment later, as stragglers do."""
+        """Send SIGKILL to the driver alone: its JVM and tasks notice and end a moment later, as stragglers do."""
         self._jvms += psutil.Process(process.pid).children(recursive=True)
         process.kill()
 
     def wait_for_jvms(self) -> None:
-        """Until nothing of killed drivers is left."""
+        """Wait until every JVM of a killed driver has ended."""
         _, alive = psutil.wait_procs(self._jvms, _JVM_GONE_S)
         assert not alive, f"still there {_JVM_GONE_S:.0f} s after their driver: {alive}"
 
     def loader(self, **settings: object) -> Producer:
-        # Room for all that a test loads: a slow broker must not make `produce` fail of a full queue.
+        # A queue large enough for all records of a test, so that a slow broker does not make `produce` fail.
         room = {"queue.buffering.max.messages": 1_000_000}
         return Producer({"bootstrap.servers": self.servers, "linger.ms": 5, **room, **settings})
 
     def load(
         self, topic: str, values: list[bytes], keys: Callable[[int], bytes | None] = lambda n: b"%d" % (n % 50)
     ) -> None:
-        """One record for each value, its partition by its number."""
+        """Write one record per value; its number decides the partition."""
         producer = self.loader()
         for number, value in enumerate(values):
             producer.produce(topic, value, keys(number), partition=number % 3)
@@ -88,13 +88,13 @@ class SparkRuns:
         assert producer.flush(120) == 0
 
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
-        """As retention does."""
+        """Delete the records before an offset, as retention does."""
         place = confluent_kafka.TopicPartition(topic, partition, offset)
-        admin = AdminClient({"bootstrap.servers": self.servers})  # its answers come while it lives
+        admin = AdminClient({"bootstrap.servers": self.servers})  # its answers arrive only while it lives
         admin.delete_records([place])[place].result(30)
 
     def settled(self, topic: str) -> dict[int, list[Message]]:
-        """Committed records by partition, once no transaction is open on the topic."""
+        """Return the committed records by partition, once no transaction is open on the topic."""
         return settled_records(self.servers, topic)
 
     def end(self) -> None:

@@ -1,6 +1,6 @@
-"""An archive of the classes that Spark loads, as eos/broker/archive.py has of Kafka's: a driver with it costs a third.
+"""Archive the classes that Spark loads, as eos/broker/archive.py does for Kafka; a driver then costs a third.
 
-Made once by the suites; `options` are those of every driver's JVM that a test starts, with it or without.
+The suites create it once. `options` are those of every driver's JVM that a test starts, with the archive or without.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from eos.broker.node import class_archive_path
 from eos.errors import Unavailable
 from spark_connector.session import spark_java
 
-# C1 alone: no driver of a test lives long enough to earn what C2 costs. Without the JVM's remarks on an archive that it
-# does not take: they come on standard output, among what a test reads there.
+# Only C1, because no driver of a test lives long enough for C2 to pay off. Without the JVM's warnings about an unusable
+# archive, which go to standard output, where tests read.
 _QUICK = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xlog:cds*=off"
 _PROGRAM = """
 from spark_connector import spark_session, session
@@ -38,20 +38,20 @@ print("JVM", session._jvm_process(spark).pid)
 def _path() -> Path:
     import pyspark
 
-    # Beside the jars, and of one installation: a JVM takes no archive of jars that were installed anew.
+    # Next to the jars, for one installation: a JVM refuses an archive of jars that were installed again.
     home = Path(pyspark.__file__).parent
     installed = f"{pyspark.__version__} {(home / 'jars').stat().st_mtime_ns}"
     return home / class_archive_path(spark_java() / "bin" / "java", [Path(installed)]).name
 
 
 def options() -> str:
-    """For SPARK_SUBMIT_OPTS."""
+    """Return the value of SPARK_SUBMIT_OPTS."""
     path = _path()
     return f"{_QUICK} -XX:SharedArchiveFile={path}" if path.exists() else _QUICK
 
 
 def make() -> None:
-    """The archive, if it is not there. Raises Unavailable where Spark cannot run, or its Java makes none."""
+    """Create the archive if it is missing; raise Unavailable if Spark cannot run or its Java creates none."""
     path = _path()
     with locked(path.with_suffix(".lock")):
         if path.exists():
@@ -59,14 +59,14 @@ def make() -> None:
         part = path.with_suffix(".part")
         variables = os.environ | {"SPARK_SUBMIT_OPTS": f"{_QUICK} -XX:ArchiveClassesAtExit={part}"}
         ran = subprocess.run([sys.executable, "-c", _PROGRAM], env=variables, capture_output=True, check=False)
-        # The JVM writes it at its end, which comes behind its Python's.
+        # The JVM writes it when it ends, which is after the end of its Python process.
         jvm = re.search(rb"^JVM (\d+)$", ran.stdout, re.MULTILINE)
         if jvm is None:
             raise Unavailable(f"Spark could not be run: {ran.stderr.decode(errors='replace')[-500:]}")
         try:
             psutil.Process(int(jvm[1])).wait(120)
         except psutil.NoSuchProcess:
-            pass  # it has written all of it
+            pass  # The JVM has written all of it.
         except psutil.TimeoutExpired:
             raise Unavailable("Spark's JVM did not end: what it wrote may not be whole") from None
         move_into_place(part, path)

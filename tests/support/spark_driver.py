@@ -1,7 +1,7 @@
-"""A driver program of its own, in a process (and a JVM) that a test kills: `python -m tests.support.spark_driver`.
+"""Run a driver program in a process and JVM that a test can kill: `python -m tests.support.spark_driver`.
 
-Arguments: a Query as JSON, and as JSON how it runs. Prints one line per event for the test: `at STEP BATCH`, `done`, or
-`failed CLASS: SENTENCE`.
+The arguments are a Query as JSON, and its run options as JSON. It prints one line per event for the test: `at STEP
+BATCH`, `done`, or `failed CLASS: SENTENCE`.
 """
 
 from __future__ import annotations

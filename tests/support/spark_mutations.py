@@ -1,4 +1,4 @@
-"""Sabotage of the sink, for tests that show what goes red: each function breaks one rule in this process."""
+"""Break the sink for tests that show which checks fail: each function breaks one rule in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spark_connector.attempt import Attempt
 
 
 def marker_outside_the_transaction() -> None:
-    """The marker follows in a transaction of its own, behind the rows' commit."""
+    """Write the marker in its own transaction, after the commit of the rows."""
     mark, progress = Attempt._mark, Attempt._progress
     waiting: list[Any] = []
 

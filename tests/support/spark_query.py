@@ -1,7 +1,7 @@
-"""One streaming query through the exactly-once sink, and what is judged of it: in a test's own Spark or in a driver
-program of its own (tests/support/spark_driver.py).
+"""Run one streaming query through the exactly-once sink, in a test's Spark or in a driver program, and judge it.
 
-Owns loading the source, the query's plan and the checker's call. It has no rule of the product's.
+Owns the loading of the source, the plan of the query and the call of the checker. It has none of the product's rules.
+tests/support/spark_driver.py is the driver program.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from spark_connector import exactly_once_sink
 from tests.support.reading import TooSlow, create_topics, settled_ends
 
 SOURCE_PARTITIONS = 3
-BY_TASKS = {"eos.spark.driver.bytes": "0"}  # settings under which no batch is so small that the driver writes it
+BY_TASKS = {"eos.spark.driver.bytes": "0"}  # settings under which every batch is too large for the driver to write
 KEYS = 97
 
 
 @dataclasses.dataclass
 class Query:
-    """`sink_servers`: where the sink connects, when that is a proxy. `plan`: stamped (each record once, with a stamp of
-    its source) or counted (stateful: how often each key came so far)."""
+    """Describe a query. `sink_servers`: the address of the sink's brokers, which may be a proxy.
+
+    `plan`: stamped (each record once, with a stamp of its source) or counted (stateful: how often each key came so
+    far).
+    """
 
     servers: str
     source: str
@@ -61,7 +64,7 @@ class Query:
         return self
 
     def load(self, records: int, first: int = 0) -> Query:
-        """Records whose value is their number, with few keys."""
+        """Load records with their number as value, and with few keys."""
         producer = Producer({"bootstrap.servers": self.servers, "acks": "all", "partitioner": "murmur2_random"})
         for number in range(first, first + records):
             producer.produce(self.source, b"%d" % number, b"key-%d" % (number % KEYS))
@@ -70,14 +73,14 @@ class Query:
         return self
 
     def restore(self, copy: Path) -> None:
-        """The checkpoint becomes what it was when `copy` was made."""
+        """Restore the checkpoint from `copy`."""
         shutil.rmtree(self.checkpoint)
         shutil.copytree(copy, self.checkpoint)
 
     # The query
 
     def start(self, spark: Any, on_step: Callable[[str], None] | None = None, **options: Any) -> Any:
-        """A streaming query that ends when it has read what is there. `options` replace the sink's."""
+        """Start a streaming query that ends when it has read the existing records. `options` replace the sink's."""
         spark.conf.set("spark.sql.shuffle.partitions", str(self.shuffle_partitions))
         source = (
             spark.readStream.format("kafka")
@@ -103,7 +106,7 @@ class Query:
         return writer.option("checkpointLocation", self.checkpoint).trigger(availableNow=True).start()
 
     def run(self, spark: Any, on_step: Callable[[str], None] | None = None, **options: Any) -> None:
-        """Until everything is read; raises what ended the query."""
+        """Run the query until everything is read; raise the exception that ended it."""
         query = self.start(spark, on_step, **options)
         try:
             if not query.awaitTermination(240):
@@ -121,7 +124,7 @@ class Query:
     # After
 
     def verify(self, records: int) -> Report:
-        """What read_committed readers find is every record exactly once, in order."""
+        """Check that read_committed readers find every record exactly once, in order."""
         settled_ends(self.servers, self.targets, 60)
         inputs = read_topic(self.servers, self.source, contents=False)
         outputs = read_topic(self.servers, self.targets)
@@ -132,7 +135,7 @@ class Query:
         return report
 
     def verify_counts(self, records: int) -> None:
-        """Of a counted query: counts that only grow, and end at the truth."""
+        """Check a counted query: its counts only grow, and end at the right value."""
         settled_ends(self.servers, self.targets, 60)
         log = read_topic(self.servers, self.targets)
         latest: dict[bytes | None, bytes | None] = {}
@@ -142,15 +145,15 @@ class Query:
         assert latest == {b"key-%d" % i: b"%d" % len(range(i, records, KEYS)) for i in range(KEYS)}
 
     def written(self) -> int:
-        """Records of open and aborted transactions too."""
+        """Return how many records are in the log, including those of open and aborted transactions."""
         return len(read_topic(self.servers, self.targets, "read_uncommitted", contents=False))
 
 
 def stamper(targets: Sequence[str]) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The value gets a stamp of its source in front; rows go to the topics in turn by their offset."""
+    """Return a function that puts a stamp of its source before each value and distributes rows to topics by offset."""
 
     def stamp(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        # Spark's Python workers know nothing of `tests`: this function travels by value.
+        # Spark's Python workers cannot import `tests`, so this function is pickled by value.
         import struct
 
         import pyarrow

@@ -1,6 +1,6 @@
-"""A standalone cluster of Spark, a master and two worker processes; and Pythons for its executors.
+"""Run a standalone Spark cluster, a master and two worker processes, and create Pythons for its executors.
 
-Owns those processes and environments. It must never start a query.
+Owns these processes and environments. It must never start a query.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.reading import wait_until
 
 
 class Standalone:
-    """`master` is its URL."""
+    """Own the cluster; `master` is its URL."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._processes = directory, list[subprocess.Popen[bytes]]()
@@ -60,7 +60,7 @@ class Standalone:
         self._processes.append(process)
 
     def _registered(self) -> set[str]:
-        """The addresses of the workers; one that lost its connection registers a second time."""
+        """Return the addresses of the workers; a worker that lost its connection registers a second time."""
         return set(re.findall(r"Registering worker (\S+)", self.log("Master")))
 
     def log(self, name: str) -> str:
@@ -77,7 +77,7 @@ class Standalone:
 
 
 def python_without(names: Collection[str], directory: Path) -> str:
-    """A Python like this one, in which what is installed under these names, and this project, cannot be imported."""
+    """Create a Python like this one that cannot import this project or the named packages."""
     missing = ("eos", "_eos", "__editable__", *names)
     venv.EnvBuilder(symlinks=True).create(directory)
     there = Path(sysconfig.get_path("purelib", vars={"base": str(directory), "platbase": str(directory)}))

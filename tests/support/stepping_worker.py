@@ -1,12 +1,12 @@
-"""`eos run` in a process of its own that stops at chosen steps of chosen transactions until its parent lets it go on.
+"""Run `eos run` in a process that stops at chosen steps of chosen transactions until its parent lets it continue.
 
-It goes through the real command line (settings, signals, exit codes, messages) and adds only what a test must see or
-decide: the seam `World.step`, an App made from the parent's orders, and a file of attempts. It must
-never change what a worker does.
+It uses the real command line (settings, signals, exit codes, messages) and adds only what a test must see or decide:
+the interface `World.step`, an App built from the parent's orders, and a file of attempts. It must never change what a
+worker does.
 
-Protocol: one JSON object in the environment variable `EOS_STEPPING` (`Orders`); on stdout a line `AT <step> <n>` when
-the n-th occurrence of a step is held (`AT record <n>`: on the record of `hold_at`), after which one line on stdin lets
-it go on; `IDLE` when there was nothing to do for the first time since a step. It dies with its parent.
+Protocol: the environment variable `EOS_STEPPING` holds one JSON object (`Orders`). The worker prints `AT <step> <n>`
+when it holds at the n-th occurrence of a step (`AT record <n>`: at the record of `hold_at`), and continues after one
+line on stdin. It prints `IDLE` when there is nothing to do for the first time since a step. It dies with its parent.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from eos.testing.lineage import stamp
 from eos.worker.worker import Worker
 from tests.support.sessions import keep_producers
 
-# When (monotonic ns), number of the transaction, source topic's index, partition, offset.
+# time (monotonic ns), transaction number, index of the source topic, partition, offset
 ATTEMPT = struct.Struct("<qqiiq")
 
 
 @dataclasses.dataclass
 class Orders:
-    """What the parent wants: an App `app` from `sources` to every one of `destinations`, and its settings."""
+    """Hold the parent's orders: an App `app` from `sources` to each of `destinations`, and its settings."""
 
     app: str
     instance: str
@@ -45,28 +45,30 @@ class Orders:
     destinations: list[str]
     settings: dict[str, str]
     attempts: str
-    first_transaction: int = 0  # numbers the transactions of all workers of a test apart
+    first_transaction: int = 0  # gives the transactions of all workers of a test distinct numbers
     until_end: bool = False
     holds: list[tuple[str, int]] = dataclasses.field(default_factory=list)
-    work_ms: float = 0.0  # how long the function works on one record
-    slow_at: tuple[str, int, int, float] | None = None  # on this record it works so many seconds
-    hold_at: tuple[str, int, int] | None = None  # on this record the function waits for a line, the first time
+    work_ms: float = 0.0  # duration of the function per record
+    slow_at: tuple[str, int, int, float] | None = None  # extra seconds of work on this record
+    hold_at: tuple[str, int, int] | None = None  # the function waits for a line at this record, the first time
     raise_at: tuple[str, int, int] | None = None
-    large_at: tuple[str, int, int, int] | None = None  # this record's outputs have so many bytes
+    large_at: tuple[str, int, int, int] | None = None  # bytes of this record's outputs
     on_error: str = "stop"  # a name in POLICIES
-    poison_every: int = 0  # the function raises on every so many offsets
+    poison_every: int = 0  # the function raises at offsets divisible by this number
     large_last: bool = False  # only the last of the large outputs is large
-    reads: list[str] = dataclasses.field(default_factory=list)  # patterns that the function has in its sources' place
-    stateful: bool = False  # a function of its own for each source, which counts by key and says so behind the stamp
-    keep_producer: bool = False  # where the product replaces it: see tests/support/sessions.py
-    later: list[str] = dataclasses.field(default_factory=list)  # topics that may come and match them, behind `sources`
+    reads: list[str] = dataclasses.field(default_factory=list)  # patterns that replace the sources of the function
+    stateful: bool = False  # one function per source, which counts by key and adds the count to the stamp
+    keep_producer: bool = False  # even where the product replaces it: see tests/support/sessions.py
+    later: list[str] = dataclasses.field(
+        default_factory=list
+    )  # topics that may be created later and match the patterns, after `sources`
 
 
 COUNT = struct.Struct("<q")
 
 
 def counter_of(source: int) -> str:
-    """The name of the function that counts the records of this source."""
+    """Return the name of the function that counts the records of this source."""
     return f"count-{source}"
 
 
@@ -84,7 +86,7 @@ def is_poison(offset: int, every: int) -> bool:
 
 
 class Steps:
-    """Counts the steps, says where it stands, and waits where it was told to."""
+    """Count the steps, report the current one, and wait where the orders say so."""
 
     def __init__(self, holds: list[tuple[str, int]]) -> None:
         self._holds = {(step, nth) for step, nth in holds}
@@ -125,7 +127,7 @@ def build_app(orders: Orders, steps: Steps) -> App:
             raise ValueError("this record is poison")
         if is_poison(record.offset, orders.poison_every):
             raise ValueError("this record is one of many")
-        # Only now: a record whose function raised was not part of this transaction.
+        # Only now, because a record whose function raised was not part of this transaction.
         os.write(attempts, ATTEMPT.pack(time.monotonic_ns(), transaction, source, record.partition, record.offset))
         payload = bytes(orders.large_at[3]) if orders.large_at and at == tuple(orders.large_at[:3]) else b""
         last = len(orders.destinations) - 1
@@ -160,7 +162,7 @@ def build_app(orders: Orders, steps: Steps) -> App:
 
 
 def main() -> int:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its test
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker lives longer than its test.
     orders = Orders(**json.loads(os.environ["EOS_STEPPING"]))
     steps = Steps([(step, nth) for step, nth in [*orders.holds, ("record", 1)]])
     app = build_app(orders, steps)

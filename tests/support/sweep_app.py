@@ -1,4 +1,4 @@
-"""The App of our own sweep: two outputs per input, on two partitions, so that torn and lost ones can be told."""
+"""Define the App of our own sweep: two outputs per input, on two partitions, so that torn and lost ones differ."""
 
 from __future__ import annotations
 

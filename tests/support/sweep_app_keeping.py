@@ -1,4 +1,4 @@
-"""The App of our own sweep, on a worker that keeps its producer where the product replaces it."""
+"""Define the App of our own sweep, on a worker that keeps its producer where the product replaces it."""
 
 from __future__ import annotations
 

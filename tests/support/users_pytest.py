@@ -1,4 +1,4 @@
-"""pytest as a user of the package runs it, in a folder of their own."""
+"""Run pytest as a user of the package does, in the user's own folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_pytest(folder: Path, test: str, *options: str, **environment: str) -> tuple[int, str]:
-    """Its exit code and all that it said."""
+    """Return the exit code of pytest and all its output."""
     (folder / "test_users_own.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", *options]
     environ = os.environ | environment

@@ -1,4 +1,4 @@
-"""A bare Kafka connection: requests made by kafka-python's classes, sent as they are, answers decoded."""
+"""Open a bare Kafka connection: requests of kafka-python's classes are sent unchanged, responses are decoded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kafka.record.default_records import DefaultRecordBatchBuilder
 
 
 class Wire:
-    """One TCP connection to `address` (`host:port`)."""
+    """Hold one TCP connection to `address` (`host:port`)."""
 
     def __init__(self, address: str, timeout_s: float = 15.0) -> None:
         host, port = address.rsplit(":", 1)
@@ -37,7 +37,7 @@ class Wire:
         self.socket.sendall(b"".join(map(self.frame, requests)))
 
     def receive(self) -> bytes:
-        """One whole frame; EOFError when the other side has closed."""
+        """Return one whole frame; raise EOFError if the other side has closed."""
         head = self._exactly(4)
         return head + self._exactly(int.from_bytes(head, "big"))
 
@@ -46,7 +46,7 @@ class Wire:
         return answer(request, self.receive())
 
     def ended(self) -> bool:
-        """Waits for the other side to close; False when it sends something instead."""
+        """Wait until the other side closes; return False if it sends something instead."""
         try:
             return self.socket.recv(1) == b""
         except ConnectionError:
@@ -68,7 +68,7 @@ class _Header:
 
 
 def decoded(api_key: int, version: int, frame: bytes) -> Any:
-    """An answer to such a request."""
+    """Decode the response to this request."""
     response_class = ResponseClassRegistry.get_response_class(_Header(api_key, version))
     return response_class.decode(frame, version=version, header=True, framed=True)
 
@@ -78,7 +78,7 @@ def answer(request: Any, frame: bytes) -> Any:
 
 
 class RawName:
-    """The name of a header in bytes, whatever they are."""
+    """Hold the name of a header as arbitrary bytes."""
 
     def __init__(self, name: bytes) -> None:
         self._name = name

@@ -1,9 +1,9 @@
-"""`make matrix`: runs the cells one after the other, resumes where it stopped, and writes the table.
+"""Run the cells of the matrix one after the other (`make matrix`), resume an earlier run, and write the table.
 
-Each cell's outcome is a JSON file as soon as it is known; a cell that was run with the same seed is not run again
-(`--again` forgets them all, `--failed` those that failed).
-Exit code 1 if a cell failed. A cell that the backend cannot do, or that a known defect of its Kafka makes red, is "not
-run", with the reason, never passed.
+Each cell's result is saved as a JSON file as soon as it is known. A cell with a result for the same seed is not run
+again (`--again` deletes all results, `--failed` those of failed cells). Exit code 1 if a cell failed. A cell that the
+backend cannot run, or that fails by a known defect of its Kafka, is reported as "not run" with the reason, and never as
+passed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tests.containers.matrix.run import Run, Size
 
 CONFIG = {
     "group.initial.rebalance.delay.ms": 0,
-    # With the consumer protocol the broker says how long a session is: as the classic ones, or no pause outlasts it.
+    # With the consumer protocol the brokers set the session timeout: the same as the classic one, or no pause exceeds
+    # it.
     "group.consumer.session.timeout.ms": int(SESSION_TIMEOUT_S * 1000),
     "group.consumer.heartbeat.interval.ms": 1000,
 }
@@ -44,7 +45,7 @@ BUDGET_S = 180.0
 
 @dataclasses.dataclass
 class Result:
-    """One line of the table. `reason`: why it failed or was not run."""
+    """Hold one line of the table. `reason`: why the cell failed or was not run."""
 
     cell: str
     column: str
@@ -63,7 +64,7 @@ class Result:
 
 
 class Clusters:
-    """One cluster at a time, kept while its version is asked for; thrown away after a failure."""
+    """Own one cluster at a time: keep it while cells use its version, and delete it after a failure."""
 
     def __init__(self, wanted: str | None, nodes: int = 3) -> None:
         self._wanted, self._nodes = wanted, nodes
@@ -73,20 +74,21 @@ class Clusters:
         self._choices: dict[str, Choice] = {}
 
     def choice(self, version: str) -> Choice:
-        """Made once: an engine that goes away later is a failure, and no reason for other brokers."""
+        """Return the backend, chosen once: an engine that disappears later is a failure and does not change the
+        backend."""
         if version not in self._choices:
             self._choices[version] = choose(self._wanted, version)
         return self._choices[version]
 
     def of(self, version: str) -> Cluster:
-        """All its nodes up and in sync."""
+        """Return the cluster of a version, with all nodes up and in sync."""
         if self._cluster is not None and self._version == version:
             try:
                 self._cluster.repair()
                 self._cluster.wait_in_sync()
                 return self._cluster
             except (EosError, OSError):
-                pass  # what the cell before did to it is not this cell's: a new one
+                pass  # Damage of the previous cell must not affect this one, so start a new cluster.
         self.close()
         self._cluster = cluster = self._stack.enter_context(self.choice(version).cluster(self._nodes, version, CONFIG))
         self._version = version
@@ -94,7 +96,7 @@ class Clusters:
         return cluster
 
     def forget(self, topics: list[str]) -> None:
-        """Deletes what nobody will look at again: a node that was killed reads all its logs before it answers."""
+        """Delete topics that are no longer read, because a killed node reads all its logs before it answers."""
         if self._cluster is not None:
             admin = AdminClient({"bootstrap.servers": self._cluster.bootstrap_servers, "log_level": 0})
             for future in admin.delete_topics(topics, operation_timeout=30).values():
@@ -129,7 +131,7 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
             try_to(lambda: clusters.forget(run.topics))
     except NotSupported as why:
         result.result, result.reason = NOT_RUN, str(why)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is this cell's, and the next one is played
+    except Exception as error:  # noqa: BLE001 - any error belongs to this cell, and the next cell runs
         result.result, result.reason = FAILED, f"{type(error).__name__}: {error}"
         (directory / "traceback.txt").write_text(traceback.format_exc())
         if run is not None:
@@ -138,23 +140,23 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
         try_to(clusters.close)
     if run is not None:
         result.faults, result.slow = [str(fault) for fault in run.faults.made], run.faults.slow
-        result.restarts = run.crew.ends
+        result.restarts = run.workers.ends
     result.seconds = round(time.monotonic() - began, 1)
     if result.result == PASSED:
-        shutil.rmtree(directory)  # logs and histories are kept for failures
+        shutil.rmtree(directory)  # Logs and histories are kept for failures only.
     return result
 
 
 def prefix_of(cell: Cell, seed: int) -> str:
-    """Names decide which node coordinates what: the same seed hits the same."""
+    """Return the prefix of a cell's names, which decide the coordinators: the same seed leads to the same faults."""
     return f"m{zlib.crc32(f'{cell.name} {seed}'.encode()):08x}"
 
 
 def try_to(tidy: Callable[[], object]) -> None:
-    """What is done afterwards must not change what a run came to."""
+    """Run a cleanup that must not change the result of a run."""
     try:
         tidy()
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001 - any error is only logged
         traceback.print_exc()
 
 
@@ -183,15 +185,17 @@ def markdown(results: list[Result]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make matrix", description=__doc__)
-    parser.add_argument("--full", action="store_true", help="the whole product instead of the pairwise cover")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after so long; go on another time")
+    parser.add_argument("--full", action="store_true", help="run all combinations instead of the pairwise cover")
+    parser.add_argument("--only", default="", help="run only cells whose name contains this")
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="start no cell after this many minutes; a later call continues"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=Size.faults)
     parser.add_argument("--records", type=int, default=Size.records)
-    parser.add_argument("--kafka", help="container or jvm; default: containers where they can run")
-    parser.add_argument("--again", action="store_true", help="forget what was run before")
-    parser.add_argument("--failed", action="store_true", help="run those again that failed")
+    parser.add_argument("--kafka", help="container or jvm; default: containers if an engine answers")
+    parser.add_argument("--again", action="store_true", help="delete earlier results and run all cells")
+    parser.add_argument("--failed", action="store_true", help="run failed cells again")
     parser.add_argument("--directory", type=Path, default=Path("build/matrix"))
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 180)
@@ -206,7 +210,7 @@ def main() -> int:
     cells = [cell for cell in (product() if options.full else pairwise()) if options.only in cell.name]
     size = Size(options.records, options.faults)
     until = time.monotonic() + options.minutes * 60
-    # As an interrupt: what was started is ended, and the table tells how far it came.
+    # As after an interrupt: everything started is stopped, and the table shows the results so far.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with closing(Clusters(options.kafka)) as clusters:
@@ -240,21 +244,21 @@ def tell(console: Console, result: Result, logs: Path) -> None:
 
 
 def known(directory: Path, cell: Cell, seed: int) -> Result | None:
-    """What an earlier run with this seed came to."""
+    """Return the earlier result of this cell with this seed."""
     file = directory / f"{cell.name}.json"
     found = Result(**json.loads(file.read_text())) if file.exists() else None
     return found if found is not None and found.seed == seed else None
 
 
 def was_run(result: Result | None, size: Size) -> bool:
-    """A cell that could not be run is tried again: there may be an engine now. So is one that was smaller."""
+    """Return whether a result counts: cells that could not run, or ran with fewer records or faults, run again."""
     if result is None or result.result == NOT_RUN:
         return False
     return result.result == FAILED or (result.records >= size.records and len(result.faults) >= size.faults)
 
 
 def write_table(directory: Path, cells: Sequence[Cell], seed: int) -> list[Result]:
-    """A row for every cell, those that are still to be run too."""
+    """Write a row for every cell, including those that are still to be run."""
     results = []
     for cell in cells:
         missing = Result(cell.name, cell.column, NOT_RUN, seed, "", "", reason=TO_BE_RUN)

@@ -1,7 +1,7 @@
-"""Rules of the product taken out on purpose, one at a time, and the verdict that must find each.
+"""Remove one rule of the product at a time, and name the verdict that must find each removal.
 
-Applied in a worker's process by patching; the product has no switch for any of it. `cell` is the fault that makes use
-of what is missing: without it the broken worker is right by luck, and nothing is red.
+A worker's process applies them by patching; the product has no switch for them. `cell` is the fault that exposes the
+missing rule. Without this fault, the broken worker is right by luck and no check fails.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from tests.support.sessions import keep_producers
 
 @dataclass(frozen=True)
 class Breakage:
-    """`expected`: the rules of the checker that must be red, each of them; any other red does not count.
+    """Describe one removed rule. `expected`: the rules of the checker that must all fail; other failures do not
+    count.
 
-    `settings`: more of the workers'. `requests`: what happens to requests of this transactional.id on their way, by a
-    shim that the workers then connect through.
+    `settings`: more settings of the workers. `requests`: faults on the requests of this transactional.id, applied by a
+    shim between workers and brokers.
     """
 
     what: str
@@ -41,7 +42,7 @@ class Breakage:
 
 
 def _replace(owner: type, name: str, by: Callable[..., Any]) -> None:
-    """A name that the product does not have any more would take nothing out."""
+    """Replace an attribute, which must exist: a patch of a missing name would remove nothing."""
     assert callable(getattr(owner, name))
     setattr(owner, name, by)
 
@@ -78,7 +79,9 @@ def _offsets_outside_the_transaction() -> None:
 def _rewind_missing() -> None:
     from eos.session.consumer.group_consumer import GroupConsumer
 
-    _replace(GroupConsumer, "go_back", lambda self, rewind: rewind() and None)  # noted, but the consumer is not told
+    _replace(
+        GroupConsumer, "go_back", lambda self, rewind: rewind() and None
+    )  # recorded, but the consumer does not seek
 
 
 def _no_ownership_check() -> None:
@@ -115,7 +118,7 @@ def _stale_group_metadata() -> None:
     join = GroupConsumer.join
 
     def with_metadata_from_before(self: GroupConsumer) -> None:
-        # No generation, no member id and no instance id: those the broker does not check.
+        # No generation, member id or instance id, so the broker checks nothing.
         nobody = Consumer({"bootstrap.servers": self._settings.bootstrap_servers, "group.id": self.group})
         taken = nobody.consumer_group_metadata()
         self.group_metadata = lambda offsets: taken  # type: ignore[method-assign]
@@ -137,7 +140,7 @@ def _random_transactional_id() -> None:
 
 
 def _outputs_before_the_function_returned() -> None:
-    """Every 97th record fails half way in its first run: its first output is out by then."""
+    """Fail every 97th record in the middle of its first run, when its first output is already sent."""
     from eos.app.policies import retry
     from eos.app.routes import Route, send_to
     from eos.records import FeedResult, Record, Sink
@@ -168,7 +171,7 @@ def _outputs_before_the_function_returned() -> None:
 
 
 def _an_output_topic_outside_the_transaction() -> None:
-    """The second topic's outputs leave by a producer of their own, which waits for more of them."""
+    """Send the second topic's outputs with another producer, which waits for more of them."""
     from confluent_kafka import Producer
 
     from eos.app.routes import Route
@@ -177,7 +180,7 @@ def _an_output_topic_outside_the_transaction() -> None:
 
     servers = json.loads(os.environ[ENVIRONMENT])["settings"]["bootstrap.servers"]
     outside = Producer({"bootstrap.servers": servers, "linger.ms": 5_000})
-    atexit.register(outside.flush)  # a worker that ends in peace leaves nothing behind
+    atexit.register(outside.flush)  # A worker that ends normally leaves nothing behind.
     original = Route.__init__
 
     def with_a_topic_apart(self: Route, *arguments: Any) -> None:
@@ -207,7 +210,9 @@ def _rewind_to_the_committed_offset_of_the_assignment() -> None:
 
     def to_the_assignment(self: Positions[Any]) -> dict[Any, int]:
         targets = {partition: starts[partition] for partition in rewind(self)}
-        self._next_fetch |= targets  # or what comes again would be dropped, as what the client delivers twice is
+        self._next_fetch |= (
+            targets  # Otherwise repeated records would be dropped, as those that the client delivers twice are.
+        )
         return targets
 
     _replace(Positions, "assign", remember)
@@ -215,13 +220,15 @@ def _rewind_to_the_committed_offset_of_the_assignment() -> None:
 
 
 def _a_late_end_of_transaction(transactional_id: str) -> Sequence[Rule]:
-    """H1: a copy of EndTxn arrives when the next transaction under this id is half done; that one is then aborted."""
+    """Deliver a copy of EndTxn in the middle of the next transaction of this id (H1), which is aborted then."""
     return Case("EndTxn", "late copy, then abort").rules(transactional_id)
 
 
 def _a_refused_commit(transactional_id: str) -> Sequence[Rule]:
-    """An abort in which the member keeps its partitions: one that lost them begins at what is committed anyway. Not one
-    of the first: the two workers are still sharing out the partitions then."""
+    """Abort while the member keeps its partitions; after losing them it would start at the committed offsets anyway.
+
+    The aborted transaction is not among the first, during which the two workers still share out the partitions.
+    """
     return [Rule("TxnOffsetCommit", "error", nth=12, error="ILLEGAL_GENERATION", transactional_id=transactional_id)]
 
 
@@ -233,11 +240,11 @@ def _state_of_an_abort_kept() -> None:
 
 DOUBLED, LOST = frozenset({"no_duplicates"}), frozenset({"no_losses"})
 TORN, OFFSET_REGRESSION = frozenset({"atomic"}), frozenset({"no_rewind"})
-_LONG_INTERVAL = {"eos.transaction.interval.ms": "1000"}  # a rebalance falls into an open transaction
-# Many transactions before the first fault: a request of a certain number is one of the first process's, and what that
-# process committed since it was assigned its partitions is behind it.
+_LONG_INTERVAL = {"eos.transaction.interval.ms": "1000"}  # a rebalance happens during an open transaction
+# Many transactions before the first fault: a request with a given number is one of the first process's, and comes after
+# offsets that this process committed since its assignment.
 _SHORT_INTERVAL = {"eos.transaction.interval.ms": "50", "linger.ms": "5"}
-_BUSY_MS = 6.0  # less than is loaded: records wait in the worker, and it handles some that are not its own any more
+_BUSY_MS = 6.0  # fewer than are loaded, so records wait in the worker, which then handles some that it no longer owns
 _LONG_TIMEOUT = {"transaction.timeout.ms": "600000"}  # a zombie finds its transaction open
 
 ALL: dict[str, Breakage] = {

@@ -1,7 +1,8 @@
-"""What the matrix runs: which fault hits what, in how long a chain, over which group protocol. No I/O.
+"""List the cells of the matrix: which fault hits which target, with how many stages and which group protocol.
 
-The full product has 240 cells; `pairwise` is a cover in which every two values of two dimensions meet. The columns K12
-(the coordinator moves at each step of a transaction) and K19 (an output partition is away) are cells of their own.
+No I/O. All combinations are 240 cells; `pairwise` is a cover in which every two values of two dimensions meet. The
+columns K12 (the coordinator moves at each step of a transaction) and K19 (an output partition is unavailable) have
+their own cells.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ STEPS = ("begun", "flush", "flushed", "offsets sent", "committed")
 """Where K12 moves the coordinator: the names of the steps of one transaction (World.step)."""
 
 LEADERLESS, SILENT = "leaderless", "silent"
-"""The two ways of K19: the only replica is stopped, and nobody leads the partition; or it stands still for less than
-its broker's session, and is still the leader but answers nobody."""
+"""The two ways of K19. Either the only replica is stopped and the partition has no leader, or the replica is paused
+for
+less than its broker's session, and stays the leader without answering."""
 COLUMNS = {"move": "K12", LEADERLESS: "K19", SILENT: "K19"}
 
 KNOWN_DEFECTS = {
@@ -31,7 +33,7 @@ KNOWN_DEFECTS = {
     ): "a defect of this Kafka: its coordinator skips the markers of partitions without a leader "
     "(docs/explanation/guarantees.md, known limits)",
 }
-"""(fault, version of Kafka) -> why no client can pass. A newer version is played again: it is not in here."""
+"""(fault, version of Kafka) -> why no client can pass. Newer versions, which are not listed, run again."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Cell:
     protocol: str
     stages: int
     state: bool = False
-    """Whether the last stage's function counts by key, and says so."""
+    """Whether the last stage's function counts by key, and adds the count to its outputs."""
 
     @property
     def name(self) -> str:
@@ -62,12 +64,13 @@ class Cell:
 
     @property
     def why_not(self) -> str | None:
-        """Why it is not to be run, if so."""
+        """Return why the cell must not run, or None."""
         return KNOWN_DEFECTS.get((self.fault, self.version))
 
 
 def pairwise() -> list[Cell]:
-    """A cover of all pairs of two dimensions, K12 and K19 for each protocol; brokers of one version in a row."""
+    """Return a cover of all pairs of two dimensions, and K12 and K19 for each protocol, with cells of a version in a
+    row."""
     chosen = [
         Cell(fault, target, protocol, stages, state)
         for target, fault, protocol, stages, state in AllPairs([TARGETS, FAULTS, PROTOCOLS, STAGES, STATES])
@@ -76,7 +79,7 @@ def pairwise() -> list[Cell]:
 
 
 def product() -> list[Cell]:
-    """Every cell there is."""
+    """Return all cells."""
     every = itertools.product(FAULTS, TARGETS, PROTOCOLS, STAGES, STATES)
     return _ordered([Cell(*values) for values in every] + _columns())
 
@@ -95,4 +98,4 @@ SHORT = (
     Cell("kill", "transaction-coordinator", "classic-4.4.0", 3, state=True),
     Cell("cut", "leader", "consumer-4.4.0", 1),
 )
-"""What tests play: both protocols, both lengths."""
+"""The cells that tests run: both protocols, both numbers of stages."""

@@ -1,4 +1,4 @@
-"""The clusters that cells are played on, one at a time."""
+"""Provide the clusters on which cells run, one at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def clusters(pytestconfig: pytest.Config) -> Iterator[Clusters]:
 
 @pytest.fixture(scope="module")
 def single_nodes(pytestconfig: pytest.Config) -> Iterator[Clusters]:
-    """For what a worker does wrong by itself: nothing of it needs three brokers."""
+    """Provide single nodes for errors of a worker that do not need three brokers."""
     clusters = Clusters(pytestconfig.getoption("--eos-kafka"), nodes=1)
     yield clusters
     clusters.close()

@@ -1,7 +1,7 @@
-"""The shortest explanation of a violation: which input offset, which transactions handled it, what became of them.
+"""Explain a violation in a few lines: the input offset, the transactions that handled it, and their outcome.
 
-Two sources that know nothing of each other: the workers' diaries say what was done, the coordinators' log what was
-decided. They meet by the clock: a transaction's first request lies between its `begun` and its `flushed`.
+Two independent sources are joined by time. The workers' step logs record what they did, and the coordinators' log
+records what was decided. The first request of a transaction lies between its `begun` and `flushed`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _ENTRIES = np.dtype(
     [("at_ns", "<i8"), ("transaction", "<i4"), ("step", "<i4"), ("partition", "<i4"), ("offset", "<i8")]
 )
 _UNFLUSHED_MS = 1_000
-_CLOCKS_MS = 5  # brokers and workers share one clock, which they read in milliseconds
+_CLOCKS_MS = 5  # Brokers and workers share one clock, which they read in milliseconds.
 
 
 @dataclass
 class Handling:
-    """One transaction of one worker, as its diary tells."""
+    """Hold one transaction of one worker, as its step log records it."""
 
     worker: str
     transaction: int
@@ -41,7 +41,7 @@ class Handling:
 
 
 def first_damaged(inputs: Inputs, outputs: Outputs, fan_out: int) -> tuple[int, int, str] | None:
-    """(partition, offset, what) of the lowest input whose outputs are not there exactly once."""
+    """Return (partition, offset, what) of the lowest input whose outputs do not exist exactly once."""
     joined = join(inputs, outputs, fan_out)
     wrong = np.flatnonzero(joined.times != 1)
     if not wrong.size:
@@ -63,10 +63,10 @@ def explain(
     report: Report | None = None,
     origin: Callable[[Position], Position | None] = lambda place: None,
 ) -> str:
-    """Of the lowest damaged input; where each has its outputs exactly once, of what the first red rule is about.
+    """Explain the lowest damaged input; without one, explain the subject of the first failed rule.
 
-    `groups`: the consumer group of each stage; `log`: what the coordinators wrote; `origin`: the input that a record
-    between two stages was made of.
+    `groups`: the consumer group of each stage; `log`: the records of the coordinators; `origin`: the input from which a
+    record between two stages was made.
     """
 
     def told(place: Position) -> Iterator[str]:
@@ -106,7 +106,7 @@ def _name(place: Position) -> str:
 
 
 def _decided(handling: Handling, log: Sequence[Written], groups: Sequence[str]) -> Iterator[str]:
-    """What became of the transaction that this worker began then: a line for each producer that it may be."""
+    """Return the outcome of the transaction that this worker began then, one line per possible producer."""
     _, stage, instance = handling.worker.split("-", 2)
     name = f"{groups[int(stage)]}-{instance.rpartition('-')[0]}"
     times = {step: at_ns // 1_000_000 for at_ns, step in handling.steps}
@@ -122,11 +122,11 @@ def _decided(handling: Handling, log: Sequence[Written], groups: Sequence[str]) 
 
 
 def count_in_transaction(directory: Path, faults: Sequence[Fault]) -> int:
-    """How many faults came while a worker that they could hit had a transaction open, as the diaries tell."""
+    """Count the faults that happened during an open transaction of a worker that they could hit."""
     steps = {}
-    for diary in directory.glob("*.diary"):
-        written = np.frombuffer(diary.read_bytes()[: diary.stat().st_size // ENTRY.size * ENTRY.size], _ENTRIES)
-        steps[diary.stem] = written[written["step"] >= 0]
+    for step_log in directory.glob("*.steps"):
+        written = np.frombuffer(step_log.read_bytes()[: step_log.stat().st_size // ENTRY.size * ENTRY.size], _ENTRIES)
+        steps[step_log.stem] = written[written["step"] >= 0]
     return sum(
         any(_was_open(steps[name], fault.at_ns) for name in steps if fault.hits in (None, name)) for fault in faults
     )
@@ -135,24 +135,24 @@ def count_in_transaction(directory: Path, faults: Sequence[Fault]) -> int:
 def _was_open(steps: NDArray[np.void], at_ns: int) -> bool:
     last: dict[int, str] = {}
     end = int(np.searchsorted(steps["at_ns"], at_ns, "right"))
-    # At most two are on their way, with six steps each; an older one without a commit was aborted.
+    # At most two are unfinished, with six steps each; an older one without a commit was aborted.
     for entry in steps[max(0, end - 2 * len(STEPS)) : end]:
         last[int(entry["transaction"])] = STEPS[entry["step"]]
     return any(step not in ("begin", "committed") for _, step in sorted(last.items())[-2:])
 
 
-def _entries(diary: Path) -> Iterator[tuple[int, int, int, int, int]]:
-    written = diary.read_bytes()
+def _entries(step_log: Path) -> Iterator[tuple[int, int, int, int, int]]:
+    written = step_log.read_bytes()
     return ENTRY.iter_unpack(written[: len(written) // ENTRY.size * ENTRY.size])  # type: ignore[return-value]
 
 
 def _handlings(directory: Path, partition: int, offset: int) -> Iterator[Handling]:
-    for diary in sorted(directory.glob("*.diary")):
+    for step_log in sorted(directory.glob("*.steps")):
         steps: dict[int, Handling] = {}
         touched: set[int] = set()
-        for at_ns, transaction, step, of, at in _entries(diary):
+        for at_ns, transaction, step, of, at in _entries(step_log):
             if step >= 0:
-                handling = steps.setdefault(transaction, Handling(diary.stem, transaction))
+                handling = steps.setdefault(transaction, Handling(step_log.stem, transaction))
                 handling.steps.append((at_ns, STEPS[step]))
             elif (of, at) == (partition, offset):
                 touched.add(transaction)

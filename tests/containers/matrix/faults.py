@@ -1,4 +1,4 @@
-"""What happens to a run, drawn from its seed: which node or worker, when, and for how long."""
+"""Draw the faults of a run from its seed: which node or worker, when, and for how long."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 from eos.errors import Unavailable
 from eos.testing.clusters import Cluster
-from tests.containers.matrix.crew import Crew, Member
+from tests.containers.matrix.workers import Member, Workers
 
-TRANSACTION_TIMEOUT_S, SESSION_TIMEOUT_S = 10.0, 6.0  # the product's default; the least a broker allows
-OUTLASTS_S = (11.0, 14.0)  # past both
+TRANSACTION_TIMEOUT_S, SESSION_TIMEOUT_S = 10.0, 6.0  # the product's default; the minimum of a broker
+OUTLASTS_S = (11.0, 14.0)  # longer than both
 SHORT_S = (0.5, 4.0)
-STILL_LEADER_S = (1.0, 4.0)  # shorter than a broker's session (6 s): the controller does not notice
+STILL_LEADER_S = (1.0, 4.0)  # shorter than a broker's session (6 s), so the controller does not notice
 SLOW_S, BACK_S = 60.0, 600.0
-"""After how long it is told that a broker is slow to come back, and how long that may last: what a run judges is the
-workers, and they go on meanwhile."""
+"""After how long a slow broker start is reported, and how long it may last. A run judges the workers, which continue
+meanwhile."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault as it was made, for the story of the run. `hits`: whose transactions it could hit; None: anybody's."""
+    """Describe one fault for the story of the run. `hits`: the workers whose transactions it could hit; None: all."""
 
     at_s: float
     at_ns: int
@@ -34,33 +34,39 @@ class Fault:
 
 
 class Faults:
-    """Makes one cell's faults on a cluster and a crew."""
+    """Cause the faults of one cell on its cluster and workers."""
 
-    def __init__(self, cluster: Cluster, crew: Crew, chance: random.Random, tend: Callable[[float], None]) -> None:
-        self._cluster, self._crew, self._chance, self._tend = cluster, crew, chance, tend
+    def __init__(
+        self, cluster: Cluster, workers: Workers, chance: random.Random, tend: Callable[[float], None]
+    ) -> None:
+        self._cluster, self._workers, self._chance, self._tend = cluster, workers, chance, tend
         self.began = time.monotonic()
         self.made: list[Fault] = []
-        self.slow: list[str] = []  # brokers that took their time to come back, with what was seen of them
+        self.slow: list[str] = []  # brokers that were slow to start, with their observed state
 
     def hit_worker(self, fault: str) -> None:
-        member = self._chance.choice(self._crew.wanted)
-        crew = self._crew
+        member = self._chance.choice(self._workers.wanted)
+        workers = self._workers
         if fault == "kill":
-            crew.kill(member)
+            workers.kill(member)
             self.note(f"SIGKILL {member.name}", member)
-            self._tend(self._chance.choice([0.0, TRANSACTION_TIMEOUT_S + 1]))  # before or past its transaction's end
-            crew.start(member)
+            self._tend(
+                self._chance.choice([0.0, TRANSACTION_TIMEOUT_S + 1])
+            )  # before or after the end of its transaction
+            workers.start(member)
         elif fault == "stop":
-            crew.wait_running()
+            workers.wait_running()
             self.note(f"SIGTERM {member.name}", member)
-            crew.stop(member)
+            workers.stop(member)
             self._tend(self._chance.uniform(*SHORT_S))
-            crew.start(member)
+            workers.start(member)
         else:
             self._hold(member, fault)
 
     def _hold(self, member: Member, fault: str) -> None:
-        begin, end = (self._crew.pause, self._crew.resume) if fault == "pause" else (self._crew.cut, self._crew.heal)
+        begin, end = (
+            (self._workers.pause, self._workers.resume) if fault == "pause" else (self._workers.cut, self._workers.heal)
+        )
         seconds = self._chance.uniform(*OUTLASTS_S)
         begin(member)
         self.note(f"{fault} {member.name} for {seconds:.1f} s", member)
@@ -68,7 +74,7 @@ class Faults:
         end(member)
 
     def hit_node(self, fault: str, node: int, why: str, seconds: float | None = None) -> None:
-        """The node is well again when this returns, though its replicas may lag behind.
+        """Hit a node, and return when it is healthy again, though its replicas may lag behind.
 
         `seconds`: how long a pause or a cut lasts; by default longer than sessions and transactions.
         """
@@ -87,7 +93,7 @@ class Faults:
             end(node)
 
     def start_again(self, node: int) -> None:
-        """Until it answers, however often it has to be asked or started within `BACK_S`; after that Unavailable."""
+        """Start the node and query it until it answers; raise Unavailable after `BACK_S`."""
         cluster, began = self._cluster, time.monotonic()
         while True:
             try:
@@ -103,6 +109,6 @@ class Faults:
                 self._tend(1.0)
 
     def note(self, what: str, member: Member | None = None) -> None:
-        """Called as soon as the fault is there."""
+        """Record the fault as soon as it is there."""
         hits = member.process.name if member is not None and member.process is not None else None
         self.made.append(Fault(round(time.monotonic() - self.began, 1), time.time_ns(), what, hits))

@@ -1,7 +1,8 @@
-"""One cell: topics, a steady stream of input, real workers in one or three stages, faults, and the judgement.
+"""Run one cell: topics, a steady input, real workers in one or three stages, faults, and the judgement.
 
-At least 100,000 records and five faults; a read_committed reader runs all the time, and everything is read again at the
-end. What is expected comes from the input topic as it is at rest, and must contain what the loader saw acknowledged.
+There are at least 100,000 records and five faults. A read_committed reader runs all the time, and everything is read
+again at the end. The expected outputs come from the complete input topic, which must contain everything that the loader
+saw acknowledged.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_of
 from eos.testing.shim import ShimThread
 from tests.containers.matrix.breakages import ALL
 from tests.containers.matrix.cells import FAULTS, LEADERLESS, STEPS, TARGETS, Cell
-from tests.containers.matrix.crew import Crew, Member
 from tests.containers.matrix.explain import count_in_transaction, explain
 from tests.containers.matrix.faults import (
     OUTLASTS_S,
@@ -38,6 +38,7 @@ from tests.containers.matrix.faults import (
 )
 from tests.containers.matrix.stage_worker import Orders
 from tests.containers.matrix.transaction_log import Written, fenced_state, read_transaction_log
+from tests.containers.matrix.workers import Member, Workers
 from tests.support.pipeline import CommitWatcher, WorkerProcess, counts_of
 from tests.support.reading import TooSlow, wait_until
 
@@ -49,17 +50,17 @@ WORK_MS = 0.3
 PROGRESS_S = 180.0
 END_S = 300.0
 _LAST_MARKERS = 16
-QUIET_S = 30.0  # the transaction timeout, and time for the coordinator to look for expired ones
+QUIET_S = 30.0  # The transaction timeout, and time for the coordinator to look for expired ones.
 SETTLED_S = 40.0
 EVERY_FAULT = [*itertools.product(FAULTS, TARGETS), ("move", "transaction-coordinator")]
-HELD_AT = 5  # the occurrence of a step at which a worker is held: in the middle of its work
+HELD_AT = 5  # the occurrence of a step at which a worker is held, in the middle of its work
 
 
 @dataclass
 class Size:
-    """How much one cell is: what CI and the whole matrix use, and smaller for breakages.
+    """Set the size of a cell: one for CI and the whole matrix, and a smaller one for breakages.
 
-    `minutes`: faults go on for so long, however many that makes.
+    `minutes`: faults continue for this long, however many that makes.
     """
 
     records: int = 100_000
@@ -68,7 +69,7 @@ class Size:
     records_per_s: int = RECORDS_PER_S
 
     def rounds(self) -> Iterator[int]:
-        """Counts the faults that are to be made."""
+        """Yield the numbers of the faults to cause."""
         until = time.monotonic() + self.minutes * 60
         number = 0
         while number < self.faults or time.monotonic() < until:
@@ -78,16 +79,16 @@ class Size:
 
 @dataclass
 class Outcome:
-    """What a run came to. `sentence` is for the table."""
+    """Hold the result of a run. `sentence` is for the table."""
 
     report: Report
     records: int
     faults: list[str]
     restarts: list[str]
-    phases: dict[str, float]  # seconds of each, in their order
-    slow: list[str]  # brokers that were slow to come back
+    phases: dict[str, float]  # seconds of each recovery, in order
+    slow: list[str]  # brokers that were slow to start
     explanation: str = ""
-    in_transaction: int = 0  # faults that came while a worker they could hit had a transaction open
+    in_transaction: int = 0  # faults during an open transaction of a worker that they could hit
     steps_hit: list[str] = field(default_factory=list)
 
     @property
@@ -96,7 +97,7 @@ class Outcome:
 
 
 class Phases:
-    """How long each part of a run took."""
+    """Measure the duration of each part of a run."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -109,16 +110,16 @@ class Phases:
 
 
 class Loader:
-    """A thread that produces numbered records at a steady rate, whatever happens to the brokers, until told to end."""
+    """Load numbered records in a thread at a steady rate, whatever happens to the brokers, until told to end."""
 
     def __init__(self, servers: str, topic: str, size: Size) -> None:
         self._topic, self._least, self._per_s = topic, size.records, size.records_per_s
         self._producer = Producer(
             {
                 "bootstrap.servers": servers,
-                # What is expected is read from the topic, doubled inputs and all. An idempotent producer spins while it
-                # waits for slow brokers (confluentinc/librdkafka#3692, seen with 2.16): up to two cores, which the
-                # brokers that were coming back and the workers were missing.
+                # Not idempotent: the expected outputs come from the topic, including duplicate inputs. An idempotent
+                # producer spins while it waits for slow brokers (confluentinc/librdkafka#3692, seen with 2.16). It
+                # would take up to two cores from the workers and from the brokers that are starting.
                 "enable.idempotence": False,
                 "acks": "all",
                 "linger.ms": 200,
@@ -136,7 +137,7 @@ class Loader:
     def _run(self) -> None:
         number, began = 0, time.monotonic()
         while not (self._given_up or (self._enough.is_set() and number >= self._least)):
-            # At the end as fast as it goes: what is left of the least.
+            # At the end as fast as possible, for the rest of the minimum.
             due = self._least if self._enough.is_set() else int((time.monotonic() - began) * self._per_s)
             while number < due:
                 try:
@@ -162,12 +163,12 @@ class Loader:
             self.acknowledged.append((message.partition() or 0, message.offset() or 0))
 
     def give_up(self) -> None:
-        """The run is over, however it went."""
+        """Stop loading, because the run is over."""
         self._given_up = True
         self._thread.join(10)
 
     def finish(self) -> int:
-        """Until the least is loaded; how many were acknowledged."""
+        """Wait until the minimum is loaded, and return how many records were acknowledged."""
         self._enough.set()
         self._thread.join(400)
         if self._thread.is_alive():
@@ -177,7 +178,7 @@ class Loader:
 
 
 class Run:
-    """One cell on one cluster; every name starts with `prefix`."""
+    """Run one cell on one cluster; every name starts with `prefix`."""
 
     def __init__(
         self,
@@ -198,14 +199,14 @@ class Run:
         self._outputs = [f"{prefix}-out-{copy}" for copy in range(FAN_OUT)]
         self._sources = [f"{prefix}-in", *middle]
         self._groups = [f"{prefix}-stage-{stage}" for stage in range(cell.stages)]
-        self.crew = Crew(self._orders, directory)
-        self.faults = Faults(cluster, self.crew, self._chance, self._tend)
+        self.workers = Workers(self._orders, directory)
+        self.faults = Faults(cluster, self.workers, self._chance, self._tend)
         self._steps_hit: list[str] = []
         self._reader: ConcurrentReader | None = None
 
     @property
     def outputs_seen(self) -> int:
-        """How many outputs a read_committed reader was given so far."""
+        """Return how many outputs the read_committed reader has received."""
         return self._reader.records if self._reader is not None else 0
 
     @property
@@ -218,11 +219,11 @@ class Run:
             "bootstrap.servers": self._workers_servers,
             "group.protocol": self._cell.group_protocol,
             "transaction.timeout.ms": f"{TRANSACTION_TIMEOUT_S * 1000:.0f}",
-            # On 2 cores a commit to three brokers takes 100 to 300 ms: a cell of such intervals would be all waits.
+            # On 2 cores, a commit to three brokers takes 100 to 300 ms; with such intervals a cell would only wait.
             "eos.transaction.interval.ms": "300",
-            # All of a transaction's records leave in its flush: behind a request that is not answered yet, librdkafka's
-            # idempotent producer spins as soon as more are due (confluentinc/librdkafka#4989); six workers that spin
-            # while a broker is paused leave nothing of 2 cores to the others.
+            # A transaction sends all its records in its flush. With a request unanswered, librdkafka's idempotent
+            # producer spins as soon as more records are due (confluentinc/librdkafka#4989), and six spinning workers
+            # during a pause of a broker leave nothing of 2 cores to the others.
             "linger.ms": "1000",
             "eos.state.dir": str(self._directory / "state"),
         }
@@ -230,7 +231,7 @@ class Run:
             settings |= {
                 "session.timeout.ms": f"{SESSION_TIMEOUT_S * 1000:.0f}",
                 "heartbeat.interval.ms": "1000",
-                # One of the two default strategies, by the cell's seed.
+                # One of the two default strategies, chosen by the cell's seed.
                 "partition.assignment.strategy": "cooperative-sticky" if self._cell.stages == 3 else "roundrobin",
             }
         settings |= self._settings
@@ -242,16 +243,16 @@ class Run:
             source=self._sources[stage],
             destinations=self._outputs if last else [self._sources[stage + 1]],
             settings=settings,
-            diary="",
+            step_log="",
             first=stage == 0,
             state=last and self._cell.state,
-            # So that a transaction is open for about half of the time, and a fault hits one as often.
+            # So that a transaction is open about half of the time, and half of the faults hit one.
             work_ms=(self._breakage and self._breakage.work_ms) or WORK_MS,
             breakage=self._breakage_name,
         )
 
     def play(self, size: Size) -> Outcome:
-        """Plays the cell out. AssertionError: a worker or the loader ended as it must not, or nothing moved on."""
+        """Run the cell. Raise AssertionError if a worker or the loader ended unexpectedly, or if nothing progressed."""
         phases = Phases()
         self._create_topics()
         commits = self._commit_watchers()
@@ -261,8 +262,8 @@ class Run:
                 plan = self._plan(ending)
                 for stage in range(self._cell.stages):
                     for instance in ("a", "b"):
-                        self.crew.join(stage, instance)
-                self.crew.wait_running()
+                        self.workers.join(stage, instance)
+                self.workers.wait_running()
                 phases.end("begin")
                 loader = Loader(self._servers, self._sources[0], size)
                 ending.callback(loader.give_up)
@@ -270,7 +271,7 @@ class Run:
                     self._wait_progress(reader, 1_000)
                     if number % 2 == 1 and self._cell.fault != "join":
                         self._change_members(number)
-                    # What showed the progress was a commit: faults at once would all fall between two transactions.
+                    # A commit showed the progress, so immediate faults would all fall between two transactions.
                     self._tend(self._chance.uniform(0, 1))
                     self._fault(number)
                 self._cluster.repair()
@@ -278,18 +279,18 @@ class Run:
                 loaded = loader.finish()
                 self._wait_handled(reader, loaded * FAN_OUT)
                 phases.end("handle")
-                self.crew.stop(*self.crew.wanted)
+                self.workers.stop(*self.workers.wanted)
                 phases.end("stop")
                 complaints = plan.complaints() if plan is not None else ()
-                assert not complaints, f"what was to happen on the way did not: {'; '.join(complaints)}"
+                assert not complaints, f"planned request faults did not happen: {'; '.join(complaints)}"
                 return self._judge(loader, reader, commits, phases)
         finally:
-            self.crew.end()
+            self.workers.end()
             for watcher in commits:
                 watcher.stop()
 
     def _commit_watchers(self) -> list[CommitWatcher]:
-        """One for each stage; together they ask as often as one alone."""
+        """Return one watcher per stage; together they query as often as a single one."""
         stages = zip(self._groups, self._sources, strict=True)
         interval_s = 0.05 * self._cell.stages
         return [
@@ -298,7 +299,7 @@ class Run:
         ]
 
     def _plan(self, ending: ExitStack) -> Plan | None:
-        """What is to happen to the workers' requests on their way: for some breakages only."""
+        """Return the planned faults on the workers' requests, which only some breakages have."""
         if self._breakage is None or self._breakage.requests is None:
             return None
         plan = Plan(list(self._breakage.requests(f"{self._groups[0]}-a")))
@@ -311,7 +312,7 @@ class Run:
         config = {"min.insync.replicas": str(min(2, replicas))}
         topics = [NewTopic(t, PARTITIONS, replicas, config=config) for t in self.topics]
         if self._cell.column == "K19":
-            # One copy only: nobody can take over while its node is away.
+            # A single replica, so that no broker can take over while its node is down.
             alone = [[p % self._cluster.size] for p in range(PARTITIONS)]
             one = {"min.insync.replicas": "1"}
             topics[-1] = NewTopic(self._outputs[-1], PARTITIONS, replica_assignment=alone, config=one)
@@ -324,12 +325,13 @@ class Run:
                     lambda topic=topic, partition=partition: self._cluster.leader_of(topic, partition) >= 0,  # type: ignore[misc]
                 )
 
-    # ---- while it runs --------------------------------------------------------------------------------------------
+    # ---- during the run
+    # -----------------------------------------------------------------------------------------------
 
     def _tend(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while True:
-            self.crew.tend()
+            self.workers.tend()
             left = deadline - time.monotonic()
             if left <= 0:
                 return
@@ -343,8 +345,11 @@ class Run:
             self._tend(0.2)
 
     def _wait_handled(self, reader: ConcurrentReader, outputs: int) -> None:
-        """Until as many outputs came as must and all is committed; or all is committed and nothing has come for longer
-        than a transaction can be open: then some are lost, and the checker says which."""
+        """Wait until the expected number of outputs came and everything is committed.
+
+        Stop as well when everything is committed and nothing came for longer than a transaction can be open: some
+        outputs are lost then, and the checker names them.
+        """
         last, since, next_look = reader.records, time.monotonic(), 0.0
 
         def done() -> bool:
@@ -364,18 +369,20 @@ class Run:
         try:
             return not any(self._is_behind(stage, _LAST_MARKERS if stage else 0) for stage in range(self._cell.stages))
         except EosError:
-            return False  # a transaction is open on them, or a broker is away: asked again
+            return False  # A transaction is open on them, or a broker is down: query again.
 
     def _is_behind(self, stage: int, few: int) -> bool:
-        """A partition of the stage's source is committed more than a few before its end. Behind the last record of a
-        middle topic lie markers, which its readers need not commit."""
+        """Return whether a partition of the stage's source is committed more than a few offsets before its end.
+
+        The last offsets of an intermediate topic are markers, which its readers need not commit.
+        """
         source = self._sources[stage]
         committed = committed_offsets(self._servers, self._groups[stage], source)
         ends = end_offsets(self._servers, source).stable
         return any(end > 0 and committed.get(place, 0) + few < end for place, end in ends.items())
 
     def _wait_progress(self, reader: ConcurrentReader, records: int) -> None:
-        """What is read grows by so many outputs: the run has recovered from what was done to it before."""
+        """Wait for more visible outputs, which show that the run has recovered from the previous faults."""
         before = reader.records
         self._wait(
             lambda: reader.records >= before + records,
@@ -384,18 +391,18 @@ class Run:
         )
 
     def _story(self) -> str:
-        """For the message of a run that does not go on."""
+        """Return the story of the run for the message about a run that makes no progress."""
         told = [f"faults: {', '.join(map(str, self.faults.made)) or 'none'}", *self.faults.slow]
-        states = [f"{m.process.name}: {_last_line(m.process)}" for m in self.crew.wanted if m.process is not None]
+        states = [f"{m.process.name}: {_last_line(m.process)}" for m in self.workers.wanted if m.process is not None]
         return "; ".join([*told, *states])
 
     def _change_members(self, number: int) -> Member:
-        """A third member joins a stage, or leaves it again. Returns it."""
-        guests = [m for m in self.crew.wanted if m.instance.startswith("guest")]
+        """Let a third member join a stage or leave it, and return this member."""
+        guests = [m for m in self.workers.wanted if m.instance.startswith("guest")]
         if guests:
-            self.crew.stop(guests[0])
+            self.workers.stop(guests[0])
             return guests[0]
-        return self.crew.join(self._chance.randrange(self._cell.stages), f"guest-{number}")
+        return self.workers.join(self._chance.randrange(self._cell.stages), f"guest-{number}")
 
     def _fault(self, number: int) -> None:
         fault, target = self._cell.fault, self._cell.target
@@ -432,7 +439,7 @@ class Run:
             topic, partition = chance.choice(self.topics), chance.randrange(PARTITIONS)
 
             def led() -> tuple[int] | None:
-                # None for a moment while the one before comes back.
+                # None for a moment while the previous member restarts.
                 node = cluster.leader_of(topic, partition)
                 return (node,) if node >= 0 else None
 
@@ -446,18 +453,18 @@ class Run:
         return cluster.coordinator_of(transactional_id=name), f"coordinator of {name}"
 
     def _hold_at(self, step: str) -> tuple[Member, str]:
-        """A worker that stands at this step of a transaction, and the transactional.id of that transaction."""
-        member = self.crew.wanted[0]
-        self.crew.kill(member)
-        self.crew.start(member, holds=[(step, HELD_AT)])
+        """Return a worker that holds at this step of a transaction, and the transactional.id of this transaction."""
+        member = self.workers.wanted[0]
+        self.workers.kill(member)
+        self.workers.start(member, holds=[(step, HELD_AT)])
 
         def process() -> WorkerProcess:
-            # Another one when it ended on the way as a supervisor may expect; that one is held as well.
+            # Another process if the first one ended with an expected exit code; it is held as well.
             assert member.process is not None
             return member.process
 
         def told() -> Path:
-            return self._directory / f"{process().name}.diary.held"
+            return self._directory / f"{process().name}.steps.held"
 
         self._wait(lambda: told().exists(), PROGRESS_S, lambda: f"{process().name} at {step!r}; {self._story()}")
         process().wait_at(step, HELD_AT, PROGRESS_S)
@@ -465,22 +472,22 @@ class Run:
         return member, told().read_text()
 
     def _hit_at(self, fault: str, step: str) -> None:
-        """A worker is killed, or paused for longer than its session, as it stands at this step of a transaction."""
+        """Kill a worker at this step of a transaction, or pause it for longer than its session."""
         member, name = self._hold_at(step)
         assert member.process is not None
         if fault == "kill":
-            self.crew.kill(member)
+            self.workers.kill(member)
             self.faults.note(f"SIGKILL {member.name} at {step!r} of {name}", member)
-            self.crew.start(member)
+            self.workers.start(member)
         else:
-            self.crew.pause(member)
+            self.workers.pause(member)
             self.faults.note(f"pause {member.name} at {step!r} of {name}", member)
             self._tend(self._chance.uniform(*OUTLASTS_S))
-            self.crew.resume(member)
+            self.workers.resume(member)
             member.process.go_on()
 
     def _move_coordinator(self, step: str) -> None:
-        """K12: a worker stands at this step of a transaction while its coordinator goes to another node."""
+        """Move the coordinator of a transaction to another node while its worker holds at this step (K12)."""
         member, name = self._hold_at(step)
         assert member.process is not None
         before = self._cluster.coordinator_of(transactional_id=name)
@@ -495,13 +502,16 @@ class Run:
         self._steps_hit.append(step)
         self.faults.start_again(before)
 
-    # ---- at rest ----------------------------------------------------------------------------------------------------
+    # ---- after the run
+    # ------------------------------------------------------------------------------------------------
 
     def _judge(
         self, loader: Loader, reader: ConcurrentReader, commits: Sequence[CommitWatcher], phases: Phases
     ) -> Outcome:
         ends, deadline = end_offsets(self._servers, self.topics), time.monotonic() + SETTLED_S
-        while ends.stable != ends.log_end and time.monotonic() < deadline:  # beyond that it is the rule `stable_end`'s
+        while (
+            ends.stable != ends.log_end and time.monotonic() < deadline
+        ):  # A longer wait is a violation of the rule `stable_end`.
             time.sleep(0.2)
             ends = end_offsets(self._servers, self.topics)
         reader.wait_for_ends({p: e for p, e in ends.stable.items() if p[0] in self._outputs and e > 0})
@@ -536,7 +546,7 @@ class Run:
             report,
             len(inputs),
             [str(fault) for fault in made],
-            self.crew.ends,
+            self.workers.ends,
             phases.seconds,
             self.faults.slow,
             explanation,
@@ -545,14 +555,13 @@ class Run:
         )
 
     def _counts(self, written: Log) -> Counts:
-        """Of the last stage's function. Its source is another topic than the first one's, in which a key's records are
-        all of one partition."""
+        """Return the counts of the last stage's function, in whose source topic a key's records share a partition."""
         changes = read_topic(self._servers, f"{self._groups[-1]}-count-changelog")
         return counts_of(written, [changes], lambda _, key: int(key.removeprefix(b"key ")) % PARTITIONS)
 
     def _middle_offsets(self) -> Verdict:
-        """At rest each later stage has committed all that the stage before made visible: what is behind would come a
-        second time."""
+        """Check that each later stage has committed all that the previous stage made visible; the rest would be
+        repeated."""
         examined, examples, about = 0, [], []
         for group, source in zip(self._groups[1:], self._sources[1:], strict=True):
             committed = committed_offsets(self._servers, group, source)
@@ -567,8 +576,11 @@ class Run:
         return verdict("middle_offsets", examined, what, len(examples), examples, good, about[:1])
 
     def keep(self) -> str:
-        """Of a run that broke off, while its brokers still are: what was written so far, with the transaction log, and
-        the explanation if it is wrong already. Inputs that were on their way are told as lost."""
+        """Save the records and the transaction log of an aborted run while its brokers run, with an explanation of
+        damage.
+
+        Inputs that were still being handled are reported as lost.
+        """
         self._cluster.repair()
         inputs = read_topic(self._servers, self._sources[0], contents=False).inputs()
         outputs = read_topic(self._servers, self._outputs).outputs()
@@ -582,7 +594,7 @@ class Run:
         commits: CommitSeries | None = None,
         report: Report | None = None,
     ) -> str:
-        """Of a violation; whatever fails here must not hide it."""
+        """Explain a violation; an error in here must not hide the violation."""
         try:
             _save(self._directory / "inputs.npz", inputs, ("partition", "offset"))
             _save(self._directory / "outputs.npz", outputs, OUTPUT_COLUMNS)
@@ -592,11 +604,11 @@ class Run:
             self._cluster.save_logs(self._directory)
             log = self._transaction_log()
             return explain(inputs, outputs, FAN_OUT, self._directory, log, self._groups, report, self._origin)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - an error in here must not hide the violation
             return f"no explanation: {type(error).__name__}: {error}"
 
     def _origin(self, place: Position) -> Position | None:
-        """Where a record between two stages came from; of a marker, the record before it."""
+        """Return the origin of a record between two stages; for a marker, that of the record before it."""
         topic, partition, offset = place
         made = read_topic(self._servers, topic).outputs()
         upto = np.flatnonzero((made.partition == partition) & (made.offset <= offset))
@@ -606,7 +618,7 @@ class Run:
         return self._sources[0], int(made.source_partition[row]), int(made.source_offset[row])
 
     def _transaction_log(self) -> list[Written]:
-        """What the coordinators wrote of this run's transactions; kept as a file too."""
+        """Return the coordinators' records of this run's transactions, and save them as a file."""
         ours = tuple(f"{group}-" for group in self._groups)
         log = [written for written in read_transaction_log(self._servers) if written.transactional_id.startswith(ours)]
         (self._directory / "transaction-log.txt").write_text("\n".join(map(str, log)) + "\n")
@@ -621,7 +633,7 @@ def _save(file: Path, history: object, columns: Sequence[str]) -> None:
 
 
 def joined(series: Sequence[CommitSeries]) -> CommitSeries:
-    """What several watchers saw, as one; they count into the same topics and share no partition."""
+    """Combine the offsets of several watchers, which share no partition."""
     return CommitSeries(
         topics=series[0].topics,
         topic=np.concatenate([one.topic for one in series]),
@@ -635,9 +647,9 @@ def _last_line(process: WorkerProcess) -> str:
 
 
 def _must_contain(inputs: Inputs, acknowledged: Sequence[tuple[int, int]]) -> None:
-    """The input topic lost nothing of its own: else its outputs would be right about the wrong thing."""
+    """Check that the input topic lost no acknowledged record; otherwise right outputs would prove nothing."""
     there = inputs.partition.astype(np.int64) << 40 | inputs.offset
     asked = np.array(acknowledged, np.int64).reshape(-1, 2)
     missing = np.setdiff1d(asked[:, 0] << 40 | asked[:, 1], there)
-    assert len(asked), "nothing was loaded"
+    assert len(asked), "the loader acknowledged no record"
     assert not len(missing), f"the input topic itself lost {len(missing)} acknowledged records"

@@ -1,8 +1,8 @@
-"""`make soak MINUTES=60`: random faults on three brokers until the time is up, then everything is read and judged.
+"""Cause random faults on three brokers until the time is over (`make soak MINUTES=60`), then judge all records.
 
-One long cell of the matrix: the faults and what they hit are drawn from the seed, members join and leave, and every
-second the memory of each worker is noted. Leaves report.json and soak.png in build/soak/; exit code 1 if a record was
-lost or doubled, or any other rule is red.
+The soak is one long cell of the matrix: the seed decides about faults and their targets, members join and leave, and
+the memory of each worker is recorded every second. It writes report.json and soak.png to build/soak/. Exit code 1 if a
+record was lost or duplicated, or if any other rule failed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tests.containers.matrix.cells import PROTOCOLS, STAGES, Cell
 from tests.containers.matrix.run import FAN_OUT, Outcome, Run, Size
 
 SAMPLE_S = 1.0
-GROWN_UP_S = 30.0  # a process younger than that is still filling its caches
+GROWN_UP_S = 30.0  # a younger process is still filling its caches
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The memory of one worker's process. `at_s`: since the run began; `age_s`: of the process."""
+    """Hold the memory of one worker's process. `at_s`: since the run began; `age_s`: of the process."""
 
     at_s: float
     worker: str
@@ -46,7 +46,7 @@ class Sample:
 
 
 class Sampler:
-    """A thread that notes the workers' memory and how far the outputs are."""
+    """Record the workers' memory and the number of outputs in a thread."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -59,7 +59,7 @@ class Sampler:
         while not self._stopping.wait(SAMPLE_S):
             at_s = time.monotonic() - self._run.faults.began
             self.outputs.append((at_s, self._run.outputs_seen))
-            for member in list(self._run.crew.members):
+            for member in list(self._run.workers.members):
                 process = member.process
                 if process is None or not process.running:
                     continue
@@ -82,7 +82,7 @@ class Sampler:
 
 
 def memory_of(samples: Sequence[Sample]) -> dict[str, float]:
-    """MiB of a worker's process: medians of the first and last fifth of the run, and the most ever."""
+    """Return MiB of a worker's process: medians of the first and last fifth of the run, and the maximum."""
     grown = [sample for sample in samples if sample.age_s >= GROWN_UP_S]
     if not grown:
         return {}
@@ -107,7 +107,7 @@ def plot(file: Path, run: Run, sampler: Sampler, title: str) -> None:
     figure.suptitle(title)
     above.plot([at / 60 for at, _ in sampler.outputs], [count / FAN_OUT for _, count in sampler.outputs])
     above.set_ylabel("inputs handled and visible")
-    # Guests come and go, each under a name of its own: an hour has dozens.
+    # Temporary members join and leave with their own names: dozens in an hour.
     names = {sample.worker: re.sub(r"guest-\d+", "guests", sample.worker) for sample in sampler.memory}
     for worker in sorted(set(names.values())):
         mine = [sample for sample in sampler.memory if names[sample.worker] == worker]
@@ -144,13 +144,13 @@ def report(outcome: Outcome, sampler: Sampler) -> dict[str, object]:
 
 
 def broken_off(run: Run, sampler: Sampler, error: BaseException) -> dict[str, object]:
-    """Nothing could be judged: neither held nor violated."""
+    """Report a run that could not be judged: neither held nor violated."""
     return {
         "ok": False,
         "broke_off": f"{type(error).__name__}: {error}",
         "outputs_seen": run.outputs_seen,
         "slow_brokers": run.faults.slow,
-        "ended_and_started_again": run.crew.ends,
+        "ended_and_started_again": run.workers.ends,
         "memory": memory_of(sampler.memory),
         "all_faults": [str(fault) for fault in run.faults.made],
     }
@@ -163,9 +163,9 @@ def main() -> int:
     parser.add_argument("--records-per-s", type=int, default=500)
     parser.add_argument("--protocol", choices=PROTOCOLS, default="classic-4.4.0")
     parser.add_argument("--stages", type=int, choices=STAGES, default=1)
-    parser.add_argument("--state", action="store_true", help="the last stage's function counts by key")
-    parser.add_argument("--engine", choices=sorted(ENGINES), default="lmdb", help="what keeps that state in its folder")
-    parser.add_argument("--kafka", help="container or jvm; default: containers where they can run")
+    parser.add_argument("--state", action="store_true", help="let the last stage's function count by key")
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="lmdb", help="the storage of that state")
+    parser.add_argument("--kafka", help="container or jvm; default: containers if an engine answers")
     options = parser.parse_args()
     console = Console()
     directory = Path("build/soak") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-seed-{options.seed}"
@@ -175,7 +175,7 @@ def main() -> int:
     console.print(f"{options.minutes:g} minutes, seed {options.seed}; {choice.reason}; {directory}", highlight=False)
     told: dict[str, object] = {"minutes": options.minutes, "seed": options.seed, "backend": choice.backend}
     outcome = None
-    # As an interrupt: what was started is ended, and what there is, is told.
+    # As after an interrupt: everything started is stopped, and the results so far are reported.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with choice.cluster(3, cell.version, CONFIG) as cluster:
         settings = {"eos.state.engine": options.engine}
@@ -198,7 +198,7 @@ def main() -> int:
     if not outcome.ok:
         console.print(f"{outcome.report}\n{outcome.explanation}", markup=False)
         return 1
-    for left in (*directory.glob("*.diary"), *directory.glob("*.log")):
+    for left in (*directory.glob("*.steps"), *directory.glob("*.log")):
         left.unlink()
     return 0
 

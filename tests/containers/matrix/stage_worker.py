@@ -1,8 +1,8 @@
-"""One worker of one stage, as a process: `eos run` with the matrix's App, its diary, and on purpose broken rules.
+"""Run one worker of one stage as a process: `eos run` with the matrix's App, a step log, and removed rules.
 
-It goes through the real command line. What it adds: an App made from its orders, a diary of what it handled in which
-transaction (for the explanation of a violation), and `breakages`: a rule taken out by a patch from here, so that the
-matrix can show that it finds the damage. Nothing in the product knows of them. It dies with its parent.
+It uses the real command line. It adds an App built from its orders, a log of the records that it handled in each
+transaction (to explain violations), and `breakages`. A breakage patches one rule out, so that the matrix can show that
+it finds the damage. Nothing in the product knows of them. The process dies with its parent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from eos.testing.lineage import WIDTH_BYTES, stamp, unstamp
 from eos.worker.worker import Worker
 from tests.support.stepping_worker import COUNT
 
-# When (ns since 1970), number of the transaction, step (-1: a record was handled), source partition, source offset.
+# time (ns since 1970), transaction number, step (-1: a record was handled), source partition, source offset
 ENTRY = struct.Struct("<qiiiq")
 STEPS = ("begin", "begun", "flush", "flushed", "offsets sent", "committed")
 ENVIRONMENT = "EOS_STAGE"
@@ -35,16 +35,19 @@ ENVIRONMENT = "EOS_STAGE"
 
 @dataclasses.dataclass
 class Orders:
-    """`first`: the stage that stamps each record with its source; later ones pass the stamp on. `state`: its function
-    counts by key, and says the count behind the stamp. `hold`: the n-th occurrence of a step at which it prints `AT`
-    and waits for a line."""
+    """Hold the orders of a worker. `first`: the stage that stamps each record with its source; later ones pass the
+    stamp on.
+
+    `state`: its function counts by key and adds the count to the stamp. `hold`: the n-th occurrence of a step at which
+    it prints `AT` and waits for a line.
+    """
 
     group: str
     instance: str
     source: str
     destinations: list[str]
     settings: dict[str, str]
-    diary: str
+    step_log: str
     first: bool
     state: bool = False
     work_ms: float = 0.0
@@ -52,8 +55,8 @@ class Orders:
     holds: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
 
-class Diary:
-    """Appends fixed-width entries; each is one write, so that a SIGKILL leaves whole ones."""
+class StepLog:
+    """Append fixed-width entries with one write each, so that a SIGKILL leaves complete ones."""
 
     def __init__(self, path: str, holds: list[tuple[str, int]]) -> None:
         self._path = path
@@ -78,7 +81,7 @@ class Diary:
                 os._exit(1)
 
 
-def build_app(orders: Orders, diary: Diary) -> App:
+def build_app(orders: Orders, step_log: StepLog) -> App:
     app = App(orders.group)
 
     def outputs(record: Record, told: bytes) -> list[Out]:
@@ -89,7 +92,7 @@ def build_app(orders: Orders, diary: Diary) -> App:
         else:
             assert record.value is not None
             source, partition, offset, _ = unstamp(record.value[:WIDTH_BYTES])
-        diary.handled(partition, offset)
+        step_log.handled(partition, offset)
         return [
             Out(stamp(source, partition, offset, number) + told, topic=topic)
             for number, topic in enumerate(orders.destinations)
@@ -102,27 +105,27 @@ def build_app(orders: Orders, diary: Diary) -> App:
         seen.set(seen.get(0) + 1)
         return outputs(record, COUNT.pack(seen.get(0)))
 
-    # A changelog has a name by the function's.
+    # The function's name is part of the changelog's name.
     count.__qualname__ = "count"
     app.process(orders.source, to=orders.destinations)(count if orders.state else copy)
     return app
 
 
 def main() -> int:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its run
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker lives longer than its run.
     orders = Orders(**json.loads(os.environ[ENVIRONMENT]))
-    diary = Diary(orders.diary, [(step, nth) for step, nth in orders.holds])
+    step_log = StepLog(orders.step_log, [(step, nth) for step, nth in orders.holds])
     if orders.breakage is not None:
-        from tests.containers.matrix import breakages  # and with them a good deal that no other worker needs
+        from tests.containers.matrix import breakages  # with modules that no other worker needs
 
         breakages.ALL[orders.breakage].apply()
-    app = build_app(orders, diary)
+    app = build_app(orders, step_log)
 
     class StageWorker(Worker):
         def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
-            super().__init__(app, settings, until_end=until_end, world=World(step=diary.step))
+            super().__init__(app, settings, until_end=until_end, world=World(step=step_log.step))
             session = self.session
-            diary.transactional_id = lambda: session.producer.transactional_id
+            step_log.transactional_id = lambda: session.producer.transactional_id
 
     run_command.Worker = StageWorker  # type: ignore[attr-defined, misc]
     run_command.load_app = lambda target: app  # type: ignore[assignment, attr-defined]

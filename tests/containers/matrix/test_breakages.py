@@ -1,4 +1,4 @@
-"""The matrix can fail: each rule of the product, taken out in the worker, is found by the verdict that must find it."""
+"""Check that the matrix can fail: the expected verdict finds each rule that is removed in the worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORDS, RECORDS_PER_S = 10_000, 500
 def test_verdict_finds_the_removed_rule(name: str, single_nodes: Clusters, tmp_path: Path) -> None:
     breakage = ALL[name]
     red: list[set[str]] = []
-    # A fault may miss the moment in which the rule matters: other seeds, until one has hit it.
+    # A fault may miss the moment in which the rule matters, so try other seeds until one hits it.
     for seed in range(1, 4):
         directory = tmp_path / str(seed)
         directory.mkdir()
@@ -31,4 +31,4 @@ def test_verdict_finds_the_removed_rule(name: str, single_nodes: Clusters, tmp_p
         red.append(set(outcome.report.violated))
         if red[-1] >= breakage.expected:
             break
-    assert red[-1] >= breakage.expected, f"{breakage.what}: {set(breakage.expected)} must be red, found {red}"
+    assert red[-1] >= breakage.expected, f"{breakage.what}: {set(breakage.expected)} must fail, but these failed: {red}"

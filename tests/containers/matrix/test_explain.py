@@ -1,4 +1,4 @@
-"""What is told of a violation: the coordinators' log is read as they write it, and joined with the workers' diaries."""
+"""Test the explanation of violations: the coordinators' log is decoded and joined with the workers' step logs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T0_MS = 1_795_000_000_000
 
 
 def value(version: int) -> bytes:
-    """Producer 1001, epoch 7, PrepareCommit, on out[0], out[2] and __consumer_offsets[3]."""
+    """Return the record of producer 1001, epoch 7, PrepareCommit, on out[0], out[2] and __consumer_offsets[3]."""
     head = struct.pack(">hqhib", version, 1001, 7, 10_000, 2)
     tail = struct.pack(">qq", T0_MS + 50, T0_MS)
     if version == 0:
         topics = struct.pack(">ih3siii", 2, 3, b"out", 2, 0, 2)
         return head + topics + struct.pack(">h18sii", 18, b"__consumer_offsets", 1, 3) + tail
     topics = struct.pack(">BB3sBiiB", 3, 4, b"out", 3, 0, 2, 0)
-    # At the end one tagged field, as brokers from 4.0 on write the client's transaction version.
+    # At the end one tagged field with the client's transaction version, as brokers write it from 4.0 on.
     return head + topics + struct.pack(">B18sBiB", 19, b"__consumer_offsets", 2, 3, 0) + tail + bytes([1, 2, 2, 0, 2])
 
 
@@ -51,7 +51,9 @@ def test_state_without_offsets_in_its_transaction_is_a_violation() -> None:
     good = [committed("out[0]", offsets, state), committed("out[0]"), committed(state, state="PrepareAbort")]
     assert (fenced_state(good).holds, fenced_state(good).examined) == (True, 1)
     assert not fenced_state([*good, committed("out[0]", state)]).holds
-    assert not fenced_state([committed("out[0]", offsets)]).holds, "what examines nothing shows nothing"
+    assert not fenced_state([committed("out[0]", offsets)]).holds, (
+        "the rule must count the transactions that it examined"
+    )
 
 
 def test_unknown_record_version_is_refused() -> None:
@@ -59,19 +61,19 @@ def test_unknown_record_version_is_refused() -> None:
         decode(KEY, b"\0\2" + value(1)[2:], "there")
 
 
-def diary(directory: Path) -> None:
-    """Transaction 4 takes 500 ms and commits, transaction 5 handles offset 11 and ends at its flush."""
+def write_step_log(directory: Path) -> None:
+    """Write a log: transaction 4 takes 500 ms and commits, transaction 5 handles offset 11 and ends at its flush."""
     entries = []
     for number, began_ms, steps in ((4, 1_000, STEPS), (5, 2_000, STEPS[:3])):
         for at, step in enumerate(steps):
             entries.append(((T0_MS + began_ms + 100 * at) * 1_000_000, number, STEPS.index(step), -1, -1))
         entries.append(((T0_MS + began_ms + 150) * 1_000_000, number, -1, 0, 6 + number))
     entries.sort()
-    (directory / "stage-0-one-7.diary").write_bytes(b"".join(ENTRY.pack(*entry) for entry in entries))
+    (directory / "stage-0-one-7.steps").write_bytes(b"".join(ENTRY.pack(*entry) for entry in entries))
 
 
 def test_fault_counts_only_during_a_transaction_it_can_hit(tmp_path: Path) -> None:
-    diary(tmp_path)
+    write_step_log(tmp_path)
 
     def hits(at_ms: int, process: str | None = None) -> int:
         return count_in_transaction(tmp_path, [Fault(0.0, (T0_MS + at_ms) * 1_000_000, "kill", process)])
@@ -82,7 +84,7 @@ def test_fault_counts_only_during_a_transaction_it_can_hit(tmp_path: Path) -> No
 
 
 def test_explanation_names_offset_transaction_and_outcome(tmp_path: Path) -> None:
-    diary(tmp_path)
+    write_step_log(tmp_path)
     inputs = Inputs(topics=("in",), topic=[0, 0], partition=[0, 0], offset=[10, 11])
     outputs = Outputs(
         topics=("out",),
@@ -118,7 +120,7 @@ def test_explanation_names_offset_transaction_and_outcome(tmp_path: Path) -> Non
 
 
 def history(first: int, second: int) -> tuple[Inputs, Outputs]:
-    """Inputs 10 and 11 with an output each, which stand at these offsets."""
+    """Return a history of inputs 10 and 11 with one output each, at these offsets."""
     inputs = Inputs(topics=("in",), topic=[0, 0], partition=[0, 0], offset=[10, 11])
     outputs = Outputs(
         topics=("out",), topic=[0, 0], partition=[0, 0], offset=[first, second],
@@ -135,7 +137,7 @@ def commits(topic: str, *offsets: int) -> CommitSeries:
 
 
 def test_reordered_outputs_are_explained_by_both_transactions(tmp_path: Path) -> None:
-    diary(tmp_path)
+    write_step_log(tmp_path)
     inputs, outputs = history(1, 0)
     told = explain(inputs, outputs, 1, tmp_path, [], ["g"], check(inputs, outputs)).splitlines()
     assert told[0] == "order: out[0]@1 (copy 0 of in[0]@10) comes after out[0]@0 (copy 0 of in[0]@11)"
@@ -148,7 +150,7 @@ def test_reordered_outputs_are_explained_by_both_transactions(tmp_path: Path) ->
 
 
 def test_visible_aborted_record_is_explained_by_its_transaction(tmp_path: Path) -> None:
-    diary(tmp_path)
+    write_step_log(tmp_path)
     inputs, outputs = history(0, 2)
     seen = replace(outputs, offset=np.array([0, 1]))
     log = [Written(T0_MS + 9_000, "g-one", 1001, 8, "CompleteAbort", T0_MS + 2_140, (), "there")]
@@ -162,7 +164,7 @@ def test_visible_aborted_record_is_explained_by_its_transaction(tmp_path: Path) 
 
 
 def test_rewound_offset_is_explained_by_both_transactions(tmp_path: Path) -> None:
-    diary(tmp_path)
+    write_step_log(tmp_path)
     inputs, outputs = history(0, 1)
     report = check(inputs, outputs, commits=commits("in", 12, 11))
     told = explain(inputs, outputs, 1, tmp_path, [], ["g"], report).splitlines()
@@ -176,7 +178,7 @@ def test_rewound_offset_is_explained_by_both_transactions(tmp_path: Path) -> Non
 
 
 def test_intermediate_record_is_explained_by_its_input(tmp_path: Path) -> None:
-    diary(tmp_path)
+    write_step_log(tmp_path)
     inputs, outputs = history(0, 1)
     report = check(inputs, outputs, commits=commits("middle", 70, 60))
     origins = {("middle", 0, 69): ("in", 0, 11)}

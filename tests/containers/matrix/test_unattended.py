@@ -1,4 +1,4 @@
-"""What lets the matrix run for an hour with nobody there: one cell's trouble is one row of the table."""
+"""Let the matrix run unattended for an hour: a problem of one cell becomes one row of the table."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.containers.matrix.__main__ import (
     write_table,
 )
 from tests.containers.matrix.cells import pairwise
-from tests.containers.matrix.crew import Crew
 from tests.containers.matrix.run import Size
 from tests.containers.matrix.stage_worker import Orders
+from tests.containers.matrix.workers import Workers
 
 
 class WithoutAnEngine(Clusters):
@@ -39,7 +39,7 @@ class WithoutAnEngine(Clusters):
         raise ConnectionError("the engine went away")
 
 
-def test_case_that_raises_is_a_row_and_later_cases_run(tmp_path: Path) -> None:
+def test_cell_that_raises_is_a_row_and_later_cells_run(tmp_path: Path) -> None:
     cells = pairwise()
     result = play(WithoutAnEngine("jvm"), cells[0], 7, Size(), tmp_path / "logs")
     assert (result.result, result.reason) == (FAILED, "ConnectionError: the engine went away")
@@ -57,7 +57,7 @@ def no_orders(stage: int, instance: str) -> Orders:
 
 
 def test_slow_broker_start_is_reported_and_awaited(tmp_path: Path) -> None:
-    """How a real one is told of and can be waited for: tests/containers/test_clusters.py."""
+    """Simulate a slow start of a broker; tests/containers/test_clusters.py has a real one."""
     asked: list[str] = []
 
     def slowly(what: str) -> Callable[..., None]:
@@ -69,7 +69,7 @@ def test_slow_broker_start_is_reported_and_awaited(tmp_path: Path) -> None:
         return ask
 
     cluster: Any = SimpleNamespace(running=lambda _: bool(asked), start=slowly("start"), wait_ready=slowly("ready"))
-    made = faults.Faults(cluster, Crew(no_orders, tmp_path), random.Random(1), lambda _: None)
+    made = faults.Faults(cluster, Workers(no_orders, tmp_path), random.Random(1), lambda _: None)
     made.start_again(0)
     assert asked == ["start", "ready", "ready"]
     assert [line.partition(" s: ")[2] for line in made.slow] == ["node 0: it answers late"] * 2
@@ -82,14 +82,14 @@ PLAYED = Result("c", "faults", PASSED, 7, "jvm", "2026-11-22", records=100_000, 
     ("changes", "is_kept"),
     [
         ({}, True),
-        ({"result": FAILED, "records": 0, "faults": []}, True),  # `--failed` asks for it again
+        ({"result": FAILED, "records": 0, "faults": []}, True),  # `--failed` runs it again.
         ({"result": NOT_RUN}, False),
         ({"records": 99_999}, False),
         ({"faults": ["x"] * 4}, False),
         ({"seed": 8}, False),
     ],
 )
-def test_finished_cases_are_not_run_again(changes: dict[str, Any], is_kept: bool, tmp_path: Path) -> None:
+def test_finished_cells_are_not_run_again(changes: dict[str, Any], is_kept: bool, tmp_path: Path) -> None:
     cell = pairwise()[0]
     found = dataclasses.replace(PLAYED, **changes)
     (tmp_path / f"{cell.name}.json").write_text(json.dumps(dataclasses.asdict(found)))

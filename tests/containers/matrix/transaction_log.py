@@ -1,7 +1,7 @@
-"""What the transaction coordinators wrote: `__transaction_state`, read by a consumer and decoded.
+"""Read and decode the records of the transaction coordinators in `__transaction_state`.
 
-Owns the record format (TransactionLogKey 0, TransactionLogValue 0 and 1 of Kafka's schemas). Works on every backend and
-needs no tool of the broker's; the topic is compacted, but a run is over before its active segment is.
+Owns the record format (TransactionLogKey 0, TransactionLogValue 0 and 1 of Kafka's schemas). Works on every backend
+without the broker's tools. The topic is compacted, but a run ends before its active segment is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATES = (
 
 @dataclass(frozen=True)
 class Written:
-    """One record: the state of a transactional.id from then on. `began_ms` is -1 before its first transaction."""
+    """Hold one record: the state of a transactional.id from then on. `began_ms` is -1 before its first transaction."""
 
     at_ms: int
     transactional_id: str
@@ -51,7 +51,7 @@ def clock(at_ms: int) -> str:
 
 
 def read_transaction_log(servers: str) -> list[Written]:
-    """Every record, in the order of its time."""
+    """Return every record in the order of time."""
     log = read_topic(servers, TOPIC, "read_uncommitted")
     found = []
     for row, (key, value) in enumerate(zip(log.keys, log.values, strict=True)):
@@ -61,8 +61,10 @@ def read_transaction_log(servers: str) -> list[Written]:
 
 
 def fenced_state(log: Sequence[Written]) -> Verdict:
-    """Judge that every committed transaction that wrote to a changelog committed offsets too: only then the group
-    refused it if another member owned the partition."""
+    """Judge that every committed transaction that wrote to a changelog committed offsets too.
+
+    Only then does the group refuse it when another member owns the partition.
+    """
     wrote = [
         written for written in log if written.state == "PrepareCommit" and any(map(_is_changelog, written.partitions))
     ]
@@ -80,7 +82,7 @@ def _is_offsets(partition: str) -> bool:
 
 
 def decode(key: bytes, value: bytes, where: str) -> Written:
-    """Raises ValueError for a version that is not known here."""
+    """Decode a record; raise ValueError for an unknown version."""
     version, length = struct.unpack_from(">hh", key)
     if version != 0:
         raise ValueError(f"{where}: a key of version {version}")
@@ -101,7 +103,7 @@ def decode(key: bytes, value: bytes, where: str) -> Written:
 
 
 class _Fields:
-    """A value's fields one after the other; `compact`: lengths as varints, plus one."""
+    """Read the fields of a value one after the other; `compact`: lengths are varints, plus one."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -122,7 +124,7 @@ class _Fields:
                 return found
 
     def length(self, kind: str) -> int:
-        """Of an array or string; a null one has none."""
+        """Read the length of an array or string; a null one has none."""
         return max(0, self._varint() - 1 if self.compact else self.take(kind))
 
     def text(self) -> str:
@@ -131,7 +133,7 @@ class _Fields:
         return self._data[self._at - length : self._at].decode()
 
     def skip_tags(self) -> None:
-        """No known element of the array has any, but their number is written."""
+        """Skip the number of tagged fields, which is written although no known element has any."""
         if self.compact:
             for _ in range(self._varint()):
                 self._varint()

@@ -1,6 +1,6 @@
-"""The workers of all stages of one run: started, watched, restarted as a supervisor would, and cut off.
+"""Start, watch, restart and disconnect the workers of all stages of one run.
 
-Owns the processes and what each one's end means. It must never judge records.
+Owns the processes and decides what each exit code means. It must never judge records.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from tests.support.pipeline import WorkerProcess
 from tests.support.reading import TooSlow
 
 GROUP_IDS = 10_000
-"""Group ids per process that runs a crew, from its pid times this on: two runs at a time must not share any."""
+"""Group ids per process, from its pid times this number on, because two parallel runs must not share any."""
 RESTARTED = (69, 75)
-"""Exit codes after which a supervisor starts a worker again: unreachable at its start, temporary."""
+"""Exit codes after which a supervisor restarts a worker: unreachable at its start, temporary."""
 
 
 class Member:
-    """One instance of one stage: a name, and the process that bears it now."""
+    """Own one instance of one stage: a name, and its current process."""
 
     def __init__(self, stage: int, instance: str, number: int) -> None:
         self.stage, self.instance, self.number = stage, instance, number
         self.process: WorkerProcess | None = None
-        self.changes: dict[str, object] = {}  # in the orders of its process, and of the next one if that ends by itself
+        self.changes: dict[
+            str, object
+        ] = {}  # in the orders of its process, and of the next one if that process ends by itself
         self.wanted = True
         self.cut_off = False
 
     @property
     def group_id(self) -> int:
-        """By which the firewall tells one worker's packets from the others'."""
+        """Return the group id by which the firewall identifies this worker's packets."""
         return os.getpid() % 100_000 * GROUP_IDS + self.number
 
     @property
@@ -46,13 +48,13 @@ class Member:
         return f"stage-{self.stage}-{self.instance}"
 
 
-class Crew:
-    """`orders(stage, instance)` says what a worker does; `directory` gets logs and diaries."""
+class Workers:
+    """Own all workers. `orders(stage, instance)` says what a worker does; `directory` gets logs and step logs."""
 
     def __init__(self, orders: Callable[[int, str], Orders], directory: Path) -> None:
         self._orders, self._directory = orders, directory
         self.members: list[Member] = []
-        self.ends: list[str] = []  # how processes ended that were started again
+        self.ends: list[str] = []  # how processes ended that were restarted
         self._starts = 0
 
     def join(self, stage: int, instance: str, **changes: object) -> Member:
@@ -66,7 +68,7 @@ class Crew:
         member.changes = changes
         orders = self._orders(member.stage, member.instance)
         name = f"{member.name}-{self._starts}"
-        orders = dataclasses.replace(orders, diary=str(self._directory / f"{name}.diary"), **changes)  # type: ignore[arg-type]
+        orders = dataclasses.replace(orders, step_log=str(self._directory / f"{name}.steps"), **changes)  # type: ignore[arg-type]
         environment = {ENVIRONMENT: json.dumps(dataclasses.asdict(orders))}
         group = member.group_id if os.geteuid() == 0 else None
         command = ["tests.containers.matrix.stage_worker"]
@@ -78,7 +80,7 @@ class Crew:
         return [member for member in self.members if member.wanted]
 
     def tend(self) -> None:
-        """Starts again what ended as a supervisor may expect; AssertionError for any other end."""
+        """Restart processes with an exit code that a supervisor restarts; raise AssertionError for any other."""
         for member in self.members:
             process = member.process
             if process is None or process.running or not member.wanted:
@@ -89,15 +91,16 @@ class Crew:
             self.start(member, **member.changes)
 
     def kill(self, member: Member) -> None:
-        self.tend()  # one that just ended by itself would be killed in vain
+        self.tend()  # A process that has just ended by itself cannot be killed.
         member.wanted = False
         assert member.process is not None
         member.process.kill()
 
     def stop(self, *members: Member, timeout_s: float = 60.0) -> None:
-        """SIGTERM, to all at once; each ends with 0, or with 75 if its last transaction could not be ended in time."""
+        """Send SIGTERM to all workers; each must exit with 0, or with 75 if it could not end its last transaction in
+        time."""
         self.tend()
-        # Before it has begun a SIGTERM is the end of an interpreter, not of a worker.
+        # A SIGTERM before the worker has started ends an interpreter, not a worker.
         self.wait_running(members)
         for member in members:
             member.wanted = False
@@ -121,7 +124,8 @@ class Crew:
         member.process.resume()
 
     def cut(self, member: Member) -> None:
-        """Every packet the worker sends is dropped; what it gets it cannot acknowledge. No connection is reset."""
+        """Drop every packet that the worker sends, so that it cannot acknowledge received ones; no connection is
+        reset."""
         if os.geteuid() != 0 or shutil.which("iptables") is None:
             raise NotSupported("cutting a worker off takes root and iptables")
         self._firewall("-I", member)
@@ -136,7 +140,7 @@ class Crew:
         subprocess.run([*rule, "-j", "DROP"], check=True, capture_output=True)
 
     def end(self) -> None:
-        """Whatever happened: no process and no firewall rule stays."""
+        """Remove all processes and firewall rules, however the run ended."""
         for member in self.members:
             if member.cut_off:
                 self.heal(member)
@@ -146,7 +150,7 @@ class Crew:
                 member.process.end()
 
     def wait_running(self, members: Sequence[Member] = (), timeout_s: float = 90.0) -> None:
-        """Until each of `members`, or every member that is wanted, has told that its session began."""
+        """Wait until each of `members`, or every member that should run, has reported its session."""
         deadline = time.monotonic() + timeout_s
         for member in members or self.members:
             process = member.process
