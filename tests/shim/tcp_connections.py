@@ -13,7 +13,7 @@ from tests.shim.shims import RunningShim, eventually
 
 
 class Watch:
-    """What was seen: `by_shim` connections of the shim to a broker, `direct` those of anybody else but brokers."""
+    """Record connections to brokers: `by_shim` those of the shim, `direct` those of other processes except brokers."""
 
     def __init__(self, ports: set[int], allowed: set[int], shim: int) -> None:
         self.by_shim: set[tuple[int, int]] = set()
@@ -46,13 +46,13 @@ class Watch:
 
 @contextmanager
 def only_through(shim: RunningShim, kafka: LocalKafka) -> Iterator[Watch]:
-    """Fails when a process other than the shim and the brokers was seen on a broker's client port inside the block.
+    """Fail if a process other than the shim and the brokers connects to a broker's client port inside the block.
 
-    The block must hold its clients open at its end: what nobody was seen doing proves nothing.
+    The block must keep its clients open until its end; otherwise a missing observation proves nothing.
     """
     ports = {int(server.rsplit(":", 1)[1]) for server in kafka.bootstrap_servers.split(",")}
     brokers = {kafka.pid(i) for i in range(len(ports))}
-    # Clients of earlier tests and of the readiness check may be closing still.
+    # Clients of earlier tests and of the readiness check may still be closing.
     watch = Watch(ports, brokers, shim.process.pid)
     try:
         eventually(lambda: watch.looks >= 1)
@@ -61,6 +61,6 @@ def only_through(shim: RunningShim, kafka: LocalKafka) -> Iterator[Watch]:
         watch.look()
     finally:
         watch.end()
-    assert watch.looks >= 2, "nobody looked"
+    assert watch.looks >= 2, "no connections were examined"
     assert watch.by_shim, "the shim was never seen connected to a broker"
     assert not watch.direct - before, f"connected to a broker past the shim (pid, from, to): {watch.direct - before}"

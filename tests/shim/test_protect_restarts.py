@@ -1,4 +1,4 @@
-"""A shim that ends or is killed at any step of a transaction, its journal, and two shims for one cluster."""
+"""Stop or kill a shim at any step of a transaction, with a journal, and run two shims for one cluster."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FENCED = (KafkaException, KafkaError, SystemError, AssertionError)
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """A test that fails between two starts leaves no shim behind."""
+    """Stop the shims of a test that failed between two starts."""
     yield
     end_all()
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> tuple[str, ...]:
-    """The same local port and journal at each start."""
+    """Return the same local port and journal for each start."""
     (port,) = free_ports(1)
     return ("--listen", f"127.0.0.1:{port}", "--journal", str(tmp_path / "journal"))
 
@@ -69,7 +69,7 @@ def test_client_survives_killed_shim_with_a_journal(
     client.begin()
     client.send(topic, "last")
     client.end(True)
-    # No init in between: an identity that had to be given out anew is two epochs further.
+    # No init in between: a new identity would be two epochs further.
     assert transaction_of(kafka.bootstrap_servers, name).producer_epoch == epoch + 1
     client.close()
     assert shim.stop() == 0
@@ -96,7 +96,7 @@ def test_killed_shim_fences_clients_in_a_transaction(
                 client.begin()
                 client.send(topic, "never")
             client.end(True)
-        refusals = eventually(functools.partial(shim.named, "refused"))  # the line may come after the answer
+        refusals = eventually(functools.partial(shim.named, "refused"))  # The line may come after the response.
         assert {event["error"] for event in refusals} == {"INVALID_PRODUCER_EPOCH"}
         with contextlib.suppress(*FENCED):
             client.close(1)
@@ -152,7 +152,7 @@ def test_shim_killed_at_a_step_loses_nothing_with_journal(
     with HoldingProxy.before(kafka) as proxy:
         shim = start(kafka.proxied_servers, *options)
         ledger = Ledger(kafka, CLIENTS[client_name], shim.bootstrap_servers, names("x"), seed=1)
-        # The second one: the first transaction is committed.
+        # The second request, because the first transaction is committed.
         held = proxy.on(step, when, nth=1 if step is ApiKey.InitProducerId else 2, transactional_id=ledger.name)
         work = Background(lambda: ledger.run(lambda: ledger.committed >= 4 and ledger.aborted >= 1))
         held.wait(30)
@@ -176,7 +176,7 @@ def test_client_is_fenced_by_successor_at_another_shim(kafka: LocalKafka, names:
                 first.begin_transaction()
                 assert not send(first, topic, value)
                 (first.commit_transaction if value == "0" else first.abort_transaction)(30)
-            # Behind the other shim the same transactional.id is taken over, as by any successor.
+            # The same transactional.id is taken over through the other shim, as by any successor.
             second = producer_of(other.bootstrap_servers, name)
             second.begin_transaction()
             assert not send(second, topic, "2")
@@ -190,13 +190,13 @@ def test_client_is_fenced_by_successor_at_another_shim(kafka: LocalKafka, names:
             moved.begin_transaction()
             assert not send(moved, topic, "3")
             moved.commit_transaction(30)
-        # The same port leads to a shim that did not give this client its identity.
+        # The same port leads to a shim that did not issue this client's identity.
         with running(kafka.bootstrap_servers, *fixed, "--log-level", "debug") as stranger:
             with pytest.raises(FENCED):
                 moved.begin_transaction()
                 send(moved, topic, "never")
                 moved.commit_transaction(30)
-            assert eventually(lambda: stranger.named("request refused"))  # the line may come after the answer
+            assert eventually(lambda: stranger.named("request refused"))  # The line may come after the response.
     assert texts(kafka.bootstrap_servers, topic) == ["0", "2", "3"]
 
 
@@ -215,7 +215,7 @@ def test_journal_write_failure_does_not_stop_traffic(kafka: LocalKafka, names: N
     topic, journal = create_topic(kafka.bootstrap_servers, names("out")), tmp_path / "journal"
     with running(kafka.bootstrap_servers, "--journal", str(journal)) as shim:
         client = Confluent(shim.bootstrap_servers, names("id"))
-        # No file of this process may grow beyond what the journal has now.
+        # No file of this process may become larger than the journal is now.
         size = journal.stat().st_size
         assert size > 0
         subprocess.run(["prlimit", f"--pid={shim.process.pid}", f"--fsize={size}"], check=True)

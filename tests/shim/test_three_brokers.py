@@ -1,4 +1,4 @@
-"""Three real brokers behind one shim: a local port each, no address of theirs in any answer, one killed and back."""
+"""Run one shim for three real brokers: a local port each, no broker address in responses, one broker killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOT_LEADER_OR_FOLLOWER = 6
 
 @pytest.fixture(scope="module")
 def shim(cluster: LocalKafka) -> Iterator[RunningShim]:
-    """Told one broker only: the other two must be found."""
+    """Start a shim that knows one broker and must find the other two."""
     with running(cluster.bootstrap_servers.split(",")[0], brokers=3) as shim:
         yield shim
 
@@ -39,7 +39,7 @@ def make_topic(shim: RunningShim, name: str, partitions: int = 6, copies: int = 
 
 
 def needles(cluster: LocalKafka) -> list[bytes]:
-    """How the brokers' own addresses look in an answer."""
+    """Return the forms of the brokers' own addresses in a response."""
     found = []
     for server in cluster.bootstrap_servers.split(","):
         host, port = server.rsplit(":", 1)
@@ -95,14 +95,14 @@ def test_responses_of_real_brokers_have_shim_addresses_only(
             )
             return frame, {(node.host, node.port) for node in nodes if node.port >= 0 and node.host}
 
-        # The first request for a coordinator creates the offsets topic: until then there is none.
+        # The first query for a coordinator creates the offsets topic, so there is none before.
         frame, addresses = eventually(lambda: found if (found := told())[1] else None)
     assert addresses <= known
     assert not [needle for needle in needles(cluster) if needle in frame]
 
 
 def not_leading(cluster: LocalKafka, shim: RunningShim, topic: str) -> tuple[str, int]:
-    """The shim's address of a broker that does not lead partition 0, and the leader's node id."""
+    """Return the shim's address of a broker that does not lead partition 0, and the leader's node id."""
     metadata = AdminClient({"bootstrap.servers": shim.bootstrap_servers}).list_topics(topic, timeout=10)
     leader = metadata.topics[topic].partitions[0].leader
     other = next(broker for broker in metadata.brokers.values() if broker.id != leader)
@@ -121,7 +121,7 @@ def batch() -> bytes:
 def told_the_new_leader(
     wire: Wire, request: Any, cluster: LocalKafka, shim: RunningShim, leader: int, partitions: str
 ) -> None:
-    """Asks until the broker knows that it does not lead; the answer names the leader by the shim's address."""
+    """Send requests until the broker knows that it does not lead, and return the leader's address in the response."""
 
     def refused() -> bytes | None:
         wire.send(request)
@@ -159,7 +159,7 @@ def test_new_leader_in_produce_response_is_the_shim(
 def test_new_leader_in_fetch_response_is_the_shim(
     cluster: LocalKafka, shim: RunningShim, names: Names, version: int
 ) -> None:
-    topic = make_topic(shim, names("t"), 1, copies=1)  # a follower would serve the fetch
+    topic = make_topic(shim, names("t"), 1, copies=1)  # A follower would answer the fetch.
     address, leader = not_leading(cluster, shim, topic)
     with Wire(address) as wire:
         metadata = wire.ask(MetadataRequest(version=12, topics=None))
@@ -190,7 +190,7 @@ def two_transactions(producer: Producer, topic: str, word: str) -> None:
 
 def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: RunningShim, names: Names) -> None:
     def all_three(client: AdminClient | Producer) -> dict[int, str]:
-        """Node id -> address, once the broker that is asked knows of all of them."""
+        """Return node id -> address, once the queried broker knows all nodes."""
 
         def told() -> dict[int, str]:
             brokers = client.list_topics(timeout=10).brokers
@@ -204,7 +204,7 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
 
     topic, seen = make_topic(shim, names("t")), 0
     before = all_three(AdminClient({"bootstrap.servers": shim.bootstrap_servers}))
-    # Not the bootstrap one: librdkafka takes a node id it does not know yet from there.
+    # Not the bootstrap broker, because librdkafka discovers unknown node ids from there.
     victim = 1
     try:
         with only_through(shim, cluster):
@@ -214,23 +214,23 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
             producer.init_transactions(60)
             with Wire(before[victim]) as to_victim:
                 assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
-                # A try before this one has left such lines too.
+                # An earlier try may have left such lines too.
                 eventually(lambda: len(said("broker reachable again")) == len(said("broker unreachable")))
                 seen = len(shim.events)
                 cluster.kill(victim)
                 assert to_victim.ended(), "the client's connection outlived its broker"
             with Wire(before[victim]) as to_victim:
                 to_victim.socket.sendall(to_victim.frame(MetadataRequest(version=4, topics=[])))
-                assert to_victim.ended(), "the port of a dead broker takes connections and keeps them"
+                assert to_victim.ended(), "the port of a dead broker must close its connections"
             two_transactions(producer, topic, "without it")
     finally:
         if not cluster.running(victim):
-            cluster.start(victim)  # its readiness is asked past the shim
+            cluster.start(victim)  # The test checks its readiness directly, not through the shim.
     with only_through(shim, cluster):
         two_transactions(producer, topic, "with it")
         with Wire(before[victim]) as to_victim:
             assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
-        # RequestFacts once each, however often clients tried in between.
+        # RequestFacts once each, however often clients retried in between.
         (up,) = eventually(lambda: said("broker reachable again"))
         (down,) = said("broker unreachable")
         assert down["broker"] == up["broker"]

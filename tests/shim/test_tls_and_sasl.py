@@ -1,4 +1,4 @@
-"""TLS on either side and SASL passed through, in front of one real broker with listeners for both."""
+"""Use TLS on either side and forwarded SASL, in front of one real broker with listeners for both."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Names = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CA (ca.pem) and a certificate for 127.0.0.1 (server.pem, server.key; server.p12 for Java)."""
+    """Create a CA (ca.pem) and a certificate for 127.0.0.1 (server.pem, server.key; server.p12 for Java)."""
     return make_pki(tmp_path_factory.mktemp("pki"))
 
 
 @pytest.fixture(scope="module")
 def secure(pki: Path) -> Iterator[SecureKafka]:
-    """Whoever gets in may do all: here it is about getting in."""
+    """Start a broker that grants every right to every authenticated client."""
     more = {
         "super.users": "User:ANONYMOUS;User:alice",
         "listener.name.tls.ssl.client.auth": "none",
-        # A client must log in again within this time: those requests pass like the others.
+        # Clients must log in again within this time, and these requests are forwarded too.
         "connections.max.reauth.ms": 4000,
     }
     with secure_kafka(pki, more) as secure:
@@ -47,7 +47,8 @@ PLAIN = {"sasl.mechanism": "PLAIN", "sasl.username": "alice", "sasl.password": A
 def transactions_work(
     secure: SecureKafka, servers: str, names: Names, settings: dict[str, Any], protected: bool = True
 ) -> None:
-    """Creates a topic, commits, aborts, and reads it all back in a group; protected: an epoch for each."""
+    """Create a topic, commit, abort, and read all back in a group; with protection, each transaction has its own
+    epoch."""
     common = {"bootstrap.servers": servers} | settings
     topic, name = names("t"), names("id")
     admin = AdminClient(common)
@@ -78,7 +79,8 @@ def test_login_is_forwarded(secure: SecureKafka, names: Names) -> None:
 
 
 def test_clients_without_login_do_not_block_others(secure: SecureKafka, names: Names) -> None:
-    """All places are taken by strangers whom the broker answered: they make room, and go when their time is over."""
+    """Use all places for unauthenticated clients that the broker answered: they are closed for others or at their
+    timeout."""
     options = ("--max-connections", "24", "--max-connections-per-address", "24", "--login-timeout", "8")
     with running(secure.servers["SASL"], *options) as shim, ExitStack() as stack:
         strangers = [stack.enter_context(Wire(shim.bootstrap_servers)) for _ in range(24)]

@@ -1,4 +1,4 @@
-"""The live trace against real Kafka: what a transaction did is what the trace says it did."""
+"""Compare the live trace with the transactions on real Kafka."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_trace_shows_every_step_with_its_content(shim: RunningShim, names: Names
     else:
         producer.abort_transaction(30)
     eventually(lambda: any(step["name"] == "EndTxn" for step in told(shim, name)))
-    # The consumer may have fetched markers by now; they are the next test's.
+    # The consumer may have fetched markers already, which the next test covers.
     good = [step for step in told(shim, name) if "errors" not in step and step["name"] != "Marker"]
     order = list(dict.fromkeys(step["step"] for step in good))
     assert order == STEPS
@@ -154,7 +154,7 @@ def test_trace_shows_kip_890_flow_of_a_java_client(shim: RunningShim, names: Nam
     assert [(end["epoch"], end["new_epoch"]) for end in ends[:2]] == [(0, 1), (1, 2)]
     steps = told(shim, name)
     assert {step["step"] for step in steps} - {"5.2"} == {"1", "2", "4.2", "4.4", "5.1"}
-    # Produce v13 names topics by id; the trace says their names all the same.
+    # Produce v13 names topics by id; the trace shows their names all the same.
     assert {p.rpartition("-")[0] for s in steps if s["name"] == "Produce" for p in s["partitions"]} == {target}
 
 
@@ -193,7 +193,7 @@ def test_trace_page_needs_no_external_resources(kafka: LocalKafka, names: Names,
             browser.picture(tmp_path / f"trace-{scheme}.png")
         outside = [url for url in browser.requested if not url.startswith((page.as_uri(), "data:", "about:"))]
         assert not outside
-        assert browser.requested, "nothing was opened"
+        assert browser.requested, "the page opened no connection to the shim"
         assert not browser.complaints
 
 

@@ -1,4 +1,4 @@
-"""Hooks of pytest for the marks of tests: which are deep, which run in one process, which begin first."""
+"""Apply the marks of tests with pytest's hooks: which are deep, which run in one process, which run first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tests.suites.table import STATEFUL
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark deep tests, and those that one process runs together because they share a module's fixtures or the broker
-    of the older version. Unit tests are too short to be sent one by one."""
+    """Mark deep tests, and group tests that share a module's fixtures or the older broker into one process.
+
+    Unit tests are grouped by file, because they are too short to be distributed one by one.
+    """
     parameters = item.name.partition("[")[2].removesuffix("]")
     patterns = [pattern for mark in item.iter_markers("deep_for") for pattern in mark.args]
     repeated = STATEFUL in os.environ and item.nodeid.startswith("tests/broker/")
@@ -33,5 +35,5 @@ def _group_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that take longest, so that no process waits for them at the end."""
+    """Run the longest tests first, so that no process waits for them at the end."""
     items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("takes")), default=0))
