@@ -157,9 +157,9 @@ def some_frames(per_key: int) -> list[bytes]:
     return found
 
 
-def throw(shim: RunningShim, host: str, frames: Sequence[bytes], seed: int, until: float) -> int:
+def send_random_frames(shim: RunningShim, host: str, frames: Sequence[bytes], seed: int, until: float) -> int:
     """Send random frames on one connection after the other until the time is over, and return their number."""
-    chance, thrown = random.Random(seed), 0
+    chance, frames_sent = random.Random(seed), 0
     hello = frame(api.API_VERSIONS, 0, b"")
     while time.monotonic() < until:
         with contextlib.suppress(OSError), connect(shim, host) as connection:
@@ -169,30 +169,34 @@ def throw(shim: RunningShim, host: str, frames: Sequence[bytes], seed: int, unti
                 data = bytearray(chance.choice(frames) * chance.choice((1, 1, 1, 50, 2_000)))
                 for _ in range(chance.choice((0, 0, 1, 3))):
                     data[chance.randrange(len(data))] = chance.randrange(256)
-                thrown += 1
+                frames_sent += 1
                 while data:
                     size = chance.choice((1, 7, 100, 5_000, 1_000_000))
                     connection.sendall(data[:size])
                     del data[:size]
                 if chance.random() < 0.3:
                     connection.recv(chance.choice((10, 100_000)))
-    return thrown
+    return frames_sent
 
 
 def random_frames(shim: RunningShim, seconds: float, per_key: int, seed: int = 1) -> int:
     """Send random frames from four clients at once, and return the number of frames."""
     frames = some_frames(per_key)
     until = time.monotonic() + seconds
-    thrown: list[int] = []
+    frames_sent: list[int] = []
     threads = [
-        threading.Thread(target=lambda n=n: thrown.append(throw(shim, f"127.0.0.{20 + n}", frames, seed + n, until)))
+        threading.Thread(
+            target=lambda n=n: frames_sent.append(
+                send_random_frames(shim, f"127.0.0.{20 + n}", frames, seed + n, until)
+            )
+        )
         for n in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(thrown)
+    return sum(frames_sent)
 
 
 @contextmanager
@@ -223,9 +227,9 @@ def main() -> int:
         made = running(upstream) if arguments.plain else guarded_shim(upstream, Path(directory))
         create_topic(upstream, "honest")
         with made as shim, Honest(shim, upstream, "honest") as honest:
-            thrown = random_frames(shim, arguments.minutes * 60, 400, arguments.seed)
+            frames_sent = random_frames(shim, arguments.minutes * 60, 400, arguments.seed)
             print(
-                f"{thrown} bursts of random frames in {arguments.minutes:g} min; honest answers: {honest.asked}, "
+                f"{frames_sent} bursts of random frames in {arguments.minutes:g} min; honest answers: {honest.asked}, "
                 f"slowest {honest.slowest_s:.2f} s (broker itself: {honest.slowest_direct_s:.2f} s); the shim's peak "
                 f"{peak_rss(shim.process.pid) / MIB:.0f} MiB; {len(shim.events)} log lines",
                 flush=True,

@@ -67,10 +67,10 @@ def faulty(kafka: LocalKafka, side: str, option: str, name: str) -> Iterator[Fau
             yield Faulty(kafka, proxy, shim, shim.bootstrap_servers, name)
         return
     # Addresses contain the proxy's port, so the proxy gets the shim's first port, and the shim another one.
-    told, own = free_ports(2)
-    options = (option, "--log-level", "debug", "--listen", f"127.0.0.1:{own}", "--advertise", f"127.0.0.1:{told}")
-    with running(kafka.bootstrap_servers, *options) as shim, HoldingProxy(told, ("127.0.0.1", own)) as proxy:
-        yield Faulty(kafka, proxy, shim, f"127.0.0.1:{told}", name)
+    advertised, own = free_ports(2)
+    options = (option, "--log-level", "debug", "--listen", f"127.0.0.1:{own}", "--advertise", f"127.0.0.1:{advertised}")
+    with running(kafka.bootstrap_servers, *options) as shim, HoldingProxy(advertised, ("127.0.0.1", own)) as proxy:
+        yield Faulty(kafka, proxy, shim, f"127.0.0.1:{advertised}", name)
 
 
 def python_producer(servers: str, name: str, **more: Any) -> Any:
@@ -126,7 +126,7 @@ class Confluent(_Hanging):
             more |= {"debug": debug, "log_level": 7, "logger": logger}
         self.producer = producer_of(servers, name, error_cb=lambda error: self.disconnects.append(error.name()), **more)
 
-    def says(self, what: str, since: int = 0) -> None:
+    def wait_for_log(self, what: str, since: int = 0) -> None:
         eventually(lambda: (self.producer.poll(0.05), [line for line in self.lines[since:] if what in line])[1])
 
     def begin(self) -> None:

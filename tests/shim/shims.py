@@ -52,7 +52,9 @@ class RunningShim:
         """Return the connections that it closed, except those of clients that sent only their first request within
         30 s."""
         return [
-            said for said in self.named("connection closed") if "did not complete its login" not in str(said["reason"])
+            event
+            for event in self.named("connection closed")
+            if "did not complete its login" not in str(event["reason"])
         ]
 
     def connections(self) -> list[tuple[int, int]]:
@@ -111,13 +113,13 @@ def refused(code: int, sentence: str, *arguments: str) -> str:
     """Start a shim that must exit with this code and sentence, without a traceback, and return its output."""
     process = launch("shim", *arguments)
     try:
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == code, f"{arguments}: {process.returncode}, {said}"
-    assert sentence in said, f"{arguments}: {said}"
-    assert "Traceback" not in said, said
-    return said
+    assert process.returncode == code, f"{arguments}: {process.returncode}, {output}"
+    assert sentence in output, f"{arguments}: {output}"
+    assert "Traceback" not in output, output
+    return output
 
 
 def end_all() -> None:

@@ -200,13 +200,13 @@ def test_java_transactional_client_copies_exactly_once(broker: LocalKafka, shim:
         producer.produce(source, f"{i}".encode())
     assert producer.flush(30) == 0
     with only_through(shim, broker):
-        said = java.run(
+        printed = java.run(
             java.TRANSACTIONAL_COPIER,
             *("--broker-list", shim.bootstrap_servers, "--input-topic", source, "--input-partition", "0"),
             *("--output-topic", target, "--max-messages", "200", "--transaction-size", "30"),
             *("--consumer-group", names("g"), "--transactional-id", names("id"), "--group-mode"),
         )
-    assert '"totalProcessed":200' in said.replace(" ", "")
+    assert '"totalProcessed":200' in printed.replace(" ", "")
     assert read_group(shim.bootstrap_servers, names("v"), target, count=200) == [str(i) for i in range(200)]
 
 

@@ -374,15 +374,15 @@ def test_clients_get_the_advertised_address(broker: FakeBroker) -> None:
 
 def test_unfinished_heads_stay_within_the_memory_limit() -> None:
     """Send 119 KB on each connection, 107 MB in all, where 33 MiB are allowed; a connection itself takes 20 KB."""
-    begun = struct.pack(">ihhih", 600_000, 0, 9, 1, -1) + b"\1\x63" + uvarint(120_000) + bytes(119_000)
+    unfinished = struct.pack(">ihhih", 600_000, 0, 9, 1, -1) + b"\1\x63" + uvarint(120_000) + bytes(119_000)
     options = ("--max-frame-bytes", str(MIB))
     with FakeBroker() as broker, running(broker.address, *options) as shim, ExitStack() as stack:
         address, port = shim.bootstrap_servers.rsplit(":", 1)
         before = memory(shim)
         for _ in range(900):
-            stranger = stack.enter_context(socket.create_connection((address, int(port)), 20))
+            client = stack.enter_context(socket.create_connection((address, int(port)), 20))
             with contextlib.suppress(ConnectionError):
-                stranger.sendall(begun)
+                client.sendall(unfinished)
         (first, *_) = eventually(lambda: shim.named("connection closed"))
         assert "connections have used up their memory" in first["reason"]
         with Wire(shim.bootstrap_servers) as wire:  # This request is answered after all of them.

@@ -180,11 +180,11 @@ def test_response_waits_until_another_rule_fired(kafka: LocalKafka, names: Names
     until = { rule = 1 }
     """
     with faulty(kafka, tmp_path, plan) as shim:
-        told: list[tuple[int, str]] = []
+        delivered: list[tuple[int, str]] = []
         producer = plain_producer(shim)
 
         def report(error: Any, message: Any) -> None:
-            told.append((message.partition(), error.name()))
+            delivered.append((message.partition(), error.name()))
 
         producer.produce(topic, "waits", partition=0, on_delivery=report)
         eventually(lambda: texts(kafka.bootstrap_servers, topic))
@@ -192,10 +192,10 @@ def test_response_waits_until_another_rule_fired(kafka: LocalKafka, names: Names
         assert not send(other, topic, "of another client, asked later and answered", partition=0)
         other.close()
         producer.poll(0)
-        assert not told, "the broker must apply the request without a response"
+        assert not delivered, "the broker must apply the request without a response"
         producer.produce(topic, "opens", partition=1, on_delivery=report)
         assert producer.flush(30) == 0
-        assert sorted(told) == [(0, "INVALID_REQUEST"), (1, "MSG_SIZE_TOO_LARGE")]
+        assert sorted(delivered) == [(0, "INVALID_REQUEST"), (1, "MSG_SIZE_TOO_LARGE")]
         producer.close()
 
 
@@ -219,15 +219,15 @@ def test_throttled_response_reaches_the_client(kafka: LocalKafka, names: Names, 
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     plan = '[[rule]]\napi = "Produce"\naction = "throttle"\nphase = "after_apply"\nthrottle_ms = 700\n'
     with faulty(kafka, tmp_path, plan) as shim:
-        told: list[float] = []
+        throttle_times_s: list[float] = []
         producer = producer_of(
-            shim.bootstrap_servers, names("id"), throttle_cb=lambda event: told.append(event.throttle_time)
+            shim.bootstrap_servers, names("id"), throttle_cb=lambda event: throttle_times_s.append(event.throttle_time)
         )
         producer.begin_transaction()
         assert not send(producer, topic, "x")
         producer.commit_transaction(30)
-        eventually(lambda: producer.poll(0.05) or told)
-        assert told[0] == 0.7
+        eventually(lambda: producer.poll(0.05) or throttle_times_s)
+        assert throttle_times_s[0] == 0.7
         producer.close()
 
 

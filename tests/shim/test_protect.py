@@ -325,7 +325,7 @@ def abort_under_way(kafka: LocalKafka, names: Names, option: str, cut: bool) -> 
         before = len(client.lines)
         abort = Background(lambda: client.producer.abort_transaction(3 if cut else 30))
         # It purges queued records, and waits for the others.
-        client.says("Purging and flushing", since=before)
+        client.wait_for_log("Purging and flushing", since=before)
         if cut:
             way.proxy.cut_all()
         held.release()

@@ -109,12 +109,12 @@ def test_shim_restart_without_journal_is_not_a_newer_instance(kafka: LocalKafka,
         first.process.wait()
         with running(kafka.bootstrap_servers, *listen):
 
-            def goes_on() -> bool:
+            def continues() -> bool:
                 try:
                     send(transactions, topic, "4")
                 except Temporary:
                     return False  # fenced by the restart: it checks the ownership, and can be retried
                 return True
 
-            wait_until("a transaction through the new shim", goes_on, 60)
+            wait_until("a transaction through the new shim", continues, 60)
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"1", b"2", b"3", b"4"]

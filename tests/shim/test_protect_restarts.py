@@ -111,11 +111,18 @@ def test_killed_shim_fences_clients_in_a_transaction(
 
 def test_late_end_from_before_a_restart_is_refused(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
-    told, own = free_ports(2)
-    options = ("--listen", f"127.0.0.1:{own}", "--advertise", f"127.0.0.1:{told}", "--journal", str(tmp_path / "j"))
-    with HoldingProxy(told, ("127.0.0.1", own)) as proxy:
+    advertised, own = free_ports(2)
+    options = (
+        "--listen",
+        f"127.0.0.1:{own}",
+        "--advertise",
+        f"127.0.0.1:{advertised}",
+        "--journal",
+        str(tmp_path / "j"),
+    )
+    with HoldingProxy(advertised, ("127.0.0.1", own)) as proxy:
         shim = start(kafka.bootstrap_servers, *options)
-        client = Confluent(f"127.0.0.1:{told}", names("id"))
+        client = Confluent(f"127.0.0.1:{advertised}", names("id"))
         client.begin()
         client.send(topic, "first")
         late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY)
@@ -191,12 +198,12 @@ def test_client_is_fenced_by_successor_at_another_shim(kafka: LocalKafka, names:
             assert not send(moved, topic, "3")
             moved.commit_transaction(30)
         # The same port leads to a shim that did not issue this client's identity.
-        with running(kafka.bootstrap_servers, *fixed, "--log-level", "debug") as stranger:
+        with running(kafka.bootstrap_servers, *fixed, "--log-level", "debug") as other_shim:
             with pytest.raises(FENCED):
                 moved.begin_transaction()
                 send(moved, topic, "never")
                 moved.commit_transaction(30)
-            assert eventually(lambda: stranger.named("request refused"))  # The line may come after the response.
+            assert eventually(lambda: other_shim.named("request refused"))  # The line may come after the response.
     assert texts(kafka.bootstrap_servers, topic) == ["0", "2", "3"]
 
 

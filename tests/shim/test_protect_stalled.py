@@ -52,8 +52,8 @@ class Client:
         where = FindCoordinatorRequest(version=1, key=self._name, key_type=1)
         eventually(lambda: self.coordinator.ask(where).error_code == 0)
         request = InitProducerIdRequest(version=1, transactional_id=self._name, transaction_timeout_ms=60_000)
-        told = eventually(lambda: (made := self.coordinator.ask(request)).error_code == 0 and made)
-        self.producer_id, self.epoch = told.producer_id, told.producer_epoch
+        response = eventually(lambda: (made := self.coordinator.ask(request)).error_code == 0 and made)
+        self.producer_id, self.epoch = response.producer_id, response.producer_epoch
 
     def begin(self) -> None:
         topics = AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
@@ -76,8 +76,8 @@ class Client:
     def end(self, committed: bool) -> None:
         identity = {"producer_id": self.producer_id, "producer_epoch": self.epoch}
         request = EndTxnRequest(version=1, transactional_id=self._name, committed=committed, **identity)
-        told = self.coordinator.ask(request)
-        assert told.error_code == 0, told.error_code
+        response = self.coordinator.ask(request)
+        assert response.error_code == 0, response.error_code
 
     def produce(self, sequence: int, value: str) -> Any:
         builder = MemoryRecordsBuilder(2, 0, 1 << 20)
@@ -95,26 +95,26 @@ class Client:
 
     def stalls(self, wire: Wire, sequence: int) -> Callable[[], int]:
         """Send all but the end of a Produce; return a function that sends the rest and returns the error code."""
-        before = self._begun()
+        before = self._forwarded()
         request = self.produce(sequence, LONG)
         sent = wire.frame(request)
         wire.socket.sendall(sent[: len(sent) // 2])
-        eventually(lambda: self._begun() > before)
+        eventually(lambda: self._forwarded() > before)
 
-        def goes_on() -> int:
+        def send_rest() -> int:
             wire.socket.sendall(sent[len(sent) // 2 :])
             return error_of(answer(request, wire.receive()))
 
-        return goes_on
+        return send_rest
 
-    def _begun(self) -> int:
+    def _forwarded(self) -> int:
         """Return how many Produce requests the shim has begun to forward."""
         assert self._shim._chain is not None
         return self._shim._chain.traffic.requests.get(api.PRODUCE, (0, 0))[0]
 
 
-def error_of(told: Any) -> int:
-    return int(told.responses[0].partition_responses[0].error_code)
+def error_of(response: Any) -> int:
+    return int(response.responses[0].partition_responses[0].error_code)
 
 
 @contextmanager

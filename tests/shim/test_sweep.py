@@ -106,22 +106,22 @@ def test_something_else():
 @pytest.mark.deep_for("one process")
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["one process", "xdist"])
 def test_pytest_summary_has_the_sweep_table(own_kafka: LocalKafka, tmp_path: Path, options: tuple[str, ...]) -> None:
-    code, said = run_pytest(tmp_path, USERS_OWN, f"--eos-kafka={own_kafka.bootstrap_servers}", *options)
-    assert code == 0, said
-    assert "3 passed" in said
-    assert "eos: every fault at every step" in said
-    assert "2 runs, 2 right" in said
-    assert "s3cr3t" not in said, "the client's settings may contain passwords"
-    rows = [line.split() for line in said.splitlines() if "exactly once" in line]
-    assert sorted(" ".join(row[3:-4]) for row in rows) == ["duplicate", "reset after"], said
+    code, output = run_pytest(tmp_path, USERS_OWN, f"--eos-kafka={own_kafka.bootstrap_servers}", *options)
+    assert code == 0, output
+    assert "3 passed" in output
+    assert "eos: every fault at every step" in output
+    assert "2 runs, 2 right" in output
+    assert "s3cr3t" not in output, "the client's settings may contain passwords"
+    rows = [line.split() for line in output.splitlines() if "exactly once" in line]
+    assert sorted(" ".join(row[3:-4]) for row in rows) == ["duplicate", "reset after"], output
 
 
 @pytest.mark.deep_for("one process")
 def test_pytest_summary_without_sweep_has_no_table(tmp_path: Path) -> None:
-    code, said = run_pytest(tmp_path, USERS_OWN, "-k", "something_else")
-    assert code == 0, said
-    assert "1 passed" in said
-    assert "every fault" not in said
+    code, output = run_pytest(tmp_path, USERS_OWN, "-k", "something_else")
+    assert code == 0, output
+    assert "1 passed" in output
+    assert "every fault" not in output
 
 
 def test_sweep_cases_are_steps_with_their_faults() -> None:

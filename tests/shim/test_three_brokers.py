@@ -118,7 +118,7 @@ def batch() -> bytes:
     return bytes(builder.buffer())
 
 
-def told_the_new_leader(
+def address_of_new_leader(
     wire: Wire, request: Any, cluster: LocalKafka, shim: RunningShim, leader: int, partitions: str
 ) -> None:
     """Send requests until the broker knows that it does not lead, and return the leader's address in the response."""
@@ -152,7 +152,7 @@ def test_new_leader_in_produce_response_is_the_shim(
         topic_data=[topic_data(version=version, name=topic, partition_data=[partition])],
     )
     with Wire(address) as wire:
-        told_the_new_leader(wire, request, cluster, shim, leader, "partition_responses")
+        address_of_new_leader(wire, request, cluster, shim, leader, "partition_responses")
 
 
 @pytest.mark.parametrize("version", [16, 17, 18])
@@ -177,7 +177,7 @@ def test_new_leader_in_fetch_response_is_the_shim(
             session_epoch=-1,
             topics=[fetch_topic(version=version, topic_id=topic_id, partitions=[partition])],
         )
-        told_the_new_leader(wire, request, cluster, shim, leader, "partitions")
+        address_of_new_leader(wire, request, cluster, shim, leader, "partitions")
 
 
 def two_transactions(producer: Producer, topic: str, word: str) -> None:
@@ -199,7 +199,7 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
         found: dict[int, str] = eventually(lambda: each if len(each := told()) == 3 else None)
         return found
 
-    def said(event: str) -> list[dict[str, Any]]:
+    def events_named(event: str) -> list[dict[str, Any]]:
         return [each for each in list(shim.events)[seen:] if each.get("event") == event]
 
     topic, seen = make_topic(shim, names("t")), 0
@@ -215,7 +215,9 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
             with Wire(before[victim]) as to_victim:
                 assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
                 # An earlier try may have left such lines too.
-                eventually(lambda: len(said("broker reachable again")) == len(said("broker unreachable")))
+                eventually(
+                    lambda: len(events_named("broker reachable again")) == len(events_named("broker unreachable"))
+                )
                 seen = len(shim.events)
                 cluster.kill(victim)
                 assert to_victim.ended(), "the client's connection outlived its broker"
@@ -231,8 +233,8 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
         with Wire(before[victim]) as to_victim:
             assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
         # RequestFacts once each, however often clients retried in between.
-        (up,) = eventually(lambda: said("broker reachable again"))
-        (down,) = said("broker unreachable")
+        (up,) = eventually(lambda: events_named("broker reachable again"))
+        (down,) = events_named("broker unreachable")
         assert down["broker"] == up["broker"]
         assert down["broker"].startswith(f"broker {victim} ")
     assert all_three(producer) == before
@@ -242,9 +244,9 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
 
 
 def test_shim_needs_at_least_one_broker_at_start(cluster: LocalKafka) -> None:
-    (nobody,) = free_ports(1)
-    there = cluster.bootstrap_servers.split(",")[2]
-    with running(f"127.0.0.1:{nobody},{there}", brokers=4) as shim:
+    (unused,) = free_ports(1)
+    third = cluster.bootstrap_servers.split(",")[2]
+    with running(f"127.0.0.1:{unused},{third}", brokers=4) as shim:
         told = (
             AdminClient({"bootstrap.servers": ",".join(shim.addresses), "log_level": 0}).list_topics(timeout=20).brokers
         )

@@ -83,11 +83,11 @@ def test_clients_without_login_do_not_block_others(secure: SecureKafka, names: N
     timeout."""
     options = ("--max-connections", "24", "--max-connections-per-address", "24", "--login-timeout", "8")
     with running(secure.servers["SASL"], *options) as shim, ExitStack() as stack:
-        strangers = [stack.enter_context(Wire(shim.bootstrap_servers)) for _ in range(24)]
-        for stranger in strangers:
-            assert stranger.ask(ApiVersionsRequest(version=0)).api_keys
+        clients = [stack.enter_context(Wire(shim.bootstrap_servers)) for _ in range(24)]
+        for unauthenticated in clients:
+            assert unauthenticated.ask(ApiVersionsRequest(version=0)).api_keys
         transactions_work(secure, shim.bootstrap_servers, names, PLAIN | {"security.protocol": "sasl_plaintext"})
-        eventually(lambda: all(stranger.ended() for stranger in strangers))
+        eventually(lambda: all(unauthenticated.ended() for unauthenticated in clients))
         reasons = {event["reason"].partition(" (")[0] for event in shim.named("connection closed")}
         assert reasons == {"the client did not complete its login"}
 
@@ -140,9 +140,9 @@ def test_only_clients_with_certificate_use_upstream_certificate(secure: SecureKa
         tls = {"security.protocol": "ssl", "ssl.ca.location": str(pki / "ca.pem")}
         own = {"ssl.certificate.location": str(pki / "client.pem"), "ssl.key.location": str(pki / "client.key")}
         transactions_work(secure, shim.bootstrap_servers, names, tls | own)
-        stranger = AdminClient({"bootstrap.servers": shim.bootstrap_servers, "log_level": 0} | tls)
+        unauthenticated = AdminClient({"bootstrap.servers": shim.bootstrap_servers, "log_level": 0} | tls)
         with pytest.raises(KafkaException):
-            stranger.list_topics(timeout=3)
+            unauthenticated.list_topics(timeout=3)
         told = eventually(lambda: shim.named("connection closed"))
         assert {event["by"] for event in told} == {"client"}
         assert all("TLS handshake failed: PEER_DID_NOT_RETURN_A_CERTIFICATE" in event["reason"] for event in told), told

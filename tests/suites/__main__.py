@@ -59,7 +59,7 @@ class Result:
     passed: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     late: dict[str, str] = field(default_factory=dict)
-    said: str = ""
+    output: str = ""
     left_out: dict[str, int] = field(default_factory=dict)
 
 
@@ -78,8 +78,8 @@ def main(arguments: list[str]) -> int:
     with _directory():
         _prepare(chosen)
         began = time.monotonic()
-        with ThreadPoolExecutor() as beside:  # commands need one core and none of the tests' resources
-            commands = [beside.submit(_run_commands, suite, depths[suite.name]) for suite in chosen if suite.commands]
+        with ThreadPoolExecutor() as executor:  # commands need one core and none of the tests' resources
+            commands = [executor.submit(_run_commands, suite, depths[suite.name]) for suite in chosen if suite.commands]
             tests = [_run_tests(*one) for one in joined((s for s in chosen if not s.commands), depths)]
     results = [*(command.result() for command in commands), *tests]
     _show(results, time.monotonic() - began)
@@ -96,10 +96,10 @@ def _depths(mode: str, chosen: list[Suite]) -> dict[str, str]:
     for suite in chosen:
         paths = asked.get(suite.name)
         more = f" and {len(paths) - 3} more" if paths and len(paths) > 3 else ""
-        said = (
+        output = (
             f"with deep tests: {', '.join(paths[:3])}{more}" if paths else "without deep tests: no change asks for them"
         )
-        console.print(f"ci: {suite.name} {said}")
+        console.print(f"ci: {suite.name} {output}")
     return {suite.name: "deep" if suite.name in asked else "test" for suite in chosen}
 
 
@@ -140,8 +140,8 @@ def _prepare(chosen: list[Suite]) -> None:
 def _run_commands(suite: Suite, depth: str) -> Result:
     start = time.monotonic()
     ran = [subprocess.run(command, check=False, capture_output=True, text=True) for command in suite.commands]
-    said = "".join(done.stdout + done.stderr for done in ran)
-    return Result(suite, depth, not any(done.returncode for done in ran), time.monotonic() - start, said=said)
+    output = "".join(done.stdout + done.stderr for done in ran)
+    return Result(suite, depth, not any(done.returncode for done in ran), time.monotonic() - start, output=output)
 
 
 def _run_tests(suite: Suite, depth: str) -> Result:
@@ -168,13 +168,13 @@ def _pytest(suite: Suite, depth: str, tally: Path) -> list[str]:
 def _show(results: list[Result], seconds_in_all: float) -> None:
     table = Table("suite", *(Column(name, justify="right") for name in COLUMNS))
     for r in results:
-        over = r.seconds > r.suite.budget_s and r.depth in ("check", "test")
+        is_over_budget = r.seconds > r.suite.budget_s and r.depth in ("check", "test")
         counts = [
             str(n or "") for n in (r.passed + len(r.failed), sum(r.left_out.values()), len(r.late), len(r.failed))
         ]
         name = f"{r.suite.name} ({r.depth})" if r.depth in ("deep", "all") else r.suite.name
         seconds = [f"{r.seconds:.0f}", str(r.suite.budget_s)]
-        table.add_row(name, *counts, *seconds, style="red" if over or not r.ok else None)
+        table.add_row(name, *counts, *seconds, style="red" if is_over_budget or not r.ok else None)
     table.add_section()
     total = [sum(r.passed + len(r.failed) for r in results), "", "", ""]
     budget_s = sum(r.suite.budget_s for r in results if not r.suite.commands)
@@ -187,7 +187,7 @@ def _show(results: list[Result], seconds_in_all: float) -> None:
             console.print(f"[yellow]{r.suite.name}: late, and run again: {escape(test)}: {escape(why)}")
         if not r.ok:
             console.print(f"[red]{r.suite.name} failed")
-            console.print(r.said, markup=False, end="")
+            console.print(r.output, markup=False, end="")
         for test, why in r.failed.items():
             console.print(f"[red]{r.suite.name}: {escape(test)}: {escape(why)}")
 

@@ -33,7 +33,7 @@ def environment_of(python: str, folder: Path, what: str, build: Mapping[str, str
     return folder / "bin"
 
 
-def told_by(bin_: Path, *command: str, where: Path) -> str:
+def output_of(bin_: Path, *command: str, where: Path) -> str:
     done = subprocess.run([bin_ / command[0], *command[1:]], cwd=where, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Wrong(f"{' '.join(command)} ended with {done.returncode}: {done.stdout[-2_000:]}{done.stderr[-2_000:]}")
@@ -41,13 +41,13 @@ def told_by(bin_: Path, *command: str, where: Path) -> str:
 
 
 def check(bin_: Path, where: Path, loop: str) -> str:
-    versions = told_by(bin_, "eos", "--version", where=where).strip()
+    versions = output_of(bin_, "eos", "--version", where=where).strip()
     if not versions.endswith(f"hot loop {loop}"):
         raise Wrong(f"the loop is not {loop}: {versions}")
-    told_by(bin_, "eos", "init", "shop", where=where)
+    output_of(bin_, "eos", "init", "shop", where=where)
     test = "import test_app; test_app.test_what_comes_out()"
-    told_by(bin_, "python", "-c", test, where=where / "shop")
-    told_by(bin_, "eos", "topology", "app:app", where=where / "shop")
+    output_of(bin_, "python", "-c", test, where=where / "shop")
+    output_of(bin_, "eos", "topology", "app:app", where=where / "shop")
     if (size := size_of(bin_)) > MOST_BYTES:
         raise Wrong(f"an installation without extras takes {size >> 20} MB")
     return f"{versions}; {size >> 20} MB"
@@ -72,10 +72,10 @@ def weigh(wheel: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             what = f"{wheel}[{extras}]" if extras else str(wheel)
             bin_ = environment_of(sys.executable, Path(scratch) / "env", what, {})
-            told_by(bin_, "eos", "--help", where=Path(scratch))
+            output_of(bin_, "eos", "--help", where=Path(scratch))
             print(f"[{extras}]: {size_of(bin_) >> 20} MB", flush=True)
             if extras == "embedded,demo":
-                print(told_by(bin_, "eos", "demo", "--flights", "40000", where=Path(scratch)).splitlines()[-1])
+                print(output_of(bin_, "eos", "demo", "--flights", "40000", where=Path(scratch)).splitlines()[-1])
 
 
 def runs(python: str) -> bool:

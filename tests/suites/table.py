@@ -127,8 +127,8 @@ def joined(suites: Iterable[Suite], depths: Mapping[str, str]) -> Iterator[tuple
     groups: dict[str, list[Suite]] = {}
     for suite in suites:
         depth = depths[suite.name]
-        apart = not suite.shares or (suite.stateful and depth != "test")
-        groups.setdefault(suite.name if apart else depth, []).append(suite)
+        separate = not suite.shares or (suite.stateful and depth != "test")
+        groups.setdefault(suite.name if separate else depth, []).append(suite)
     for group in groups.values():
         first, *others = group
         if others:
