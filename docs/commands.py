@@ -9,7 +9,7 @@ from eos.cli import COMMANDS, build_program
 
 
 def page() -> str:
-    """Return every command with its arguments and options, as `eos COMMAND --help` has them."""
+    """Return every command with its arguments and options, as `eos COMMAND --help` shows them."""
     lines = ["# Commands", "", "`eos COMMAND --help` shows the same. `make reference` writes this page.", ""]
     for name in COMMANDS:
         lines += _lines(build_program([name]).commands[name], f"eos {name}", "##")

@@ -1,8 +1,7 @@
-"""What `make docs` adds to the pages of this folder: README.md as the first page, CONTRIBUTING.md and its like,
-examples, and a reference of Python that is made from the code.
+"""Adds pages for `make docs`: README.md as the first page, CONTRIBUTING.md, examples and the Python API.
 
 A hook of mkdocs (mkdocs.yml). Pages are written for the repository, where a link leads to a file. Here it leads to a
-page, or to the repository for a file that is no page.
+page, or to the repository for a file without a page.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 AT_ROOT = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
 
-# What a section of the reference of Python is about, and the names in it. Of some what users call, all of the others.
+# Sections of the Python reference with their names. For the names in MEMBERS only the listed members, else all.
 MEMBERS = {
     "App": ["process", "process_batch", "on_start", "on_stop"],
     "TransactSession": ["stop", "stopping_on_signals", "pause", "lag", "topics", "assignment", "taken", "committed"],
@@ -32,11 +31,11 @@ MEMBERS = {
     "Settings": ["get", "with_values", "without"],
 }
 PYTHON = {
-    "Functions and what they handle": ["App", "Record", "Out", "run"],
+    "Functions and their records": ["App", "Record", "Out", "run"],
     "Records that fail": ["stop", "skip", "dlq", "retry"],
     "State": ["State", "MapState", "ListState"],
-    "A loop of your own": ["TransactSession", "Transaction", "Settings"],
-    "A transaction without an input": ["transaction", "plain.Transactions", "plain.PlainTransaction", "plain.Delivery"],
+    "Your own loop": ["TransactSession", "Transaction", "Settings"],
+    "Transactions without input": ["transaction", "plain.Transactions", "plain.PlainTransaction", "plain.Delivery"],
     "Errors": [name for name in eos.__all__ if isinstance(getattr(errors, name, None), type)],
     "Tests": ["testing.run", "testing.Ran", "testing.Sent", "testing.Session", "testing.sweep"],
     "Spark": [
@@ -58,7 +57,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Its links, as they are between pages."""
+    """Return the page with its links rewritten for the site."""
     here = page.file.src_uri
     written_at = next((name for name, there in AT_ROOT.items() if there == here), f"docs/{here}")
 

@@ -1,4 +1,4 @@
-"""What observers may read of a running session: plain numbers, histograms, and the present activity of its thread.
+"""Values of a running session that observers may read: numbers, histograms, and its thread's present activity.
 
 The session's own thread writes these, per transaction or per call and never per record; any thread may read them.
 Nothing here does I/O, takes a lock or raises, because watching a worker must not be able to delay it. eos/health turns

@@ -3,9 +3,9 @@
     pip install eos-kafka fastavro
     SCHEMA_REGISTRY_URL=http://127.0.0.1:8081 eos run examples/avro_orders.py:app
 
-A framed value is a zero byte, the schema's id (4 bytes, big endian) and the Avro body. Readers ask the registry for the
-schema of an id once and keep it; the writer's schema is registered before the first record. A value that is not framed,
-or whose schema is unknown, is tried three times more (the registry may have been away) and is a dead letter then.
+A framed value is a zero byte, the schema's id (4 bytes, big endian) and the Avro body. Readers request the schema of an
+id once and cache it; the writer's schema is registered before the first record. A value that is not framed, or whose
+schema is unknown, is retried three times (the registry may have been unavailable) and is a dead letter then.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ JSON = "application/vnd.schemaregistry.v1+json"
 
 
 class Registry:
-    """The two calls of a schema registry's REST interface that are needed, with their answers kept."""
+    """Calls the two necessary functions of a schema registry's REST interface and caches their results."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._schemas: dict[int, Any] = {}
 
     def schema(self, number: int) -> Any:
-        """The schema of an id. Raises LookupError for an id that is unknown."""
+        """Return the schema of an id. Raise LookupError for an unknown id."""
         if number not in self._schemas:
             try:
                 answer = self._ask(f"/schemas/ids/{number}")
@@ -46,7 +46,7 @@ class Registry:
         return self._schemas[number]
 
     def register(self, subject: str, schema: Any) -> int:
-        """The id of a subject's schema, new or known."""
+        """Return the id of a subject's schema, and register the schema if it is new."""
         body = json.dumps({"schema": json.dumps(schema)}).encode()
         return int(self._ask(f"/subjects/{subject}/versions", body)["id"])
 
@@ -66,7 +66,7 @@ total_schema, total_id = parse_schema(TOTAL), 0
 
 
 def from_avro(value: bytes) -> Any:
-    """What a framed value holds, by the schema that it names."""
+    """Decode a framed value with the schema that it names."""
     if len(value) <= FRAME.size or value[0] != 0:
         raise ValueError("no schema registry's frame: it begins with a zero byte and 4 bytes of schema id")
     _, number = FRAME.unpack_from(value)
@@ -74,7 +74,7 @@ def from_avro(value: bytes) -> Any:
 
 
 def to_avro(value: Any) -> bytes:
-    """A total, framed."""
+    """Encode a total with its frame."""
     out = io.BytesIO()
     out.write(FRAME.pack(0, total_id))
     schemaless_writer(out, total_schema, value)

@@ -1,4 +1,4 @@
-"""Delays per airport and hour, kept up to date in a compacted topic, exactly once:
+"""Keep delays per airport and hour up to date in a compacted topic, exactly once:
 
     python examples/delays_by_hour.py SERVERS CHECKPOINT [MOST_RECORDS_OF_A_BATCH]
 
@@ -17,7 +17,7 @@ SOURCE, TARGET = "departures", "delays-by-hour"
 
 def main(servers: str, checkpoint: str, max_records: str = "60000") -> None:
     config = {
-        # Partitions of the state; a checkpoint keeps the number that it began with.
+        # Partitions of the state; a checkpoint keeps its initial number.
         "spark.sql.shuffle.partitions": "4",
         "spark.sql.session.timeZone": "UTC",
         "spark.log.level": "ERROR",

@@ -13,7 +13,7 @@ class Answer(Enum):
     """The consequence of a broker's answer."""
 
     DONE = "carried out"
-    RETRY = "the same request again, byte for byte, to whoever is responsible by then"
+    RETRY = "the same request again, byte for byte, to the broker that is responsible by then"
     FENCED = "the epoch is not ours any more: a newer instance, or the broker's transaction timeout"
     RESTART = "this transaction is lost, a new one repairs it"
     UNAUTHORISED = "stop: not authorised"

@@ -1,7 +1,7 @@
 """Runs an App's functions over Arrow batches: the executor code for `mapInArrow`.
 
 Owns the conversion from rows of Spark's Kafka source to Records, and from an App's outputs to rows of the sink.
-eos/app/routes.py calls the function and eos/engine/handling.py handles failed records, as on a worker. This module must
+eos/app/routes/ calls the function and eos/engine/handling.py handles failed records, as on a worker. This module must
 never import a Kafka client, open a connection or decide the outcome of a micro-batch: it yields rows or raises.
 """
 

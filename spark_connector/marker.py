@@ -138,7 +138,7 @@ def _refusal(marker: Marker | None, query: str, batch: int, offsets: str, topics
             return None
         return (
             f"the query is at batch {batch} and Kafka has no marker of this sink: another sink wrote the batches "
-            f"before, or {TOPIC} was lost; to begin anew give the query an empty checkpoint"
+            f"before, or {TOPIC} was lost; to start over, give the query an empty checkpoint"
         )
     if marker.query != query:
         return (
@@ -270,7 +270,7 @@ class MarkerReader:
         return self._wire.until(f"offsets of {TOPIC}-{self.partition}", attempt, self._timeout_s)
 
     def _fetch(self, position: int, isolation: int, some: bool = False) -> Any:
-        """Fetch from the partition; with `some` retry until there are records, since they exist whoever leads now."""
+        """Fetch from the partition; with `some` retry until records arrive: they exist, but the leader may change."""
 
         def attempt() -> Any:
             answer = self._ask(

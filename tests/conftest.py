@@ -17,7 +17,11 @@ import pytest_timeout
 
 from eos.broker import DEFAULT_VERSION, LocalKafka, node
 from eos.kafka.client.client_calls import call_client
-from tests.suites.marks import pytest_collection_modifyitems, pytest_itemcollected  # noqa: F401 - hooks
+from tests.suites.marks import (  # noqa: F401 - hooks
+    pytest_collection_modifyitems,
+    pytest_itemcollected,
+    pytest_xdist_make_scheduler,
+)
 from tests.support.brokers import local_kafka
 
 # The duration of an example depends on the machine. Other settings keep their defaults (in CI: the same examples each

@@ -35,7 +35,7 @@ async def main() -> None:
 
 asyncio.run(asyncio.wait_for(main(), 20))
 for how, nodelay in seen.items():
-    print(f"TCP_NODELAY of what is accepted, {how}: {nodelay}")
+    print(f"TCP_NODELAY of accepted connections, {how}: {nodelay}")
 differ = seen["host and port"] and not seen["sock=create_server()"]
-print("SEEN: Nagle's algorithm stays on behind a ready socket" if differ else "not seen: all right")
+print("SEEN: Nagle's algorithm stays on for a given socket" if differ else "not seen: all right")
 sys.exit(0 if differ else 1)

@@ -1,4 +1,4 @@
-"""kafka-python: the debug log of KafkaAdminClient has the SASL password, and the TLS key's too, in clear."""
+"""kafka-python: the debug log of KafkaAdminClient contains the passwords of SASL and of the TLS key."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from kafka.errors import KafkaError
 
 log = io.StringIO()
 logging.basicConfig(stream=log, level=logging.DEBUG)
-with contextlib.suppress(KafkaError):  # nobody listens there: no broker is needed
+with contextlib.suppress(KafkaError):  # no server listens there: no broker is needed
     KafkaAdminClient(
         bootstrap_servers="127.0.0.1:9",
         bootstrap_timeout_ms=300,

@@ -1,4 +1,4 @@
-"""kafka-python: each KafkaAdminClient that finds no broker leaves a thread behind that nobody can end."""
+"""kafka-python: each KafkaAdminClient that finds no broker leaves a thread running that cannot be ended."""
 
 import sys
 import threading
@@ -10,7 +10,7 @@ from kafka.errors import KafkaError
 before = threading.active_count()
 for _ in range(5):
     try:
-        KafkaAdminClient(bootstrap_servers="127.0.0.1:9", bootstrap_timeout_ms=300)  # nobody listens there
+        KafkaAdminClient(bootstrap_servers="127.0.0.1:9", bootstrap_timeout_ms=300)  # no server listens there
     except KafkaError as error:
         print(f"no client: {type(error).__name__}")
 deadline = time.monotonic() + 10

@@ -1,4 +1,4 @@
-"""confluent-kafka: a KafkaError can be raised and is no BaseException, so no `except` with a type catches it."""
+"""confluent-kafka: a KafkaError can be raised but is not a BaseException, so no `except` with a type catches it."""
 
 import sys
 
@@ -12,7 +12,7 @@ def handle(consumer: Consumer) -> str:
     try:
         while not (message := consumer.poll(1)):
             pass
-        raise message.error()  # as many programs do; Python says nothing against it
+        raise message.error()  # as many programs do; Python does not refuse it
     except BaseException as error:  # noqa: BLE001
         return f"caught: {type(error).__name__}"
 
@@ -29,5 +29,5 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) a
 print(what)
 print(f"issubclass(KafkaError, BaseException): {issubclass(KafkaError, BaseException)}")
 seen = what.startswith("not caught")
-print("SEEN: what was raised is no exception" if seen else "not seen: all right")
+print("SEEN: the raised object is not an exception" if seen else "not seen: all right")
 sys.exit(0 if seen else 1)

@@ -1,4 +1,4 @@
-"""confluent-kafka: a delivery callback that raises inside commit_transaction() leaves one that cannot be aborted."""
+"""confluent-kafka: a callback that raises inside commit_transaction() blocks the abort of the transaction."""
 
 import sys
 

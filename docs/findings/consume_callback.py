@@ -1,4 +1,4 @@
-"""confluent-kafka: a callback that raises inside consume() destroys the messages that it had taken."""
+"""confluent-kafka: a callback that raises inside consume() destroys the messages that consume() had taken."""
 
 import sys
 import threading
@@ -15,7 +15,7 @@ armed = threading.Event()
 def statistics(text: str) -> None:
     if armed.is_set():
         armed.clear()
-        raise KeyboardInterrupt  # as a signal that comes at this moment; any exception does it
+        raise KeyboardInterrupt  # like a signal at this moment; any exception has the same effect
 
 
 with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) as kafka:
@@ -30,7 +30,7 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) a
     consumer = Consumer(settings | {"stats_cb": statistics})
     consumer.assign([TopicPartition("in", 0, 0)])
     values: list[str] = []
-    threading.Timer(5, armed.set).start()  # by then consume() has all of them and waits for more
+    threading.Timer(5, armed.set).start()  # consume() has all of them by then and waits for more
     for _ in range(2):
         try:
             values += [message.value().decode() for message in consumer.consume(2 * COUNT, timeout=10)]

@@ -1,4 +1,4 @@
-"""librdkafka: one damaged byte in an lz4 batch ends the process of whoever reads it, by a failed assertion."""
+"""librdkafka: one damaged byte in an lz4 batch ends each process that reads it, by a failed assertion."""
 
 import subprocess
 import sys
@@ -9,8 +9,8 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from eos.broker import DEFAULT_VERSION, LocalKafka
 
-RECORDS_AT = 61  # behind the head of a batch (magic 2)
-BLOCK_SIZE_AT = 8  # of LZ4's frame: the second byte of its first block's size
+RECORDS_AT = 61  # after the head of a batch (magic 2)
+BLOCK_SIZE_AT = 8  # in LZ4's frame: the second byte of its first block's size
 
 
 def read(servers: str) -> None:
@@ -44,5 +44,5 @@ with tempfile.TemporaryDirectory() as folder, LocalKafka(version=version, data=f
     ended = subprocess.run(reading, capture_output=True, text=True, timeout=60, check=False)
 print(ended.stdout + ended.stderr, end="")
 seen = ended.returncode < 0
-print(f"SEEN: signal {-ended.returncode} ended the process" if seen else "not seen: the process went on")
+print(f"SEEN: signal {-ended.returncode} ended the process" if seen else "not seen: the process continued")
 sys.exit(0 if seen else 1)

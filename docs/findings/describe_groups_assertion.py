@@ -1,4 +1,4 @@
-"""librdkafka: a coordinator that is told after the timeout of describe_consumer_groups() ends the process."""
+"""librdkafka: a coordinator found after the timeout of describe_consumer_groups() ends the process."""
 
 import subprocess
 import sys
@@ -15,10 +15,10 @@ if sys.argv[1:2] == ["--ask"]:
     try:
         admin.describe_consumer_groups(["group"], request_timeout=2)["group"].result()
     except KafkaException as error:
-        print(f"the question ended: {error.args[0].name()}", flush=True)
-    for _ in range(8):  # the program goes on; the answer comes meanwhile
+        print(f"the query ended: {error.args[0].name()}", flush=True)
+    for _ in range(8):  # the program continues; the response arrives meanwhile
         admin.poll(1)
-    print("the program came to its end")
+    print("the program finished")
     sys.exit()
 
 with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) as kafka:
@@ -28,5 +28,5 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) a
         ended = subprocess.run(asking, capture_output=True, text=True, timeout=60, check=False)
 print(ended.stdout + ended.stderr, end="")
 seen = ended.returncode < 0
-print(f"SEEN: signal {-ended.returncode} ended the process" if seen else "not seen: the process went on")
+print(f"SEEN: signal {-ended.returncode} ended the process" if seen else "not seen: the process continued")
 sys.exit(0 if seen else 1)

@@ -9,7 +9,7 @@ from eos.broker import LocalKafka
 from eos.shim.faults import Event, Phase, Plan, Rule
 from eos.testing.shim import ShimThread
 
-# The first request is cut off from its client, which sends it again (1); it arrives behind the next producer's (2).
+# The first request is cut off from its client, which sends it again (1); it arrives after the next producer's (2).
 LATE = Rule("TxnOffsetCommit", "reset", Phase.LATE, until=Event("TxnOffsetCommit", nth=2))
 
 with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else "3.9.2") as kafka:
@@ -18,7 +18,7 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else "3.9.2") as kafka:
     admin.create_topics([NewTopic("in", 1)])["in"].result()
     group = Consumer({"bootstrap.servers": servers, "group.id": "group"})
     with ShimThread(servers, Plan([LATE])) as shim:
-        for offset in (5, 10):  # each by a producer of its own: the late request has the epoch of the first one
+        for offset in (5, 10):  # each with its own producer: the late request has the epoch of the first one
             producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "transactional.id": "tx", "log_level": 0})
             producer.init_transactions()
             producer.begin_transaction()

@@ -24,7 +24,7 @@ for message in consumer.consume(2, timeout=20):
 
 
 class Raw(str):
-    """A name that this client writes as these bytes: Latin-1, as a program without UTF-8 would, or with a NUL."""
+    """A name that this client writes as these bytes: Latin-1, as a program without UTF-8 would, or a NUL."""
 
     def encode(self, *_: str) -> bytes:
         return str.encode(self, "latin-1")

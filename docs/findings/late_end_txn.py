@@ -1,4 +1,4 @@
-"""librdkafka: an EndTxn that arrives late ends the next transaction of the same producer, and nobody is told."""
+"""librdkafka: an EndTxn that arrives late ends the next transaction of the same producer, without an error."""
 
 import sys
 
@@ -11,7 +11,7 @@ from eos.testing.shim import ShimThread
 
 
 def late(transactional_id: str) -> Rule:
-    """Its first EndTxn is cut off from the client, and arrives behind the next transaction's first record."""
+    """Cut off the first EndTxn from the client; it arrives after the next transaction's first record."""
     return Rule("EndTxn", "reset", Phase.LATE, transactional_id=transactional_id, until=Event("Produce"))
 
 
@@ -56,5 +56,5 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) a
 print(f"one committed, two aborted, every call ok: visible are {torn}")
 print(f"one aborted, two committed, every call ok: visible are {lost}")
 seen = "two, first half" in torn and "two, first half" not in lost
-print("SEEN: half of the aborted one is there, half of the committed one is not" if seen else "not seen: all right")
+print("SEEN: half of the aborted one is visible, half of the committed one is not" if seen else "not seen: all right")
 sys.exit(0 if seen else 1)

@@ -9,7 +9,7 @@ from eos.broker import DEFAULT_VERSION, LocalKafka
 from eos.shim.faults import Event, Phase, Plan, Rule
 from eos.testing.shim import ShimThread
 
-# The first request is cut off from its client, which sends it again (1); it arrives behind the next transaction's (2).
+# The first request is cut off from its client, which sends it again (1); it arrives after the next transaction's (2).
 LATE = Rule("TxnOffsetCommit", "reset", Phase.LATE, until=Event("TxnOffsetCommit", nth=2))
 
 with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) as kafka:

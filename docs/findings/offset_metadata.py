@@ -1,4 +1,4 @@
-"""confluent-kafka: what another client wrote beside a committed offset is read on behind its end."""
+"""confluent-kafka: offset metadata that another client wrote is read past its end."""
 
 import sys
 
@@ -10,7 +10,7 @@ from kafka.structs import OffsetAndMetadata
 
 from eos.broker import DEFAULT_VERSION, LocalKafka
 
-WRITTEN = "x" * 40  # the heap's own bookkeeping lies behind it; behind other lengths lies what was there before
+WRITTEN = "x" * 40  # the heap's own data follows it; after other lengths, old content follows
 
 
 def read(consumer: Consumer) -> str:
@@ -36,5 +36,5 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) a
 print(f"another client wrote {WRITTEN!r}; read: {sorted(values)}")
 print(f"confluent-kafka wrote 'text'; another client reads: {there!r}")
 seen = values != {WRITTEN}
-print("SEEN: the text comes with bytes of this process behind it" if seen else "not seen: what was written is read")
+print("SEEN: bytes of this process follow the text" if seen else "not seen: the text is read as it was written")
 sys.exit(0 if seen else 1)

@@ -1,4 +1,4 @@
-"""librdkafka: a record that the broker refuses makes the NEXT transaction fail too, after an abort that was ok."""
+"""librdkafka: a record that the broker refuses makes the NEXT transaction fail too, after a successful abort."""
 
 import sys
 
@@ -30,5 +30,5 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) a
 for size, end in zip(("small", "too large, aborted", "small", "small"), ends, strict=True):
     print(f"a transaction with a record that is {size}: {end}")
 seen = ends[0] == "ok" and ends[1] != "ok" and ends[2] != "ok"
-print("SEEN: the transaction behind the aborted one failed" if seen else "not seen: all right")
+print("SEEN: the transaction after the aborted one failed" if seen else "not seen: all right")
 sys.exit(0 if seen else 1)

@@ -1,4 +1,4 @@
-"""librdkafka: a record that follows an abort with a lost acknowledgement is acknowledged, committed and not there."""
+"""librdkafka: a record after an abort with a lost acknowledgement is acknowledged, committed and lost."""
 
 import sys
 
@@ -25,7 +25,7 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) a
     servers = kafka.bootstrap_servers
     admin = AdminClient({"bootstrap.servers": servers})
     admin.create_topics([NewTopic("out", 1)])["out"].result()
-    lost_answer = Rule("Produce", "reset", Phase.AFTER_APPLY, nth=2)  # the broker appends the record, and is not heard
+    lost_answer = Rule("Produce", "reset", Phase.AFTER_APPLY, nth=2)  # appended, but the response is lost
     with ShimThread(servers, Plan([lost_answer])) as shim:
         producer = Producer(
             {

@@ -1,4 +1,4 @@
-"""Kafka 4: a coordinator skips the marker of a partition without a leader: what was committed there is lost."""
+"""Kafka 4: a coordinator skips the marker of a partition without a leader: committed records there are lost."""
 
 import sys
 import time

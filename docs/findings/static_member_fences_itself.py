@@ -1,4 +1,4 @@
-"""librdkafka: a static member whose session timed out while no broker was there fences itself: a fatal error."""
+"""librdkafka: a static member whose session timed out while no broker was available fences itself: a fatal error."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) a
         {
             "bootstrap.servers": servers,
             "group.id": "group",
-            "group.instance.id": "one",  # nobody else has it
+            "group.instance.id": "one",  # no other member has it
             "session.timeout.ms": SESSION_MS,
             "heartbeat.interval.ms": 500,
             "log_level": 0,
@@ -41,7 +41,7 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) a
                 said = message.error().str()
         except KafkaException as error:
             said = str(error.args[0])
-    print(f"the broker was away for longer than the session; then poll() said: {said}")
+    print(f"the broker was away for longer than the session; then poll() returned: {said}")
 seen = "fenced" in said.lower()
-print("SEEN: fenced by another member that there is not" if seen else "not seen: all right")
+print("SEEN: fenced by another member, which does not exist" if seen else "not seen: all right")
 sys.exit(0 if seen else 1)

@@ -1,4 +1,4 @@
-"""Kafka: a static member of a classic group that comes back with other topics is given those of before."""
+"""Kafka: a static member of a classic group that returns with other topics gets its old ones."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from eos.broker import DEFAULT_VERSION, LocalKafka
 
 
 def assigned(servers: str, strategy: str, topic: str) -> list[str]:
-    """What the only member of the group is assigned within ten seconds, subscribed to this topic."""
+    """Return the assignment of the group's only member within ten seconds, subscribed to this topic."""
     member = Consumer(
         {
             "bootstrap.servers": servers,
@@ -39,5 +39,5 @@ with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) a
         found[strategy] = assigned(servers, strategy, "new")
         print(f"{strategy}: subscribed to old, assigned {first}; back, subscribed to new, assigned {found[strategy]}")
 seen = [strategy for strategy, topics in found.items() if topics == ["old"]]
-print(f"SEEN: it reads what it did not ask for ({', '.join(seen)})" if seen else "not seen: all right")
+print(f"SEEN: it reads topics to which it is not subscribed ({', '.join(seen)})" if seen else "not seen: all right")
 sys.exit(0 if seen else 1)

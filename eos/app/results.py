@@ -83,7 +83,7 @@ def make_normaliser(name: str, destinations: tuple[str, ...], hints: Hints, pass
             return ()
         if not HOLDS_SEVERAL[type(result)]:
             return (one(record, result),)
-        # A list, not a generator: all outputs or none, even if the user's generator raises half way.
+        # A list, not a generator: all outputs or none, even if the user's generator raises in the middle.
         items: list[Any] = result if type(result) is list else list(cast("Iterable[Any]", result))
         if type(result) is tuple and looks_like_a_pair(items, Out):
             hints.warn_pair(record)

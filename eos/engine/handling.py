@@ -4,7 +4,7 @@ Owns the decision about a failed record: hand it out again, skip it, send it to 
 It must never begin, commit or abort a transaction, and never call a client. It feeds a transaction: a worker's, or the
 one of eos.testing without a broker.
 
-A failed record has sent nothing (eos/app/routes.py). Its replacement is sent in the same transaction: a dead letter
+A failed record has sent nothing (eos/app/routes/). Its replacement is sent in the same transaction: a dead letter
 counts as one output, a skipped record has none, and lineage counts them the same way. If the client or the broker
 refuses an output, the transaction aborts first. The session then calls `refused` and hands all records out again. This
 time the record fails without a call of its function.

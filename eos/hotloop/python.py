@@ -151,8 +151,8 @@ def _usual(record: Any, result: Any, target: Target) -> list[Call] | None:
 
 
 class _HoldsSeveral(dict[type, bool]):
-    """Whether a result of a type is several outputs. Computed once per type, because `isinstance` of an ABC would cost
-    more than everything else. A NamedTuple is one value, like a Struct."""
+    """Tells whether a result of a type is several outputs. Computed once per type, because `isinstance` of an ABC would
+    cost more than everything else. A NamedTuple is one value, like a Struct."""
 
     def __missing__(self, kind: type) -> bool:
         if issubclass(kind, tuple):

@@ -82,7 +82,7 @@ class Loop:
 
     @property
     def _stops_in_turn(self) -> bool:
-        """Whether a turn was interrupted and a stop was requested. Nothing is recovered then: `close` aborts."""
+        """True if a turn was interrupted and a stop was requested. Nothing is recovered then: `close` aborts."""
         return self._stopping() and self._is_in_turn
 
     def _next(self) -> Transaction | None:

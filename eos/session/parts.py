@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.observe import Counters, Pulse
@@ -39,11 +40,13 @@ class Parts:
         interval_s = settings["eos.transaction.interval.ms"] / 1000
         timeout_s = settings.transaction_timeout_ms / 1000
         self.pacing = Pacing(interval_s, settings["eos.transaction.max.records"], together, timeout_s)
+        self.watcher = Watcher(settings, world)
         self.fetcher = Fetcher(
             settings,
             topics,
             self.pacing,
             participants,
+            self.watcher,
             until_end=until_end,
             stopping=stopping,
             pulse=self.pulse,

@@ -83,7 +83,7 @@ class Trouble:
 
     @property
     def is_slow_handling(self) -> bool:
-        """Whether handling its records took most of the time."""
+        """True if handling its records took most of the time."""
         return self.handling_s > self.open_s / 2
 
     @property

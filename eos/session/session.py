@@ -16,6 +16,7 @@ from eos import log
 from eos.errors import ConfigurationError, IllegalState
 from eos.kafka.admin import preflight
 from eos.kafka.admin.fence import abort_left_open
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import FUNCTION_OPTIONS, Settings, alternate_transactional_id, to_settings
 from eos.kafka.client.world import REAL, World
@@ -151,6 +152,7 @@ class TransactSession:
         """Abort the open transaction and close all clients. `leave_group`: a static member leaves for good."""
         self._loop.close()
         self._parts.fetcher.close(leave_group)
+        self._parts.watcher.stop()
         self._parts.offsets.close()
 
     def stop(self) -> None:
@@ -194,6 +196,11 @@ class TransactSession:
     @property
     def topics(self) -> Sequence[str]:
         return self._parts.fetcher.topics
+
+    @property
+    def watcher(self) -> Watcher:
+        """Runs checks of the cluster until the session is closed."""
+        return self._parts.watcher
 
     @property
     def group_consumer(self) -> GroupConsumer:

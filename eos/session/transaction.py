@@ -25,7 +25,7 @@ class Phase(Enum):
 
 
 class Turns(Protocol):
-    """What a transaction needs of its loop: eos/session/loop.py, or the loop of a test."""
+    """The loop that a transaction belongs to: eos/session/loop.py, or the loop of a test."""
 
     group: str
     now: Callable[[], float]

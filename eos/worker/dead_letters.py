@@ -95,8 +95,8 @@ class DeadLetter:
 def letter_of(read: Record) -> DeadLetter:
     """Return the dead letter in a record of a dead-letter topic; a record that no worker wrote is taken as it is.
 
-    The topic comes from the name of the dead-letter topic, never from headers: whoever wrote the original record wrote
-    those.
+    The topic comes from the name of the dead-letter topic, never from headers, which the writer of the original record
+    chose.
     """
     headers, notes = split_headers(readable_headers(read.headers))
     record = Record(

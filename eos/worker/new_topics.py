@@ -1,6 +1,6 @@
 """Finds topics that an App's patterns match, at the start and while a worker runs.
 
-Owns the queries, which run on a thread of their own while a worker runs, and the rule that decides when a topic may be
+Owns the queries, which run on the watcher's thread while a worker runs, and the rule that decides when a topic may be
 read. Every broker must know the topic with its leaders. librdkafka queries any broker, and reports a topic that this
 broker does not know yet as an error, which ends the worker. If the topic's function has dead letters, the dead-letter
 topic must exist too; otherwise the first dead letter would end the worker. This module never touches the consumer or
@@ -10,7 +10,6 @@ the worker's own App: new topics wait until the worker calls `arrived`.
 from __future__ import annotations
 
 import copy
-import threading
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -20,6 +19,7 @@ from eos.app.definition import App
 from eos.encoding.dead_letters import dead_letter_topic
 from eos.errors import ConfigurationError, EosError, Unavailable
 from eos.kafka.admin.facts import check_clients, cluster_metadata, connect, create_topics
+from eos.kafka.admin.watcher import Check, Watcher
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
@@ -65,7 +65,7 @@ class NewTopics:
         self._arrived: deque[list[str] | ConfigurationError] = deque()
         self._warned: set[str] = set()
         self._unknown: Counter[str] = Counter()  # checks of topics that not every broker knew
-        self._stopped = threading.Event()
+        self._check = Check(self._look, self._on_error)
 
     def now(self) -> list[str]:
         """Return the topics that can be read at the start; the session waits for brokers that do not know one yet.
@@ -80,13 +80,10 @@ class NewTopics:
         require_topics(self._app, self._settings.bootstrap_servers, waiting)
         return names
 
-    def watch(self) -> None:
-        """Search until `stop` is called, unless the client's own metadata refresh is off (an interval of -1)."""
+    def watch(self, watcher: Watcher) -> None:
+        """Search until the watcher stops, unless the client's own metadata refresh is off (an interval of -1)."""
         if self._interval_s > 0:
-            self._world.background("eos-new-topics", self._run)
-
-    def stop(self) -> None:
-        self._stopped.set()
+            watcher.add(self._check, self._interval_s)
 
     def arrived(self) -> list[str]:
         """Return the topics found since the last call; any thread may call this.
@@ -121,25 +118,14 @@ class NewTopics:
 
     # ---- while the worker runs ------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        pause_s = self._interval_s
-        while not self._stopped.wait(pause_s):
-            try:
-                # One connection for as long as the broker responds.
-                with self._world.admin(self._settings, timeout_ms=round(_ASK_S * 1000)) as admin:
-                    pause_s = self._look(admin)
-                    while not self._stopped.wait(pause_s):
-                        pause_s = self._look(admin)
-            except ConfigurationError as error:
-                self._arrived.append(error)  # two functions match the same topic, and nothing decides between them
-                return
-            except EosError as error:
-                # No broker responds; the consumer reports it if it matters.
-                log.debug("topics cannot be listed", error=str(error))
-                pause_s = self._interval_s
-            except Exception as error:  # noqa: BLE001 - a failed search must not be the last one
-                log.warning("topics cannot be listed", error=f"{type(error).__name__}: {error}")
-                pause_s = self._interval_s
+    def _on_error(self, error: Exception) -> float | None:
+        if isinstance(error, ConfigurationError):
+            self._arrived.append(error)  # two functions match the same topic, and nothing decides between them
+            return None
+        # If no broker responds, the consumer reports it where it matters.
+        level = log.debug if isinstance(error, EosError) else log.warning
+        level("topics cannot be listed", error=f"{type(error).__name__}: {error}")
+        return self._interval_s
 
     def _look(self, admin: ClusterAdmin) -> float:
         """Search once, and return the seconds until the next search."""

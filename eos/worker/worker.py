@@ -120,7 +120,7 @@ class Worker(Listener):
             hooks.start()
             session.start()
             if self._new_topics is not None and not session.until_end:
-                self._new_topics.watch()
+                self._new_topics.watch(session.watcher)
             with _collecting_garbage_rarely():
                 for txn in session:
                     with self._span():
@@ -134,8 +134,6 @@ class Worker(Listener):
             raise took_too_long(expired) from expired
         finally:
             self._handler.end()
-            if self._new_topics is not None:
-                self._new_topics.stop()
             try:
                 # A finished process leaves the group. A failed one stays a member, because it is expected back soon.
                 session.close(leave_group=finished)

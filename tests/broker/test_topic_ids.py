@@ -14,7 +14,8 @@ from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
 from eos.errors import InputGone
-from eos.kafka.admin.topic_ids import TopicIdWatcher
+from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from tests.support.reading import create_topic, wait_until
 
@@ -59,8 +60,9 @@ def test_recreated_topic_is_noticed_while_a_broker_is_down(
     others = ",".join(server for i, server in enumerate(servers.split(",")) if i != down)
     topic = create_topic(servers, names("t"), copies=3)
     gone: list[InputGone] = []
-    ids = TopicIdWatcher(Settings({"bootstrap.servers": servers}), [topic], gone.append)
-    ids.start()
+    settings = Settings({"bootstrap.servers": servers})
+    ids, watcher = TopicIds(settings, [topic], gone.append), Watcher(settings)
+    ids.start(watcher)
     try:
         wait_until("the topic's id", lambda: topic in ids._known)
         cluster.kill(down)
@@ -78,7 +80,7 @@ def test_recreated_topic_is_noticed_while_a_broker_is_down(
         took_s = time.monotonic() - began
         assert refusing.attempts <= ATTEMPTS + ATTEMPTS_A_SECOND * took_s, f"{refusing.attempts} in {took_s:.1f} s"
     finally:
-        ids.stop()
+        watcher.stop()
         if not cluster.running(down):
             cluster.start(down)
             cluster.wait_in_sync()

@@ -96,7 +96,7 @@ def test_killed_shim_fences_clients_in_a_transaction(
                 client.begin()
                 client.send(topic, "never")
             client.end(True)
-        refusals = eventually(functools.partial(shim.named, "refused"))  # The line may come after the response.
+        refusals = eventually(functools.partial(shim.named, "request refused"))  # the line may come after the response
         assert {event["error"] for event in refusals} == {"INVALID_PRODUCER_EPOCH"}
         with contextlib.suppress(*FENCED):
             client.close(1)

@@ -162,7 +162,7 @@ def _pytest(suite: Suite, depth: str, tally: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--timeout={timeout_s}", *late.SECOND_TRY]
     command += ["-p", "tests.suites.tally", f"--tally={tally}", "-m", DEPTHS[depth]]
     processes = suite.processes if depth in ("check", "test") else min(suite.processes, DEEP_PROCESSES)
-    return [*command, "-n", str(processes), "--dist=loadgroup", "--no-loadscope-reorder", *suite.paths]
+    return [*command, "-n", str(processes), *suite.paths]
 
 
 def _show(results: list[Result], seconds_in_all: float) -> None:

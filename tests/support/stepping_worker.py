@@ -173,8 +173,8 @@ def main() -> int:
         def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
             super().__init__(app, settings, until_end=until_end, world=World(step=steps))
 
-        def idle(self) -> None:
-            super().idle()
+        def on_idle(self) -> None:
+            super().on_idle()
             steps.idle()
 
     run_command.Worker = SteppingWorker  # type: ignore[attr-defined, misc]

@@ -77,7 +77,7 @@ def framed(number: int, schema: Any, value: Any) -> bytes:
     return out.getvalue()
 
 
-def test_orders_become_totals_and_what_no_reader_can_read_becomes_a_dead_letter(example: Any) -> None:
+def test_avro_example_makes_totals_and_dead_letters(example: Any) -> None:
     order = framed(ORDER_ID, ORDER, {"customer": "ada", "quantity": 3, "unit_cents": 250})
     unknown = b"\0" + (99).to_bytes(4, "big") + b"body"
     ran = eos.testing.run(

@@ -72,7 +72,7 @@ nobody = 65_534 if os.geteuid() == 0 else None
 
 
 @as_root
-def test_beside_an_engine_that_answers_what_builds_and_what_starts_the_images_is_installed(machine: Machine) -> None:
+def test_engine_script_installs_missing_build_and_start_tools(machine: Machine) -> None:
     machine.has("apt-get", "")
     assert machine.run("engine.sh", "start") == (0, ["engine: 27.0 answers; installed docker-compose debootstrap"])
     update, install = machine.calls("apt-get")

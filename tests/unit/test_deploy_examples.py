@@ -40,7 +40,7 @@ def documents() -> dict[str, Any]:
     return {document["kind"]: document for document in yaml.load_all(text, StrictLoader)}
 
 
-def test_the_statefulset_gives_workers_stable_names_probes_and_time_to_stop() -> None:
+def test_statefulset_sets_names_probes_and_grace_period() -> None:
     found = documents()
     assert set(found) == {"Service", "StatefulSet"}
     spec = found["StatefulSet"]["spec"]
@@ -124,7 +124,7 @@ def unit() -> dict[str, list[str]]:
     return found
 
 
-def test_the_unit_gives_a_worker_time_to_stop_and_restarts_only_what_a_restart_can_mend() -> None:
+def test_systemd_unit_sets_stop_time_and_restart_codes() -> None:
     found = unit()
     environment = dict(value.split("=", 1) for value in found["Environment"])
     assert int(found["TimeoutStopSec"][0]) >= int(environment["EOS_SHUTDOWN_TIMEOUT_MS"]) / 1000 + 10

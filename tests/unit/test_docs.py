@@ -222,7 +222,7 @@ def test_the_exit_codes_that_are_documented_are_those_of_the_errors() -> None:
 # ---- examples ------------------------------------------------------------------------------------------------
 
 
-def test_every_shape_of_function_that_is_documented_has_a_row_in_the_benchmark() -> None:
+def test_every_documented_shape_has_a_benchmark_row() -> None:
     text = (HOWTO / "functions.md").read_text()
     results = re.findall(
         r"^\| ([^|]+) \| ", text[text.index("| result |") : text.index("The input's headers")], re.MULTILINE

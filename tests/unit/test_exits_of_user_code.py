@@ -206,7 +206,7 @@ def test_interruption_inside_a_group_or_behind_another_error_passes() -> None:
             eos.testing.run(app_of(way, hidden, on_error=skip), [BAD])
 
 
-def test_keyboard_interrupt_where_ctrl_c_is_handled_is_the_record_s_failure() -> None:
+def test_keyboard_interrupt_with_own_handler_is_a_record_failure() -> None:
     """As in a worker, whose own handler never raises one."""
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:

@@ -119,9 +119,7 @@ def test_a_transaction_that_nobody_took_over_may_be_tried_again(
 
 
 @pytest.mark.parametrize("owner", [Owner.NEWER, Owner.OWN_TIMEOUT])
-def test_a_question_who_owns_the_id_that_was_interrupted_is_asked_again_before_anything_begins(
-    owner: Owner, monkeypatch: AnyPatch
-) -> None:
+def test_interrupted_ownership_query_is_repeated_before_the_next_begin(owner: Owner, monkeypatch: AnyPatch) -> None:
     transactions = Transactions(SETTINGS, world=WORLD)
     asked = Asked(monkeypatch, transactions._producer, owner, "flush")
 
@@ -273,7 +271,7 @@ def test_a_replacement_does_not_take_the_id_from_a_newer_instance(reason: str, m
     ],
 )
 @pytest.mark.parametrize("reason", ["retry: something", "failure: fenced"])
-def test_the_group_tells_whose_a_ghost_or_an_early_abort_is_and_without_one_only_the_ghost_is_ours(
+def test_group_decides_unclear_ownership_if_there_is_one(
     owner: Owner, group: bool | None, ours: bool, reason: str, monkeypatch: AnyPatch
 ) -> None:
     """A paused virtual machine has no clock that went on; without a group a newer instance cannot be ruled out."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from eos.errors import Action, CallFailed
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.observe import Pulse
@@ -15,7 +16,7 @@ from eos.session.consumer.pacing import Pacing
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t", "auto.offset.reset": "latest"}
 
 
-def test_where_a_partition_began_under_latest_is_known_to_every_consumer_until_it_is_committed() -> None:
+def test_uncommitted_start_under_latest_survives_consumer_replacement() -> None:
     """The first one that took its place could be given up as well before it begins anything."""
     client = SimpleNamespace(close=lambda: None)
     world = World(consumer=lambda configuration: client, background=lambda name, run: None)  # type: ignore[arg-type, return-value]
@@ -29,7 +30,7 @@ def test_where_a_partition_began_under_latest_is_known_to_every_consumer_until_i
         assert fetcher._failure is None
 
 
-def test_a_stop_does_not_wait_for_the_interval_in_which_records_are_gathered() -> None:
+def test_stop_ends_gathering_before_its_interval() -> None:
     """An interval of a minute outlived `eos.shutdown.timeout.ms`: exit 75, with nothing to do."""
     clock = SimpleNamespace(now=1_000.0)
 
@@ -49,6 +50,7 @@ def intake_of(world: World, interval_s: float = 0.1, stopping: Callable[[], bool
         ["in"],
         Pacing(interval_s, 5),
         [],
+        Watcher(Settings(SETTINGS), world),
         until_end=False,
         stopping=stopping,
         pulse=Pulse(world.now),

@@ -25,7 +25,7 @@ def named(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("title", findings())
-def test_every_finding_says_all_that_upstream_needs_and_names_one_script_that_is_there(title: str) -> None:
+def test_finding_is_complete_and_names_an_existing_script(title: str) -> None:
     text = findings()[title]
     assert [part for part in ASKED if part not in text] == []
     (script,) = set(named(text))
@@ -40,7 +40,7 @@ def test_every_script_is_named_by_one_finding() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_script_is_short_compiles_and_says_whether_the_fault_was_seen(script: Path) -> None:
+def test_finding_script_is_short_and_reports_the_fault(script: Path) -> None:
     text = script.read_text()
     compile(text, script.name, "exec")
     assert len(text.splitlines()) <= LONGEST

@@ -13,6 +13,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicP
 from eos import log
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable
 from eos.kafka.admin import group_history
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Record
@@ -38,10 +39,10 @@ class _Message:
         return lambda: known.get(name)
 
 
-def test_what_was_fetched_when_a_callback_failed_is_handed_out_to_who_goes_on_all_the_same() -> None:
+def test_records_fetched_before_a_callback_error_are_kept() -> None:
     """The consumer does not fetch it again: dropped, it would be skipped, and a later commit would make that a loss."""
     positions: Positions[Record] = Positions()
-    group_consumer = GroupConsumer(Settings(SETTINGS), ["in"], positions, with_ends=False)
+    group_consumer = GroupConsumer(Settings(SETTINGS), ["in"], positions, Watcher(Settings(SETTINGS)), with_ends=False)
     real = group_consumer.consumer
 
     def consume(most: int, timeout_s: float) -> list[Any]:
@@ -62,7 +63,7 @@ def test_a_consumer_whose_close_does_not_end_is_left_behind(monkeypatch: pytest.
     """librdkafka can wait for ever in it: a worker that is stopped, or fenced, must end all the same."""
     monkeypatch.setattr(membership_module, "_CLOSE_S", 0.2)
     never = threading.Event()
-    one = GroupConsumer(Settings(SETTINGS), ["in"], Positions(), with_ends=False)
+    one = GroupConsumer(Settings(SETTINGS), ["in"], Positions(), Watcher(Settings(SETTINGS)), with_ends=False)
     real, one.consumer = one.consumer, SimpleNamespace(close=never.wait)  # type: ignore[assignment]
     try:
         one.close(leave=False)
@@ -114,7 +115,9 @@ class _Cluster:
 
 def _of(cluster: _Cluster, **more: Any) -> GroupConsumer:
     world = World(consumer=lambda configuration: cluster)  # type: ignore[arg-type, return-value]
-    return GroupConsumer(Settings(SETTINGS | more), ["in"], Positions(), with_ends=False, world=world)
+    return GroupConsumer(
+        Settings(SETTINGS | more), ["in"], Positions(), Watcher(Settings(SETTINGS), world), with_ends=False, world=world
+    )
 
 
 class _NobodyThere:
@@ -139,7 +142,7 @@ def test_a_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
             question()
 
 
-def test_a_partition_that_cannot_begin_yet_does_not_keep_the_group_from_being_polled() -> None:
+def test_unknown_start_does_not_block_polling() -> None:
     """Under `latest` its end must be known: it may have no leader, or its group's offsets may not be stable."""
     latest = _of(_Cluster(*AWAY), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     latest.assignment.assign([("in", 1)])
@@ -165,7 +168,7 @@ def test_notes_that_cannot_be_read_are_waited_for(
     assert "waiting for the record of earlier commits of this group: 127.0.0.1:9 cannot be reached" in caplog.text
 
 
-def test_partitions_that_may_not_be_seen_are_a_missing_right_with_its_topic() -> None:
+def test_unauthorised_partitions_are_a_missing_right_of_the_topic() -> None:
     with pytest.raises(NotAuthorised, match="topic in: not authorised to READ it"):
         _of(_Cluster(KafkaError.TOPIC_AUTHORIZATION_FAILED)).queries.stable_ends()
 
@@ -256,7 +259,7 @@ def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
         parts.fetcher.replace_consumer()
 
 
-def test_a_start_that_is_not_committed_is_kept_though_the_group_has_committed_others_of_its_topic() -> None:
+def test_uncommitted_start_is_kept_despite_other_commits_of_the_topic() -> None:
     """Another member's commits do not make the partition a new one."""
     group_consumer = _of(_Cluster(), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     group_consumer.start_offsets._earlier = {("in", 1): 4}
@@ -265,7 +268,7 @@ def test_a_start_that_is_not_committed_is_kept_though_the_group_has_committed_ot
     assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 1)]).values()] == [-2]
 
 
-def test_partition_that_begins_later_leaves_the_others_where_they_are_without_increments() -> None:
+def test_eager_assignment_of_a_later_partition_keeps_other_positions() -> None:
     """`range` and `roundrobin` replace an assignment: what is read already is assigned again from where it is."""
     cluster = _Cluster()
     given: list[list[tuple[int, int]]] = []

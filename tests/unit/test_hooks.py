@@ -34,13 +34,13 @@ def noting(app: App, told: list[str], *fails: str) -> App:
     return app
 
 
-def test_start_hooks_run_in_order_before_the_first_record_and_stop_hooks_backwards_at_the_end() -> None:
+def test_start_hooks_run_in_order_and_stop_hooks_in_reverse() -> None:
     told: list[str] = []
     eos.testing.run(noting(App("app"), told), [("in", "a")])
     assert told == ["start one", "start two", "handle", "stop two", "stop one"]
 
 
-def test_stop_hooks_run_after_a_poison_record_too_and_its_error_stays_the_error() -> None:
+def test_stop_hooks_run_after_a_poison_record_and_keep_its_error() -> None:
     told: list[str] = []
     with pytest.raises(PoisonRecord):
         eos.testing.run(noting(App("app"), told, "stop two"), [("in", "bad")])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from eos.errors import NotAuthorised, Unavailable
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.session.consumer import lost_assignment as unheard
@@ -26,7 +29,8 @@ class Member:
         self.client: set[TopicPartition] = set()
         self.asks: list[Callable[[], None]] = []
         world = World(now=lambda: self.now_s, background=lambda name, run: self.asks.append(run))
-        self.unheard = LostAssignment(Settings({"bootstrap.servers": "x", "group.protocol": protocol}), "group", world)
+        settings = Settings({"bootstrap.servers": "x", "group.protocol": protocol})
+        self.unheard = LostAssignment(settings, "group", Watcher(settings, world), world)
 
     def late_answer(self) -> None:
         self.late += 1
@@ -110,7 +114,7 @@ def test_a_slow_poll_that_brings_a_callback_makes_nothing_missing(member: Member
         assert member.poll() == []
 
 
-def test_an_answer_of_before_a_callback_is_not_compared_with_what_is_known_behind_it(member: Member) -> None:
+def test_answer_from_before_a_callback_is_ignored(member: Member) -> None:
     member.late_answer()
     member.given(0, 1)
     member.after(1)
@@ -154,18 +158,26 @@ def test_the_look_ends_when_all_was_known_for_long_enough(member: Member) -> Non
 
 
 @pytest.mark.parametrize(
-    ("error", "asked_again"), [(Unavailable("away"), True), (KeyError("group"), True), (NotAuthorised("no"), False)]
+    ("error", "pause_s"), [(Unavailable("away"), 5.0), (KeyError("group"), 5.0), (NotAuthorised("no"), None)]
 )
-def test_who_cannot_be_asked_is_asked_again_and_who_refuses_is_not(
-    error: Exception, asked_again: bool, member: Member, monkeypatch: pytest.MonkeyPatch
+def test_failed_query_is_repeated_unless_it_was_refused(
+    error: Exception, pause_s: float | None, member: Member
 ) -> None:
-    monkeypatch.setattr(unheard, "_PAUSE_S", 0.0)
-
-    def refuses(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(member.unheard, "_world", World(admin=refuses, background=lambda name, run: run()))
     member.late_answer()
     member.poll()
-    assert member.unheard._asking is False
-    assert member.unheard._stopped.is_set() is not asked_again
+    assert len(member.asks) == 1, "the watcher's thread"
+    assert member.unheard._on_error(error) == pause_s
+    member.unheard._member_id = ""
+    member.poll()
+    assert bool(member.unheard._member_id) == (pause_s is not None)
+
+
+def test_query_rests_once_nothing_is_looked_for(member: Member) -> None:
+    admin: Any = SimpleNamespace(assigned_partitions=lambda group, member_id: frozenset({("in", 0), ("in", 1)}))
+    member.late_answer()
+    member.poll()
+    assert member.unheard._query(admin) == 5.0
+    member.after(P)
+    assert member.unheard._query(admin) == 5.0
+    member.poll()
+    assert (member.unheard._query(admin), member.unheard._member_id) == (None, "")

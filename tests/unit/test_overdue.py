@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 from eos.kafka.admin.overdue import (
-    OverdueTransactionWatcher,
+    OverdueTransactions,
     find_still_open,
     seconds_until_check,
     transactional_ids_in,
 )
 from eos.kafka.admin.transactions import log_partition_of
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.cluster import ListedTransaction
 from eos.kafka.client.settings import Settings
 
@@ -50,7 +51,9 @@ class Cluster:
 
 
 def looked_after(cluster: Any, group: str = "orders", own: str = "orders-a") -> list[str]:
-    return [t.transactional_id for t in OverdueTransactionWatcher(Settings(), group, own)._of_others(cluster)]
+    return [
+        t.transactional_id for t in OverdueTransactions(Settings(), group, own, Watcher(Settings()))._of_others(cluster)
+    ]
 
 
 def test_watcher_ignores_other_apps_with_similar_names() -> None:

@@ -17,9 +17,7 @@ def until(interval_s: float, gathered_s: float) -> float:
 
 
 @given(interval_ms=st.integers(1, 10_000), gathered_ms=st.integers(0, 20_000))
-def test_a_record_waits_for_one_interval_and_a_slow_function_still_gets_half_of_one(
-    interval_ms: int, gathered_ms: int
-) -> None:
+def test_record_waits_one_interval_and_slow_function_gets_half(interval_ms: int, gathered_ms: int) -> None:
     room_s = until(interval_ms / 1000, gathered_ms / 1000)
     assert interval_ms / 2 <= round(room_s * 1000, 6) <= interval_ms
     if gathered_ms <= interval_ms / 2:
@@ -53,7 +51,7 @@ def after(size: int, together: int = 1) -> Pacing:
     return pacing
 
 
-def test_small_records_are_fetched_ahead_in_whole_chunks_behind_a_transaction_that_is_worth_it() -> None:
+def test_prefetch_takes_whole_chunks_after_large_transactions() -> None:
     assert after(100).most_to_prefetch(2_000, 0, 100) == 1_000
     assert after(100).most_to_prefetch(2_000, 19_500, 100) == 500
     assert after(100).most_to_prefetch(1_999, 0, 100) == 0
@@ -71,7 +69,7 @@ def test_the_groups_callbacks_are_served_though_there_is_no_room() -> None:
     assert [Pacing(0.1, 5).most_to_gather(waiting) for waiting in (0, 4, 5, 9)] == [5, 1, 1, 1]
 
 
-def test_the_pause_behind_aborts_grows_until_a_commit_and_records_that_come_again_are_not_waited_for() -> None:
+def test_pause_after_aborts_grows_until_a_commit() -> None:
     pacing, pauses = Pacing(0.1, 5), []
     pacing.begin(0.0)
     for _ in range(9):
@@ -100,7 +98,7 @@ def test_limit_is_half_of_what_was_delivered_in_time_and_grows_back() -> None:
     assert limits(pacing, 8, open_s=0.2, sending_s=0.1)[-2:] == [1_000, 1_000]
 
 
-def test_limit_grows_below_half_of_the_time_and_shrinks_above_three_quarters_of_it() -> None:
+def test_limit_grows_below_half_and_shrinks_above_three_quarters() -> None:
     pacing = Pacing(0.1, 1_000, timeout_s=10.0)
     pacing.timed_out(800, delivered=1.0)
     assert limits(pacing, 2, open_s=6.0, sending_s=5.9) == [400, 400]

@@ -16,7 +16,8 @@ import eos
 import eos.testing
 from eos import App, Out, Record, TransactSession
 from eos.errors import CallFailed, ConfigurationError, InputGone, NotAuthorised, Unavailable
-from eos.kafka.admin.topic_ids import TopicIdWatcher
+from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.session.consumer.assignment import Assignment
@@ -96,7 +97,7 @@ def test_an_app_of_patterns_alone_has_something_to_run() -> None:
     app_of(("^in-.*", "out")).check()
 
 
-def test_an_explicit_name_wins_over_a_pattern_in_whatever_order_they_are_defined() -> None:
+def test_explicit_topic_wins_over_a_pattern_in_any_order() -> None:
     for definitions in ((("^in-.*", "out"), ("in-1", "out")), (("in-1", "out"), ("^in-.*", "out"))):
         app = app_of(*definitions)
         assert app.add_topics(["in-1", "in-2"]) == ["in-2"]
@@ -104,7 +105,7 @@ def test_an_explicit_name_wins_over_a_pattern_in_whatever_order_they_are_defined
         assert app.routes["in-1"].sources == ("in-1",)
 
 
-def test_a_topic_that_patterns_of_two_functions_match_is_refused_with_both_and_nothing_is_taken() -> None:
+def test_topic_matched_by_two_functions_is_refused() -> None:
     app = app_of(("^in-.*", "out"), ("^.*-b", "out"))
     assert app.add_topics(["in-a", "x-b"]) == ["in-a", "x-b"]
     with pytest.raises(
@@ -131,7 +132,7 @@ def test_kafka_s_own_topics_and_dead_letters_are_never_taken() -> None:
     assert app.destinations == {"in.dlq", "_in.dlq"}
 
 
-def test_a_pattern_that_matches_a_destination_is_refused_in_whatever_order_they_are_defined() -> None:
+def test_pattern_that_matches_a_destination_is_refused_in_any_order() -> None:
     sentence = (
         r"the pattern '\^a-\.\*' matches 'a-out', a destination of the App 'app': its records could return forever"
     )
@@ -184,7 +185,7 @@ def test_a_topic_lacks_its_dead_letters_only_where_its_function_has_some() -> No
     assert lacking(app, {"in-1", "in-2", "in-2.dlq", "x-1"}) == {"in-1": "in-1.dlq"}
 
 
-def test_an_app_whose_patterns_match_nothing_is_unavailable_with_its_patterns() -> None:
+def test_patterns_without_matches_are_unavailable() -> None:
     sentence = r"no topic at b:9092 matches '\^in-\.\*' or '\^x', and the App 'app' names none"
     with pytest.raises(Unavailable, match=sentence) as raised:
         require_topics(app_of(("^in-.*", "out"), ("^x", "out")), "b:9092")
@@ -223,7 +224,7 @@ def test_a_topic_that_came_is_told_once() -> None:
     assert new.arrived() == ["in-3"]
 
 
-def test_a_topic_that_a_broker_has_not_heard_of_waits_and_is_looked_at_again_soon() -> None:
+def test_topic_unknown_to_a_broker_is_checked_again_soon() -> None:
     """librdkafka reports one that the broker it asks does not know as an error, which would end the worker."""
     brokers: Any = Brokers("in-1", "in-2")
     brokers.late = {"in-2"}
@@ -276,32 +277,31 @@ def test_missing_dead_letters_are_created_where_a_setting_says_so(
 
 def test_a_topic_that_two_functions_want_comes_out_where_the_worker_asks() -> None:
     brokers: Any = Brokers("in-b")
-    world = World(
-        admin=lambda settings, timeout_ms: contextlib.nullcontext(brokers), background=lambda name, run: run()
-    )
-    new = looking(app_of(("^in-.*", "out"), ("^.*-b", "out")), world, **{"topic.metadata.refresh.interval.ms": 1})
-    new.watch()
+    new = looking(app_of(("^in-.*", "out"), ("^.*-b", "out")))
+    with pytest.raises(ConfigurationError) as raised:
+        new._look(brokers)
+    assert new._on_error(raised.value) is None
     with pytest.raises(ConfigurationError, match="'in-b' matches the patterns of two functions"):
         new.arrived()
 
 
-def test_nobody_looks_where_the_client_was_told_not_to_look_for_partitions_either() -> None:
+def test_disabled_metadata_refresh_disables_the_search() -> None:
     started: list[str] = []
-    world = World(background=lambda name, run: started.append(name))
+    watcher = Watcher(Settings(SETTINGS), World(background=lambda name, run: started.append(name)))
     for interval_ms in (-1, 1):
-        looking(app_of(("^in-.*", "out")), world, **{"topic.metadata.refresh.interval.ms": interval_ms}).watch()
-        assert started == ([] if interval_ms < 0 else ["eos-new-topics"])
+        looking(app_of(("^in-.*", "out")), **{"topic.metadata.refresh.interval.ms": interval_ms}).watch(watcher)
+        assert started == ([] if interval_ms < 0 else ["eos-watcher"])
 
 
 def test_a_topic_that_was_taken_in_is_looked_at_whether_it_is_made_anew() -> None:
     ids = {"in": "1", "new": "1"}
     admin: Any = SimpleNamespace(topic_ids=lambda topics: {topic: ids[topic] for topic in topics})
-    watch = TopicIdWatcher(Settings({}), ["in"], lambda gone: None)
-    assert watch._check(admin) is None
+    watch = TopicIds(Settings({}), ["in"], lambda gone: None)
+    assert watch._find_changed(admin) is None
     watch.watch(["in", "new"])
-    assert watch._check(admin) is None
+    assert watch._find_changed(admin) is None
     ids["new"] = "2"
-    assert "topic new was deleted and recreated" in str(watch._check(admin))
+    assert "topic new was deleted and recreated" in str(watch._find_changed(admin))
 
 
 def test_missing_changelog_is_gone_after_a_moment() -> None:
@@ -313,13 +313,13 @@ def test_missing_changelog_is_gone_after_a_moment() -> None:
         sleep=lambda seconds: vars(clock).update(now=clock.now + seconds),
         admin=lambda settings, timeout_ms: contextlib.nullcontext(admin),
     )
-    watch = TopicIdWatcher(Settings({}), ["in"], lambda gone: None, world, changelogs=["log"])
+    watch = TopicIds(Settings({}), ["in"], lambda gone: None, world, changelogs=["log"])
     watch.learn_changelog_ids(admin)
     ids = {}
     unknown = set()
     watch.check_now()
     unknown = {"log"}
-    assert watch._check(admin) is None
+    assert watch._find_changed(admin) is None
     with pytest.raises(InputGone, match=r"the changelog log was deleted while this worker ran: .*--accept-changelog"):
         watch.check_now()
     assert 4 < clock.now < 6
@@ -409,7 +409,7 @@ def test_eos_testing_runs_records_of_topics_that_match() -> None:
         eos.testing.run(app, [("in-1.dlq", "a")])
 
 
-def test_a_run_on_a_broker_without_a_record_for_a_pattern_is_refused_before_it_connects() -> None:
+def test_test_run_without_records_for_a_pattern_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no pattern matches"):
         online.run_on("127.0.0.1:9", app_of(("^in-.*", "out")), [("x", "a")])
 
@@ -423,7 +423,7 @@ def test_spark_refuses_a_pattern_in_a_sentence() -> None:
     assert e.value.exit_code == 78
 
 
-def test_dead_letters_of_a_topic_that_a_pattern_takes_are_no_source_of_the_app() -> None:
+def test_dead_letter_topics_of_patterns_are_not_sources() -> None:
     app = app_of(("^in-.*", "out"), ("in-1.dlq", "out"), on_error=eos.dlq)
     assert app.match_topics(["in-2"]).keys() == {"in-2"}
     with pytest.raises(ConfigurationError, match=r"'in-1\.dlq' is a source of the App 'app', and would get the dead"):
@@ -431,7 +431,7 @@ def test_dead_letters_of_a_topic_that_a_pattern_takes_are_no_source_of_the_app()
     assert "in-2" not in app.routes
 
 
-def test_a_topic_without_leaders_is_told_once_and_looked_at_no_more_often_than_others(
+def test_topic_without_leaders_is_logged_once_and_checked_less_often(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("eos"), "propagate", True)

@@ -216,7 +216,7 @@ def test_dlq_sends_the_record_as_it_came_with_where_and_why_in_its_place() -> No
     ]
 
 
-def test_a_dead_letter_names_foreign_classes_with_their_module_and_cuts_long_messages() -> None:
+def test_dead_letter_names_modules_and_cuts_long_messages() -> None:
     record = Record("in", 0, 1, value=None, headers=[(HEADER, b"of an earlier step"), ("h", None)])
     send = make_dead_letter(record, DecodeError("ü" * MAX_MESSAGE_BYTES))
     headers = dict(send[5] or [])
@@ -228,7 +228,7 @@ def test_a_dead_letter_names_foreign_classes_with_their_module_and_cuts_long_mes
     assert make_dead_letter(record, ValueError("\ud800"))[5][-1] == ("eos-dlq-message", b"?")  # type: ignore[index]
 
 
-def test_the_first_failure_of_each_place_is_logged_with_its_frames_whatever_the_limit(
+def test_first_failure_of_each_line_is_logged_with_frames(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def inner(value: bytes) -> bytes:
@@ -257,7 +257,7 @@ def test_places_without_an_end_are_told_within_a_bound(caplog: pytest.LogCapture
     assert len(caplog.messages) == 100
 
 
-def test_what_the_limit_kept_back_is_told_at_the_next_interval_and_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_held_back_lines_are_summed_up_later(caplog: pytest.LogCaptureFixture) -> None:
     clock = SimpleNamespace(now=100.0)
     app = app_of(on_error=skip)
     app.process("other", to="out", on_error=dlq)(upper)
@@ -428,7 +428,7 @@ def failing(times: int) -> Callable[[bytes], bytes]:
     return function
 
 
-def test_a_retry_hands_the_record_out_again_after_its_back_off_until_it_passes() -> None:
+def test_retry_repeats_a_record_after_its_backoff() -> None:
     txn = Txn()
     halts = run_through(Handler(app_of(failing(2), retry(2, backoff_ms=50))), records(*VALUES), txn)
     assert halts == [Halt(1, None, 0.05), Halt(0, None, 0.1), Halt(2, None, 0.05), Halt(0, None, 0.1)]
@@ -437,9 +437,7 @@ def test_a_retry_hands_the_record_out_again_after_its_back_off_until_it_passes()
 
 
 @pytest.mark.parametrize(("raised", "tries"), [(TimeoutError, 2), (ConnectionError, 2), (ValueError, 0)])
-def test_a_retry_on_named_errors_leaves_all_others_to_the_last_policy_at_once(
-    raised: type[Exception], tries: int
-) -> None:
+def test_retry_of_named_errors_leaves_others_to_the_next_policy(raised: type[Exception], tries: int) -> None:
     def fails(value: bytes) -> bytes:
         raise raised("not now")
 
@@ -539,7 +537,7 @@ def test_a_batch_that_fails_is_run_again_record_by_record(policy: Policy) -> Non
     assert (txn.skipped, txn.dead_letters) == ((2, 0) if policy is skip else (0, 2))
 
 
-def test_a_record_of_a_batch_that_is_tried_again_is_tried_alone_and_the_rest_at_once() -> None:
+def test_retried_record_of_a_batch_runs_alone() -> None:
     calls: list[int] = []
     txn = Txn()
     handler = Handler(batch_app(retry(1, then=skip), calls))
@@ -581,7 +579,7 @@ def test_what_a_feed_waits_for_room_is_no_time_of_the_function(monkeypatch: pyte
     assert handler.open_s(txn, clock.now) == 1
 
 
-def test_a_transaction_whose_first_feed_ends_in_a_failed_send_was_open_all_the_same() -> None:
+def test_failed_first_send_opens_the_transaction() -> None:
     """Its loss is to be blamed on the function that took so long."""
     clock = SimpleNamespace(now=0.0)
 
@@ -618,7 +616,7 @@ def test_a_transaction_is_open_from_its_first_output_on(several: bool) -> None:
     assert handler.open_s(txn, clock.now) == 0
 
 
-def test_a_delivery_that_failed_is_not_taken_for_the_record_that_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delivery_error_is_not_the_present_records_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_produce_error(error: Exception, send: Send) -> None:
         raise CallFailed("delivery", Action.POISON, error)
 
@@ -629,7 +627,7 @@ def test_a_delivery_that_failed_is_not_taken_for_the_record_that_is_being_sent(m
     assert txn.failure.record is None
 
 
-def test_of_which_record_of_a_batch_a_refused_send_is_nobody_claims_to_know() -> None:
+def test_refused_send_of_a_batch_names_no_record() -> None:
     for values, known in (((b"a", b"b"), False), ((b"b",), True)):
         txn = Txn(refuses=[b"B"])
         Handler(batch_app(skip)).handle(txn, records(*values))
@@ -693,7 +691,7 @@ def test_a_refused_record_is_tried_again_under_retry() -> None:
     assert (again.values, again.skipped) == ([b"C"], 1)
 
 
-def test_a_dead_letter_that_is_refused_stops_the_run_instead_of_coming_round_for_ever() -> None:
+def test_refused_dead_letter_stops_the_run() -> None:
     handler = Handler(app_of(on_error=dlq))
     given = records(b"a", b"bad", b"c")
     txn = Txn(refuses=[b"bad"])
@@ -708,7 +706,7 @@ def test_a_dead_letter_that_is_refused_stops_the_run_instead_of_coming_round_for
     assert isinstance(halt.error.__cause__, DeadLetterRefused)
 
 
-def test_an_output_that_is_refused_is_not_taken_for_the_dead_letter_of_an_earlier_attempt() -> None:
+def test_refused_output_is_not_an_earlier_dead_letter() -> None:
     handler = Handler(app_of(failing(1), dlq))
     given = records(b"bad")
     assert handler.handle(Txn(), given) is None  # its dead letter was sent; that transaction is aborted for some reason
@@ -723,7 +721,7 @@ def test_an_output_that_is_refused_is_not_taken_for_the_dead_letter_of_an_earlie
 
 @pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
 @pytest.mark.parametrize("policy", [skip, dlq, retry(1, then=dlq)], ids=repr)
-def test_many_refused_records_in_one_transaction_are_found_one_after_the_other(policy: Policy, batch: bool) -> None:
+def test_several_refused_records_are_found_one_after_the_other(policy: Policy, batch: bool) -> None:
     app = batch_app(policy) if batch else app_of(on_error=policy)
     given = records(b"a", b"r1", b"b", b"r2", b"bad", b"r3", b"c")
     handler, attempts = Handler(app), 0
@@ -760,7 +758,7 @@ def test_refusals_of_partitions_that_the_group_took_away_are_forgotten() -> None
 # ---- lineage ---------------------------------------------------------------------------------------------------------
 
 
-def test_lineage_counts_a_dead_letter_as_an_output_and_a_skipped_record_as_a_filtered_one() -> None:
+def test_lineage_counts_dead_letters_and_skipped_records() -> None:
     app = App("app")
     app.process("in", to="out", on_error=dlq)(upper)
     app.process("other", to="out", on_error=skip)(upper)
@@ -778,7 +776,7 @@ def test_lineage_counts_a_dead_letter_as_an_output_and_a_skipped_record_as_a_fil
     assert txn.sends[1][0] == "in.dlq"
 
 
-def test_with_lineage_too_a_stop_iteration_out_of_a_function_is_no_end_of_the_records() -> None:
+def test_stop_iteration_with_lineage_does_not_end_the_records() -> None:
     def first(value: bytes) -> bytes:
         return next(iter([value] if value != b"empty" else []))
 
@@ -797,9 +795,7 @@ PLANS = st.lists(st.integers(0, 4), max_size=30)  # how often each record fails;
 
 
 @given(PLANS, st.sampled_from([skip, dlq, retry(2, then=skip), retry(3, then=dlq)]), st.integers(1, 7), st.booleans())
-def test_every_record_leads_to_its_output_its_dead_letter_or_nothing_once_and_in_order(
-    plan: list[int], policy: Policy, slice_size: int, batch: bool
-) -> None:
+def test_every_record_has_one_outcome_in_order(plan: list[int], policy: Policy, slice_size: int, batch: bool) -> None:
     failures = [0] * len(plan)
 
     def function(record: Record) -> Out:
@@ -834,7 +830,7 @@ def test_every_record_leads_to_its_output_its_dead_letter_or_nothing_once_and_in
 # ---- eos.testing.run -------------------------------------------------------------------------------------------------
 
 
-def test_without_a_broker_an_app_runs_with_its_decoding_policies_and_outputs() -> None:
+def test_offline_run_applies_decoding_policies_and_outputs() -> None:
     app = App("app")
 
     @app.process("orders", to=["doubled", "copies"], on_error=retry(2, then=dlq))
@@ -878,7 +874,7 @@ def starred(value: object) -> bytes:
     return f"*{value}*".encode()
 
 
-def test_an_own_decoder_makes_what_the_function_gets_and_an_own_encoder_all_that_is_sent() -> None:
+def test_own_decoder_and_encoder_are_used() -> None:
     app = app_of(lambda text: [text, Out(b"bytes too"), None, Out(None)], decode=reversed_bytes, encode=starred)
     assert handled(app, b"abc").values == [b"*cba*", b"*b'bytes too'*", None]
     batch = App("batch")

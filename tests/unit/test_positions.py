@@ -72,7 +72,7 @@ def test_what_the_client_delivers_again_is_dropped_and_counted() -> None:
     assert known.take(9) == records(A, 5, 6), "a rewind's records are no repeated ones"
 
 
-def test_a_rewind_goes_back_to_where_the_transaction_began_in_each_partition() -> None:
+def test_rewind_returns_to_the_transactions_start_in_each_partition() -> None:
     known = positions(*records(A, 4, 5), *records(B, 7), *records(A, 9))
     known.take(2)
     known.take(1)
@@ -80,7 +80,7 @@ def test_a_rewind_goes_back_to_where_the_transaction_began_in_each_partition() -
     assert (len(known), known.taken, known.offsets()) == (0, 0, {}), "what waited of A comes again behind the rest"
 
 
-def test_a_rewind_leaves_partitions_alone_that_the_transaction_did_not_touch() -> None:
+def test_rewind_leaves_untouched_partitions_alone() -> None:
     known = positions(*records(A, 4), *records(B, 7), *records(A, 5), *records(B, 8))
     known.reach_end(B, 9)
     known.take(1)
@@ -89,14 +89,14 @@ def test_a_rewind_leaves_partitions_alone_that_the_transaction_did_not_touch() -
     assert known.offsets() == {B: 9}
 
 
-def test_a_rewind_goes_back_to_the_transactions_first_record_not_to_the_last_commit() -> None:
+def test_rewind_returns_to_the_first_record_not_the_last_commit() -> None:
     """A partition can begin at "the beginning", which is no offset that could be fetched again."""
     known = positions(*records(A, 40, 41), a=0)
     known.take(2)
     assert known.rewind() == {A: 40}
 
 
-def test_after_a_commit_a_rewind_goes_back_to_the_next_transactions_beginning() -> None:
+def test_rewind_after_a_commit_returns_to_the_next_transactions_start() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(1)
     commit(known)
@@ -104,7 +104,7 @@ def test_after_a_commit_a_rewind_goes_back_to_the_next_transactions_beginning() 
     assert known.rewind() == {A: 1}
 
 
-def test_an_end_that_was_seen_is_not_committed_before_the_records_of_a_rewind_came_again() -> None:
+def test_known_end_is_not_committed_before_rewound_records() -> None:
     known = positions(*records(A, 0, 1))
     known.reach_end(A, 5)
     known.take(2)
@@ -157,7 +157,7 @@ def test_what_a_caller_does_to_the_list_of_a_batch_changes_no_offset() -> None:
     assert (known.taken, known.offsets()) == (2, {A: 2})
 
 
-def test_records_given_back_are_not_in_the_offsets_and_come_first_next_time() -> None:
+def test_records_given_back_are_excluded_and_taken_next() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(3)
     known.give_back(2)
@@ -166,7 +166,7 @@ def test_records_given_back_are_not_in_the_offsets_and_come_first_next_time() ->
     assert known.take(3) == records(A, 1, 2)
 
 
-def test_a_partition_all_of_whose_taken_records_were_given_back_is_not_in_the_offsets() -> None:
+def test_partition_given_back_completely_has_no_offset() -> None:
     known = positions(*records(A, 0), *records(B, 0))
     known.take(2)
     known.give_back(1)
@@ -224,7 +224,7 @@ def test_a_lost_partition_is_forgotten_and_the_others_stay() -> None:
     assert A not in known.committed
 
 
-def test_a_lost_partition_with_taken_records_asks_for_an_abort_and_its_records_are_gone_after_it() -> None:
+def test_lost_partition_with_taken_records_requires_an_abort() -> None:
     known = positions(*records(A, 0, 1), *records(B, 0, 1))
     known.take(3)
     assert known.forget([A])
@@ -233,7 +233,7 @@ def test_a_lost_partition_with_taken_records_asks_for_an_abort_and_its_records_a
     assert len(known) == 0
 
 
-def test_records_of_a_lost_partition_that_are_given_back_are_not_handed_out_again() -> None:
+def test_given_back_records_of_a_lost_partition_are_dropped() -> None:
     known = positions(*records(A, 0, 1), *records(B, 0))
     known.take(3)
     known.forget([A])
@@ -242,7 +242,7 @@ def test_records_of_a_lost_partition_that_are_given_back_are_not_handed_out_agai
     assert known.take(9) == records(B, 0)
 
 
-def test_a_partition_that_was_lost_and_came_back_has_each_record_once_after_the_abort() -> None:
+def test_lost_partition_that_returns_has_each_record_once() -> None:
     known = positions(*records(A, 0, 1))
     known.take(2)
     known.forget([A])
@@ -260,33 +260,33 @@ def test_an_unknown_outcome_leaves_a_lost_partition_alone() -> None:
     assert known.committed == {B: 1}
 
 
-def test_a_partition_that_comes_back_begins_at_its_new_start_without_old_records() -> None:
+def test_returning_partition_starts_without_old_records() -> None:
     known = positions(*records(A, 0, 1))
     known.reach_end(A, 2)
     known.assign({A: 2})
     assert (len(known), known.committed[A], known.offsets()) == (0, 2, {})
 
 
-def test_an_unknown_outcome_that_was_a_commit_goes_on_behind_what_was_committed() -> None:
+def test_unknown_outcome_that_committed_continues_after_it() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
     assert known.resolve({A: 2}) == {A: 2}
     assert (known.taken, known.committed[A]) == (0, 2)
 
 
-def test_an_unknown_outcome_that_was_an_abort_goes_back_to_the_transactions_beginning() -> None:
+def test_unknown_outcome_that_aborted_returns_to_the_start() -> None:
     known = positions(*records(A, 6, 7), a=4)
     known.take(2)
     assert known.resolve({A: 4}) == {A: 6}
 
 
-def test_without_a_committed_offset_an_unknown_outcome_goes_back_to_the_transactions_start() -> None:
+def test_unknown_outcome_without_offset_returns_to_the_start() -> None:
     known = positions(*records(A, 4, 5), a=4)
     known.take(1)
     assert (known.resolve({A: None}), known.committed[A]) == ({A: 4}, 4)
 
 
-def test_an_offset_that_a_late_commit_moved_back_does_not_bring_committed_records_back() -> None:
+def test_offset_moved_back_does_not_repeat_committed_records() -> None:
     known = positions(*records(A, 0, 1, 2, 3))
     known.take(2)
     commit(known)
@@ -294,7 +294,7 @@ def test_an_offset_that_a_late_commit_moved_back_does_not_bring_committed_record
     assert (known.resolve({A: 1}), known.committed[A]) == ({A: 2}, 2)
 
 
-def test_each_partition_of_an_unknown_outcome_is_resolved_by_its_own_offset() -> None:
+def test_unknown_outcome_is_resolved_for_each_partition() -> None:
     known = positions(*records(A, 0, 1), *records(B, 0, 1))
     known.take(4)
     assert known.resolve({A: 2, B: 0}) == {A: 2, B: 0}

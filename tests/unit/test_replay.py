@@ -56,7 +56,7 @@ def test_a_letter_is_the_record_that_failed_again_and_again() -> None:
         assert summary(letter) == ("orders[3]@17", "", "KeyError", str(replays), replays)
 
 
-def test_what_no_worker_wrote_is_taken_as_it_lies_there_and_named_by_where_that_is() -> None:
+def test_foreign_dead_letter_is_taken_unchanged() -> None:
     strange = [("eos-dlq-partition", b"x"), ("eos-dlq-offset", None)]
     letter = letter_of(Record("orders.dlq", 1, 5, 9, None, None, strange))
     assert letter.record == Record("orders", 1, 5, 9, headers=strange)
@@ -135,7 +135,7 @@ def test_what_is_noted_beside_an_offset_is_read_by_this_version_only() -> None:
         Done.read(3, '{"v":2,"more":1}')
 
 
-def test_letters_of_other_apps_lie_in_our_pieces_and_take_no_room_of_their_own() -> None:
+def test_dead_letters_of_other_apps_take_no_room_in_metadata() -> None:
     def at(offset: int, app: str) -> DeadLetter:
         sent = make_dead_letter(msgspec.structs.replace(RECORD, offset=offset), ValueError("why"), app=app)
         return letter_of(read(sent, offset))

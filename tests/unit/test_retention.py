@@ -57,7 +57,7 @@ def test_topics_that_delete_nothing_by_age_are_not_warned_of(kept: Any, caplog: 
     assert caplog.messages == []
 
 
-def test_records_of_other_functions_and_without_a_timestamp_are_not_warned_of() -> None:
+def test_records_of_other_functions_or_without_time_cause_no_warning() -> None:
     look = retention(out=WEEK)
     assert not look.is_exceeded(record(100 * WEEK_MS, "other"), NOW_S)
     assert not look.is_exceeded(Record("in", 0, 0, -1, value=b"v"), NOW_S)

@@ -48,7 +48,7 @@ def test_a_replaced_client_is_destroyed_without_the_garbage_collector() -> None:
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_client_in_which_a_call_hangs_is_read_until_it_returns_and_then_destroyed(
+def test_client_with_a_hung_call_is_drained_and_then_destroyed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "ABANDONED_POLL_S", 0.01)
@@ -65,7 +65,7 @@ def test_a_client_in_which_a_call_hangs_is_read_until_it_returns_and_then_destro
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_client_whose_call_failed_is_destroyed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_with_a_failed_call_is_destroyed_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_LOOKS_UNTIL_COLLECTED", -1)
     transactional = TransactionalProducer(Settings(NOBODY | {"eos.call.timeout.ms": "100"}), "t")
     client = with_a_client(transactional)
@@ -78,7 +78,7 @@ def test_a_client_whose_call_failed_is_destroyed_without_the_garbage_collector(m
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_client_that_something_holds_is_read_and_a_circle_is_collected_in_the_end(
+def test_referenced_client_is_drained_and_collected_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "ABANDONED_POLL_S", 0.01)

@@ -252,7 +252,7 @@ def test_what_happens_during_the_init_is_no_sign() -> None:
 # ---- cuts (facts/client-behaviour.md, H3) ------------------------------------------------------------------
 
 
-def test_a_cut_after_add_partitions_is_seen_by_the_connection_though_every_call_was_fast() -> None:
+def test_cut_after_add_partitions_shows_in_the_connection() -> None:
     evidence = healthy()
     evidence.add_statistics(statistics(connects=2, disconnects=1))
     took(evidence, "send_offsets", 1.3)
@@ -280,7 +280,7 @@ def test_a_cut_after_any_other_request_is_seen_by_time_alone(call: str, took_ms:
     assert evidence.reason.startswith(f"{call} took {took_ms} ms: it may have been sent twice")
 
 
-def test_more_end_txn_requests_than_transactions_are_a_sign_even_in_the_first_snapshot() -> None:
+def test_extra_end_txn_is_evidence_in_the_first_statistics() -> None:
     evidence = RetryEvidence()
     evidence.expect_end_txn()
     evidence.add_statistics(statistics(end_txn=2))
@@ -455,7 +455,7 @@ def test_statistics_of_a_call_that_still_runs_are_not_those_from_before_it() -> 
     assert AGAIN in evidence.reason
 
 
-def test_send_offsets_is_judged_while_the_commit_behind_it_runs_and_the_commit_by_what_was_before_both() -> None:
+def test_send_offsets_is_decided_while_the_commit_runs() -> None:
     evidence = RetryEvidence(one_clock=True)
     evidence.add_statistics(counted(BEFORE, 0))
     evidence.begin_call()
@@ -470,7 +470,7 @@ def test_send_offsets_is_judged_while_the_commit_behind_it_runs_and_the_commit_b
     assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
-def test_no_statistics_in_time_convict_and_so_does_a_clock_that_is_not_ours() -> None:
+def test_missing_statistics_or_another_clock_count_as_a_retry() -> None:
     evidence = suspected("commit", counted(BEFORE, 0))
     evidence.stop_waiting()
     assert evidence.reason == (
@@ -514,7 +514,7 @@ def test_the_fastest_retry_is_eighty_percent_of_the_backoff(call: str, backoff_m
     assert evidence.reason is not None
 
 
-def test_a_long_backoff_does_not_hide_a_txn_offset_commit_that_is_retried_after_its_fixed_500_ms() -> None:
+def test_long_backoff_does_not_hide_a_txn_offset_commit_retry() -> None:
     evidence = RetryEvidence(1_000)
     took(evidence, "commit", 508)
     assert evidence.reason is None, "EndTxn itself waits for retry.backoff.ms"

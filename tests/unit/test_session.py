@@ -46,7 +46,7 @@ def commit_one(session: TransactSession, taken: int = 0) -> None:
     session._loop._succeeded(Commit(sent, offsets, taken, 1.0, job))
 
 
-def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begins_the_count_anew() -> None:
+def test_rebuilds_without_a_commit_are_limited() -> None:
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     session._parts.fetcher._group_consumer = SimpleNamespace(start_offsets=SimpleNamespace(committed=lambda: None))  # type: ignore[assignment]
     rebuild(session, MOST_REBUILDS)
@@ -57,7 +57,7 @@ def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begi
     assert session.counters.rebuilds_by_cause == {"timeout": 2 * MOST_REBUILDS + 1}
 
 
-def test_what_a_feed_sent_before_its_send_failed_is_told_and_its_records_lead_nowhere() -> None:
+def test_feed_after_a_failed_send_is_ignored() -> None:
     """A worker measures by it for how long the broker has known of the transaction."""
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     failed = CallFailed("produce", Action.REBUILD, RuntimeError("timed out"))
@@ -106,7 +106,7 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
     assert session._parts.pacing.limit == 2, "and then they grow again"
 
 
-def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_rebalance_abort_is_logged_as_info_until_it_repeats(caplog: pytest.LogCaptureFixture) -> None:
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict)
     group_consumer: Any = SimpleNamespace(seek=lambda targets: None)

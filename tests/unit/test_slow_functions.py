@@ -95,9 +95,7 @@ def test_who_loses_nothing_is_never_stopped_and_never_told_of_a_loss(
         (20.0, "max.poll.interval.ms=12000 and transaction.timeout.ms=2000: raise both"),
     ],
 )
-def test_the_same_record_lost_twice_is_an_error_with_function_place_and_setting(
-    took_s: float, longer_than: str
-) -> None:
+def test_record_lost_twice_is_an_error_with_the_setting(took_s: float, longer_than: str) -> None:
     session = Session()
     session.slow(records(7))
     session.lost()
@@ -121,7 +119,7 @@ def test_a_record_that_was_lost_alone_is_known_until_it_is_committed() -> None:
     assert not session.slow_functions.has_slow_records
 
 
-def test_a_record_that_was_lost_once_and_is_slow_but_kept_then_stops_nobody() -> None:
+def test_record_lost_once_and_then_committed_stops_no_worker() -> None:
     session = Session()
     session.slow(records(7))
     session.lost()
@@ -137,7 +135,7 @@ def test_other_records_are_a_first_time_of_their_own() -> None:
         session.lost()
 
 
-def test_many_records_of_a_function_of_one_prove_nothing_and_are_run_one_by_one_until_they_passed() -> None:
+def test_slow_slice_of_single_records_runs_one_by_one() -> None:
     session = Session()
     many = [*records(5, 6, 7), *records(3, partition=1)]
     session.slow(many)
@@ -163,7 +161,7 @@ def test_partitions_that_the_group_took_away_are_not_waited_for() -> None:
 @pytest.mark.parametrize(("made", "setting"), [
     (route(batch=True), "eos.batch.max.records=250"), (route(function=one), "eos.async.max.records=100")
 ])  # fmt: skip
-def test_a_batch_that_comes_again_and_is_lost_again_names_how_to_make_it_smaller(made: Route, setting: str) -> None:
+def test_batch_lost_twice_names_the_batch_size_setting(made: Route, setting: str) -> None:
     session = Session()
     session.slow([*records(5, 6), *records(3, 4, partition=1)], made)
     session.lost()

@@ -38,7 +38,7 @@ def records(*headers: Any, first: int = 0) -> list[Record]:
     return [Record("in", 0, first + number, value=b"v", headers=given) for number, given in enumerate(headers)]
 
 
-def test_a_committed_transaction_is_a_span_with_its_records_and_links_to_their_traces(exported: Any) -> None:
+def test_committed_transaction_is_a_span_with_links(exported: Any) -> None:
     spans = Spans({"eos.transactional_id": "app-one"})
     with spans.handling():
         traced = [("traceparent", PARENT), ("tracestate", b"v=1")]
@@ -77,7 +77,7 @@ def test_spans_of_a_function_lie_in_the_transaction_s(exported: Any) -> None:
     assert query.parent.span_id == transaction.context.span_id
 
 
-def test_spans_of_coroutines_lie_in_no_transaction_s_rather_than_in_that_of_an_earlier_one(exported: Any) -> None:
+def test_coroutine_spans_have_no_earlier_transaction_as_parent(exported: Any) -> None:
     from opentelemetry import trace
 
     async def queries(record: Record) -> None:

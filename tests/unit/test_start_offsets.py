@@ -41,7 +41,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return said
 
 
-def test_a_place_that_another_member_committed_between_the_two_questions_is_not_called_forgotten(
+def test_offset_committed_between_two_queries_is_not_forgotten(
     notes: dict[str, Any],
 ) -> None:
     """Seen with a worker that stood still behind the first one: it ended with 66, and took its supervisor along."""

@@ -13,7 +13,7 @@ from eos.session.session import TransactSession
 from tests.unit.test_world import ALL, SETTINGS, Script
 
 
-def test_a_stop_in_the_body_lets_the_open_transaction_end_and_no_other_begin() -> None:
+def test_stop_in_the_body_ends_after_the_open_transaction() -> None:
     script = Script()
     with TransactSession(SETTINGS, ["in"], world=script.world) as session:
         for txn in session:
@@ -65,7 +65,7 @@ def test_the_first_signal_behind_a_stop_of_the_code_is_no_second_one() -> None:
     assert script.visible == ALL[:5]
 
 
-def test_the_timer_of_the_application_is_its_own_unless_a_signal_comes_and_given_back_then() -> None:
+def test_applications_timer_is_restored_after_a_signal() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
     try:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.suites import __main__ as runner
 from tests.suites.changes import LANDED, since_the_last_landing
+from tests.suites.marks import unit_of
 from tests.suites.table import DEEP, EVERY, STATEFUL, SUITES, Suite, deep_for, joined
 
 ROOT = Path(__file__).parents[2]
@@ -135,13 +136,12 @@ def test_every_path_of_the_tables_is_there() -> None:
 SHOW = """
 def pytest_collection_finish(session):
     for item in session.items:
-        groups = [mark.args[0] for mark in item.iter_markers("xdist_group")]
-        print("collected", item.name, *groups)
+        print("collected", item.name)
 """
 
 
-def collect(tmp_path: Path, folder: str, code: str, *arguments: str, **environment: str) -> list[list[str]]:
-    """Return the names of the tests in `code` that pytest would run in this folder of tests, each with its group."""
+def collect(tmp_path: Path, folder: str, code: str, *arguments: str, **environment: str) -> list[str]:
+    """Return the names of the tests in `code` that pytest would run in this folder of tests, in order."""
     tests = tmp_path / "tests"
     (tests / folder).mkdir(parents=True)
     (tests / folder / "test_it.py").write_text(code)
@@ -157,7 +157,7 @@ def collect(tmp_path: Path, folder: str, code: str, *arguments: str, **environme
         text=True,
         check=False,
     )
-    return [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("collected ")]
+    return [line.split()[1] for line in done.stdout.splitlines() if line.startswith("collected ")]
 
 
 MARKED = """
@@ -166,9 +166,9 @@ import pytest
 @pytest.mark.deep
 def test_deep(): pass
 
-@pytest.mark.deep_for("3.9*")
-@pytest.mark.parametrize("version", ["3.9.2", "4.4.0"])
-def test_one(version): pass
+@pytest.mark.deep_for("one*")
+@pytest.mark.parametrize("which", ["one", "two"])
+def test_one(which): pass
 
 @pytest.mark.takes(9)
 def test_longest(): pass
@@ -178,12 +178,12 @@ def test_plain(): pass
 
 
 def test_deep_marks_apply_to_tests_and_parameters(tmp_path: Path) -> None:
-    assert [name for name, *_ in collect(tmp_path, "shim", MARKED, "-m", "deep")] == ["test_deep", "test_one[3.9.2]"]
+    assert collect(tmp_path, "shim", MARKED, "-m", "deep") == ["test_deep", "test_one[one]"]
 
 
 def test_longest_tests_begin_first(tmp_path: Path) -> None:
-    rest = ["test_deep", "test_one[3.9.2]", "test_one[4.4.0]", "test_plain"]
-    assert [name for name, *_ in collect(tmp_path, "shim", MARKED)] == ["test_longest", *rest]
+    rest = ["test_deep", "test_one[one]", "test_one[two]", "test_plain"]
+    assert collect(tmp_path, "shim", MARKED) == ["test_longest", *rest]
 
 
 def test_stateful_run_makes_broker_tests_deep(tmp_path: Path) -> None:
@@ -215,29 +215,9 @@ def test_without_a_base_everything_is_run(landed: str, repository: Path) -> None
     assert "everything" in why
 
 
-SHARING = """
-import pytest
-
-@pytest.fixture(scope="module")
-def made(): return 1
-
-@pytest.fixture
-def kafka392(): return 1
-
-def test_of_module(made): pass
-def test_of_older_broker(kafka392): pass
-@pytest.mark.parametrize("version", ["3.9.2", "4.4.0"])
-def test_of_version(version): pass
-def test_alone(): pass
-"""
-
-
-def test_tests_that_share_fixtures_run_in_one_process(tmp_path: Path) -> None:
-    assert collect(tmp_path, "shim", SHARING) == [
-        ["test_of_module", "tests/shim/test_it.py"],
-        ["test_of_older_broker", "3.9.2"],
-        ["test_of_version[3.9.2]", "3.9.2"],
-        ["test_of_version[4.4.0]"],
-        ["test_alone"],
-    ]
-    assert {group for _, group in collect(tmp_path / "more", "unit", SHARING)} == {"tests/unit/test_it.py"}
+def test_tests_that_share_fixtures_of_a_module_stay_together() -> None:
+    assert unit_of("tests/broker/test_security.py::test_a[x]") == "tests/broker/test_security.py"
+    assert unit_of("tests/broker/test_topic.py::test_a[x]") == "tests/broker/test_topic.py::test_a[x]"
+    assert unit_of("tests/unit/test_cli.py::test_a") == "tests/unit/test_cli.py"
+    older = unit_of("tests/broker/test_restart.py::test_a[kafka392]")
+    assert older == unit_of("tests/broker/test_topic.py::test_b[3.9.2]")

@@ -96,7 +96,7 @@ def test_a_code_that_a_restart_cannot_mend_stops_all(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [75, -signal.SIGKILL, -signal.SIGSEGV])
-def test_temporary_and_a_signal_that_killed_it_are_started_again_unless_all_stop(code: int) -> None:
+def test_worker_restarts_after_temporary_errors_and_kills(code: int) -> None:
     assert after(code, stopping=False) is After.RESTART
     assert after(code, stopping=True) is After.DONE
 
@@ -135,7 +135,7 @@ def test_another_code_stops_the_others_and_is_the_supervisors(tmp_path: Path) ->
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 2)
 
 
-def test_the_breaker_gives_up_a_worker_that_never_settles_with_75_and_stops_the_others(tmp_path: Path) -> None:
+def test_worker_that_never_settles_stops_all_with_75(tmp_path: Path) -> None:
     supervisor = supervise(tmp_path, {"a": ["run"], "b": ["75"]})
     with pytest.raises(GaveUp, match=r"worker b ended 9 times in a row .* the last time with exit code 75") as gave_up:
         supervisor.run()

@@ -94,9 +94,7 @@ def attempt(worker: Worker, clock: Clock, given: list[Record], outcome: Outcome 
     return list(txn.waiting)
 
 
-def test_what_comes_before_a_known_slow_batch_is_committed_and_the_batch_is_first_in_a_transaction_of_its_own(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_known_slow_batch_gets_its_own_transaction(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     worker = worker_of(clock, {"quick": 0.001, "batches": 3.0})
     given = [*records("a", 2), *records("b", 5)]
     attempt(worker, clock, given)
@@ -129,7 +127,7 @@ def test_of_two_functions_the_slow_one_is_blamed_with_its_own_remedy(clock: Cloc
     assert "or lower eos.batch.max.records=3" in str(e.value)
 
 
-def test_of_two_functions_one_that_takes_single_records_is_found_by_running_them_alone(clock: Clock) -> None:
+def test_slow_function_of_two_is_found_one_by_one(clock: Clock) -> None:
     worker = worker_of(clock, {"quick": 61.0, "batches": 0.001})
     given = [*records("b", 3), *records("a", 2)]
     attempt(worker, clock, given)  # all at once
@@ -141,9 +139,7 @@ def test_of_two_functions_one_that_takes_single_records_is_found_by_running_them
         attempt(worker, clock, left)
 
 
-def test_where_no_call_was_too_slow_by_itself_nobody_is_blamed_and_records_are_run_alone(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slow_slice_without_a_slow_call_runs_one_by_one(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     seconds = {"quick": 0.6, "batches": 0.6}
     worker = worker_of(clock, seconds)
     given = [*records("b", 9), *records("a", 2)]
@@ -157,9 +153,7 @@ def test_where_no_call_was_too_slow_by_itself_nobody_is_blamed_and_records_are_r
     assert not worker._slow_functions.runs_one_by_one
 
 
-def test_a_slice_of_one_of_several_functions_is_not_blamed_on_a_batch_that_was_fast_enough(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fast_batch_is_not_blamed_for_a_slow_slice(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     worker = worker_of(clock, {"batches": 0.6})
     for _ in range(2):
         with caplog.at_level(logging.WARNING, "eos"):
@@ -167,9 +161,7 @@ def test_a_slice_of_one_of_several_functions_is_not_blamed_on_a_batch_that_was_f
     assert "batches took 3.0 s for 15 records" in caplog.text
 
 
-def test_a_slow_first_record_of_a_transaction_loses_nothing_and_is_not_told(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slow_first_record_is_neither_lost_nor_logged(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """The broker's clock begins with the first output."""
     worker = worker_of(clock, {"quick": 3.0, "batches": 3.0})
     worker._sizes._single = 1
@@ -181,9 +173,7 @@ def test_a_slow_first_record_of_a_transaction_loses_nothing_and_is_not_told(
     assert caplog.messages == []
 
 
-def test_a_slow_record_behind_one_that_was_sent_may_be_lost_and_is_told_so_until_it_is(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slow_record_after_a_sent_one_is_logged(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     seconds = {"quick": 0.001, "batches": 3.0}
     worker = worker_of(clock, seconds)
     given = [*records("a", 2), *records("b", 3)]

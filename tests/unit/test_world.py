@@ -372,7 +372,7 @@ def test_participant_that_writes_alone_commits_the_unmoved_offset() -> None:
     assert script.calls[-4:] == ["begin", "flush", "offsets", "commit"]
 
 
-def test_it_is_counted_how_long_commits_took_and_how_old_their_first_records_were_by_then() -> None:
+def test_commit_time_and_record_age_are_counted() -> None:
     script = Script()
     script.when["commit"] = lambda: script.passes(3)
     session = copied(script)
@@ -465,7 +465,7 @@ def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
     ]
 
 
-def test_an_abort_whose_consumer_cannot_go_back_is_one_rebuild_and_no_abort() -> None:
+def test_abort_with_a_failed_seek_counts_as_one_rebuild() -> None:
     script = Script()
     script.fails["offsets"] = KafkaError(KafkaError._TIMED_OUT, "scripted", txn_requires_abort=True), False
     script.fails["seek"] = KafkaError(KafkaError._STATE, "scripted"), False
@@ -474,7 +474,7 @@ def test_an_abort_whose_consumer_cannot_go_back_is_one_rebuild_and_no_abort() ->
     assert (session.counters.transactions, session.counters.aborts, session.counters.rebuilds) == (2, 0, 1)
 
 
-def test_who_has_to_join_again_does_not_take_its_id_back_from_a_newer_instance() -> None:
+def test_rejoin_does_not_take_the_id_from_a_newer_instance() -> None:
     script = Script()
     script.fails["offsets"] = KafkaError(KafkaError._TIMED_OUT, "scripted", txn_requires_abort=True), False
     script.fails["seek"] = KafkaError(KafkaError._STATE, "scripted"), False
@@ -485,7 +485,7 @@ def test_who_has_to_join_again_does_not_take_its_id_back_from_a_newer_instance()
     assert (script.visible, script.outcomes) == ([], ["aborted"])
 
 
-def test_a_transaction_that_was_given_up_for_an_interrupt_in_its_body_says_so() -> None:
+def test_transaction_interrupted_in_its_body_reports_the_abort() -> None:
     script = Script()
     session = TransactSession(SETTINGS | {"eos.transaction.max.records": 20}, ["in"], world=script.world)
     with session:
@@ -521,9 +521,7 @@ CALLS = ("begin", "flush", "offsets", "commit", "consume", "assign", "committed"
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
-def test_a_loop_that_is_interrupted_at_a_call_and_entered_again_loses_and_doubles_nothing(
-    name: str, nth: int, when: str, again: bool
-) -> None:
+def test_loop_interrupted_at_any_call_loses_and_doubles_nothing(name: str, nth: int, when: str, again: bool) -> None:
     """In mid-call, and in the recovery from it; an abort among them, so that each call is made."""
     script = Script()
     script.fails["offsets"] = KafkaError(KafkaError._TIMED_OUT, "scripted", txn_requires_abort=True), False

@@ -12,18 +12,18 @@ Names do not show who is a member: "orders-eu-a" may belong to "orders-eu" or to
 transactional.id that the metadata of a committed offset of the group names, or whose open transaction contains offsets
 of this group. The cluster's transactions are listed once after a rebalance; later only those still open are described.
 
-Owns these queries and that one request. It never raises, never blocks the session's thread, and never aborts a
-transaction that the coordinator does not report as overdue.
+Owns these queries and that one request. It runs on the watcher's thread and never aborts a transaction that the
+coordinator does not report as overdue.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 
 from eos import log
 from eos.errors import EosError
 from eos.kafka.admin.transactions import log_partition_of
+from eos.kafka.admin.watcher import Check, Watcher
 from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin, ListedTransaction
 from eos.kafka.client.settings import Settings, alternate_transactional_id
 from eos.kafka.client.world import REAL, World
@@ -36,58 +36,49 @@ _MARGIN_S = 15.0
 _STALE_S = 0.25  # an answer older than this is not acted on
 
 
-class OverdueTransactionWatcher:
-    """Watches the transactions of a group's other members for one transaction timeout after each rebalance.
+class OverdueTransactions:
+    """Checks the transactions of a group's other members for one transaction timeout after each rebalance.
 
     `own`: the transactional.id of this member."""
 
-    def __init__(self, settings: Settings, group: str, own: str, world: World = REAL) -> None:
+    def __init__(self, settings: Settings, group: str, own: str, watcher: Watcher, world: World = REAL) -> None:
         self._settings, self._group, self._own, self._world = settings, group, own, world
+        self._watcher, self._check = watcher, Check(self._run, self._on_error)
         self._until = 0.0
-        self._lock = threading.Lock()
-        self._watching = False
-        self._changed = threading.Event()
-        self._stopped = False
+        self._is_rebalanced = False
+        self._watched: list[ListedTransaction] = []
+        watcher.add(self._check)
 
     def watch(self) -> None:
-        """Start watching because the group rebalanced, so a member may have died. Return at once."""
-        with self._lock:
-            self._until = self._world.now() + self._settings.transaction_timeout_ms / 1000 + _MARGIN_S
-            self._changed.set()
-            if not self._watching and not self._stopped:
-                self._watching = True
-                self._world.background("eos-overdue", self._run)
+        """Start to check because the group rebalanced, so a member may have died. Return at once."""
+        self._until = self._world.now() + self._settings.transaction_timeout_ms / 1000 + _MARGIN_S
+        self._is_rebalanced = True
+        self._watcher.wake(self._check)
 
     def stop(self) -> None:
-        self._stopped = True
-        self._changed.set()
+        self._watcher.remove(self._check)
 
-    def _run(self) -> None:
-        try:
-            with self._world.admin(self._settings) as admin:
-                self._watch(admin)
-        except EosError as error:
-            # The coordinator aborts them itself later.
-            log.debug("overdue transaction query failed", error=str(error))
-        with self._lock:
-            self._watching = False
+    def _run(self, admin: ClusterAdmin) -> float | None:
+        """Check until no transaction from the first check is open any more, or the time is over."""
+        if self._world.now() >= self._until:
+            return None
+        if self._is_rebalanced:
+            self._is_rebalanced = False
+            self._watched = self._of_others(admin)
+        else:
+            self._watched = find_still_open(admin, self._watched)
+        if not self._watched:
+            return None
+        pause_s = seconds_until_check(self._watched, self._world.unix() * 1000)
+        if pause_s <= _CHECK_INTERVAL_S:
+            for transaction in self._watched:
+                abort_if_overdue(admin, transaction, self._world.now)
+        return pause_s
 
-    def _watch(self, admin: ClusterAdmin) -> None:
-        """Watch until no transaction from the first check is open any more, or the time is over."""
-        watched: list[ListedTransaction] = []
-        pause_s = 0.0
-        while self._world.now() < self._until:
-            changed = self._changed.wait(pause_s)
-            if self._stopped:
-                return
-            self._changed.clear()
-            watched = self._of_others(admin) if changed else find_still_open(admin, watched)
-            if not watched and not self._changed.is_set():
-                return
-            pause_s = seconds_until_check(watched, self._world.unix() * 1000)
-            if pause_s <= _CHECK_INTERVAL_S:
-                for transaction in watched:
-                    abort_if_overdue(admin, transaction, self._world.now)
+    def _on_error(self, error: Exception) -> None:
+        # The coordinator aborts them itself later.
+        level = log.debug if isinstance(error, EosError) else log.warning
+        level("overdue transaction query failed", error=str(error), group=self._group)
 
     def _of_others(self, admin: ClusterAdmin) -> list[ListedTransaction]:
         wrote = transactional_ids_in(self._group, admin.committed_metadata(self._group))

@@ -3,24 +3,18 @@
 With a recreated source, the client continues at the old topic's offset and would silently skip the new topic's records
 before it (measured: librdkafka 2.16 on 4.3.1). With a recreated changelog, the App's state is lost, and a restore would
 find only later changes. A changelog that is deleted and not recreated is detected too; without its source a worker
-ends by itself. Owns the check, once a second on its own thread, and the error message. It never touches the consumer;
-the caller decides what to do.
-
-It uses kafka-python, which asks any broker and waits between two attempts to connect. librdkafka's AdminClient asks the
-broker that the previous answer named as the controller, in KRaft any broker thought to be alive. While that one is
-down, the client reconnects at every change of a connection's state, including the failure of its last attempt, and
-ignores reconnect.backoff.ms (RD_KAFKA_OP_CONNECT sets rkb_ts_reconnect to 0). Measured with each of three brokers
-killed: 3,500 attempts and 0.4 s of CPU per second, and no answer until the broker is back or five minutes have passed.
+ends by itself. Owns the check, once a second on the watcher's thread, and the error message. It never touches the
+consumer; the caller decides what to do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Collection, Iterable
 
 from eos import log
 from eos.errors import ConfigurationError, EosError, InputGone
+from eos.kafka.admin.watcher import Check, Watcher
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
@@ -30,8 +24,8 @@ _MISSING_S, _PAUSE_S = 5.0, 0.2  # a broker that has just started may not know a
 _REQUEST_TIMEOUT_S = 5.0
 
 
-class TopicIdWatcher:
-    """Checks the ids of `topics` and `changelogs` until `stop`, and calls `changed` once, on its thread.
+class TopicIds:
+    """Checks the ids of `topics` and `changelogs` until `stop`, and calls `changed` once, on the watcher's thread.
 
     `known` has the ids of earlier checks, and receives later ones."""
 
@@ -48,7 +42,7 @@ class TopicIdWatcher:
         self._settings, self._changed, self._changelogs = settings, changed, frozenset(changelogs)
         self._known: dict[str, str] = {} if known is None else known
         self._missing_since: dict[str, float] = {}
-        self._stopped = threading.Event()
+        self._check = Check(self._run, self._on_error)
         self.watch(topics)
 
     def watch(self, topics: Iterable[str]) -> None:
@@ -59,7 +53,7 @@ class TopicIdWatcher:
         """Learn the ids of the changelogs, if the cluster answers."""
         if self._changelogs:
             with contextlib.suppress(EosError):
-                self._check(admin)
+                self._find_changed(admin)
 
     def check_now(self) -> None:
         """Check on the caller's thread. Raise InputGone if a topic was recreated or a changelog deleted.
@@ -67,7 +61,7 @@ class TopicIdWatcher:
         Waits up to 5 s for a missing changelog. Returns if nothing changed or the cluster does not answer."""
         try:
             with self._world.admin(self._settings, timeout_ms=round(_REQUEST_TIMEOUT_S * 1000)) as admin:
-                while (gone := self._check(admin)) is None and self._missing_since:
+                while (gone := self._find_changed(admin)) is None and self._missing_since:
                     self._world.sleep(_PAUSE_S)
         except EosError as error:
             log.debug("topic ids unavailable", error=str(error))
@@ -75,39 +69,24 @@ class TopicIdWatcher:
         if gone is not None:
             raise gone
 
-    def start(self) -> None:
-        self._world.background("eos-topic-ids", self._run)
+    def start(self, watcher: Watcher) -> None:
+        watcher.add(self._check, 0.0)
 
-    def stop(self) -> None:
-        self._stopped.set()
+    def stop(self, watcher: Watcher) -> None:
+        watcher.remove(self._check)
 
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                # Keeps one connection for as long as the cluster answers.
-                with self._world.admin(self._settings, timeout_ms=round(_REQUEST_TIMEOUT_S * 1000)) as admin:
-                    gone = self._watch(admin)
-            except ConfigurationError as error:
-                log.debug("topic ids unavailable", error=str(error))
-                return
-            except EosError as error:
-                # The cluster does not answer: the consumer reports it where it matters.
-                log.debug("topic ids unavailable", error=str(error))
-                self._stopped.wait(INTERVAL_S)
-            else:
-                if gone is not None:
-                    self._changed(gone)
-                return
-
-    def _watch(self, admin: ClusterAdmin) -> InputGone | None:
-        """Check at intervals until a topic was recreated, or until `stop`."""
-        while not self._stopped.is_set():
-            if (gone := self._check(admin)) is not None:
-                return gone
-            self._stopped.wait(INTERVAL_S)
+    def _run(self, admin: ClusterAdmin) -> float | None:
+        if (gone := self._find_changed(admin)) is None:
+            return INTERVAL_S
+        self._changed(gone)
         return None
 
-    def _check(self, admin: ClusterAdmin) -> InputGone | None:
+    def _on_error(self, error: Exception) -> float | None:
+        # If the cluster does not answer, the consumer reports it where it matters.
+        log.debug("topic ids unavailable", error=str(error))
+        return None if isinstance(error, ConfigurationError) else INTERVAL_S
+
+    def _find_changed(self, admin: ClusterAdmin) -> InputGone | None:
         # The answer omits sources that are missing.
         found = admin.topic_ids(self._topics)
         for topic, now in found.items():

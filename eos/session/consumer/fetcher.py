@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from eos.errors import CallFailed, EosError
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
@@ -58,6 +59,7 @@ class Fetcher:
         topics: Sequence[str],
         pacing: Pacing,
         followers: Sequence[Follower],
+        watcher: Watcher,
         *,
         until_end: bool,
         stopping: Callable[[], bool],
@@ -66,6 +68,7 @@ class Fetcher:
         on_unreadable: Callable[[str, int, int, str], None],
     ) -> None:
         self._settings, self.topics, self._pacing, self._followers = settings, list(topics), pacing, followers
+        self._watcher = watcher
         self._until_end, self._stopping = until_end, stopping
         self._pulse, self._world, self._on_unreadable = pulse, world, on_unreadable
         self._by_pattern: set[str] = set()
@@ -129,6 +132,7 @@ class Fetcher:
             self._settings,
             self.topics,
             self.positions,
+            self._watcher,
             with_ends=self._until_end,
             pulse=self._pulse,
             world=self._world,

@@ -17,8 +17,9 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import hotloop, log
 from eos.errors import Action, CallFailed, ConfigurationError, describe_error
-from eos.kafka.admin.overdue import OverdueTransactionWatcher
-from eos.kafka.admin.topic_ids import TopicIdWatcher
+from eos.kafka.admin.overdue import OverdueTransactions
+from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.client_calls import call_client, guard_callbacks
 from eos.kafka.client.failures import classify
 from eos.kafka.client.headers import read_damaged_headers
@@ -68,6 +69,7 @@ class GroupConsumer:
         settings: Settings,
         topics: Sequence[str],
         positions: Positions[Record],
+        watcher: Watcher,
         *,
         with_ends: bool,
         pulse: Pulse | None = None,
@@ -103,13 +105,11 @@ class GroupConsumer:
             self.consumer = world.consumer(configuration)
         except (KafkaException, TypeError, ValueError) as error:
             raise ConfigurationError(f"the consumer's settings were refused: {describe_error(error)}") from error
-        own = str(settings.get("transactional.id", ""))
-        self._overdue = OverdueTransactionWatcher(settings, self.group, own, world) if own else None
-        self.topic_ids = TopicIdWatcher(
-            settings, self._topics, self._latch, world, changelogs, self._handover.topic_ids
-        )
+        self._watcher = watcher
+        self._overdue = OverdueTransactions(settings, self.group, settings["transactional.id"], watcher, world)
+        self.topic_ids = TopicIds(settings, self._topics, self._latch, world, changelogs, self._handover.topic_ids)
         self._lag = Lag(positions, self.group, world)
-        self._lost_assignment = LostAssignment(settings, self.group, world)
+        self._lost_assignment = LostAssignment(settings, self.group, watcher, world)
         self.queries = ClusterQueries(self.consumer, settings, self._topics, pulse or Pulse(world.now), world, stopping)
         self.start_offsets = StartOffsets(
             self.queries, settings, self._handover.from_beginning, self._handover.start_offsets, world
@@ -121,7 +121,7 @@ class GroupConsumer:
     # ---- life -------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        self.topic_ids.start()
+        self.topic_ids.start(self._watcher)
         self._subscribe()
 
     def _subscribe(self) -> None:
@@ -147,10 +147,9 @@ class GroupConsumer:
 
     def close(self, leave: bool) -> None:
         """Close the consumer. A static member stays in the group for its restart unless `leave` is set."""
-        self.topic_ids.stop()
+        self.topic_ids.stop(self._watcher)
         self._lost_assignment.stop()
-        if self._overdue is not None:
-            self._overdue.stop()
+        self._overdue.stop()
         guard = self._world.watchdog("eos-close")
         try:
             guard.call(self.consumer.close, timeout_s=_CLOSE_S)
@@ -274,8 +273,7 @@ class GroupConsumer:
             add(self._handover.rebalances, "assigned")
             if partitions:
                 self.start_offsets.restart_wait()
-                if self._overdue is not None:
-                    self._overdue.watch()  # these partitions may be those of a dead member
+                self._overdue.watch()  # these partitions may be those of a dead member
             self._lost_assignment.reset()
         except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
             self._latch(error)

@@ -3,19 +3,20 @@
 Under group.protocol=consumer (KIP-848) the coordinator sends a member's assignment when it changes, in the response to
 a heartbeat. librdkafka (2.16.0) drops a response that takes longer than the heartbeat interval, and its next heartbeat
 does not ask for the assignment again. Nobody reads those partitions, and no error says so (docs/findings.md). So after
-each late response this module asks the coordinator for the member's assignment, with an admin client of its own.
+each late response this module asks the coordinator for the member's assignment, on the watcher's thread.
 
 Owns the times of the queries and the comparison. It never touches the consumer.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from eos import log
 from eos.errors import Action, CallFailed, EosError, NotAuthorised
+from eos.kafka.admin.watcher import Check, Watcher
+from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.session.consumer.positions import TopicPartition as Partition
@@ -35,15 +36,17 @@ class Given(NamedTuple):
 
 
 class LostAssignment:
-    def __init__(self, settings: Settings, group: str, world: World) -> None:
+    def __init__(self, settings: Settings, group: str, watcher: Watcher, world: World) -> None:
         self._settings, self._group, self._world = settings, group, world
+        self._watcher, self._check = watcher, Check(self._query, self._on_error)
         self._late = 0
         self._looking = False
         self._since = 0.0  # answers to earlier queries do not count
         self._missing: dict[Partition, float] = {}  # time of the first query in a row whose answer named the partition
         self._given: Given | None = None  # not compared yet
-        self._asking = False
-        self._stopped = threading.Event()
+        self._member_id = ""  # to query; "" while no query runs
+        self._is_refused = False
+        watcher.add(self._check)
 
     def note(self, late: int) -> None:
         """Note how many responses of the coordinator came too late so far."""
@@ -68,9 +71,9 @@ class LostAssignment:
     ) -> set[Partition]:
         if not self._looking:
             return set()
-        if not self._asking and not self._stopped.is_set() and (member := member_id()):
-            self._asking = True
-            self._world.background("eos-lost-assignment", lambda: self._query(member))
+        if not self._member_id and not self._is_refused and (member := member_id()):
+            self._member_id = member
+            self._watcher.wake(self._check)
         given, self._given = self._given, None
         if given is None or given.asked_at < self._since:
             return set()
@@ -80,24 +83,21 @@ class LostAssignment:
         return {p for p, first in self._missing.items() if given.asked_at - first >= _PATIENCE_S}
 
     def stop(self) -> None:
-        self._stopped.set()
+        self._watcher.remove(self._check)
 
-    def _query(self, member_id: str) -> None:
-        try:
-            with self._world.admin(self._settings) as admin:
-                while self._looking and not self._stopped.is_set():
-                    asked_at = self._world.now()
-                    self._given = Given(asked_at, admin.assigned_partitions(self._group, member_id))
-                    self._stopped.wait(_PAUSE_S)
-        except NotAuthorised as error:
+    def _query(self, admin: ClusterAdmin) -> float | None:
+        if not self._looking:
+            self._member_id = ""
+            return None
+        asked_at = self._world.now()
+        self._given = Given(asked_at, admin.assigned_partitions(self._group, self._member_id))
+        return _PAUSE_S
+
+    def _on_error(self, error: Exception) -> float | None:
+        if isinstance(error, NotAuthorised):
             log.warning("cannot detect lost assignments", error=str(error), group=self._group)
-            self.stop()
-        except EosError as error:
-            # The cluster is unreachable; `check` starts the next query.
-            log.debug("assignment query failed", error=str(error), group=self._group)
-            self._stopped.wait(_PAUSE_S)
-        except Exception as error:  # noqa: BLE001 - a fault of this thread must not end the session
-            log.warning("assignment query failed", error=repr(error), group=self._group)
-            self._stopped.wait(_PAUSE_S)
-        finally:
-            self._asking = False
+            self._is_refused = True
+            return None
+        level = log.debug if isinstance(error, EosError) else log.warning
+        level("assignment query failed", error=str(error), group=self._group)
+        return _PAUSE_S

@@ -35,7 +35,7 @@ class Member:
 
     @property
     def is_known(self) -> bool:
-        """Whether the group coordinator knows this member."""
+        """True if the group coordinator knows this member."""
         return bool(self._consumer.memberid())
 
     def refresh_id(self) -> str | None:

@@ -11,7 +11,7 @@ import math
 # Records of one poll on a backlog: few enough to stay in the processor's cache until they are handled, and while the
 # poll runs the producer has nothing to send. With fewer records the cost of the call itself shows.
 _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
-# A smaller transaction ends too fast for a prefetch to pay. And a poll serves the group's callbacks, which had better
+# A smaller transaction ends too fast for a prefetch to pay. And a poll serves the group's callbacks, which should
 # run after its commit: a partition that is revoked before makes the transaction abort.
 _PREFETCH_FROM = 2_000
 # Most records and bytes to prefetch during a flush or a commit: as many as 20 ms fetch, and as the processor's last

@@ -188,8 +188,9 @@ class ClusterQueries:
 
 
 class EndOfInput:
-    """Whether the whole group, other members included, has committed everything that was readable at the start, and
-    everything that this led to in the input topics that the session itself writes (`chained`)."""
+    """The end of a run with `until_end`: the whole group, other members included, has committed everything that was
+    readable at the start, and everything that this led to in the input topics that the session itself writes
+    (`chained`)."""
 
     def __init__(self, queries: ClusterQueries, settings: Settings, chained: Collection[str], world: World) -> None:
         self._targets, self._world, self._next_look = queries.stable_ends(), world, 0.0

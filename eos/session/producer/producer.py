@@ -97,7 +97,7 @@ class TransactionalProducer:
 
     @property
     def may_abort(self) -> bool:
-        """Whether a transaction is open and no call is running that may still be answered."""
+        """True if a transaction is open and no call is running that may still be answered."""
         return self._machine.state in (State.IN_TRANSACTION, State.ABORTABLE_ERROR) and not self.client.watchdog.hung
 
     @property

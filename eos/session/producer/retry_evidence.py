@@ -107,12 +107,12 @@ class RetryEvidence:
 
     @property
     def has_undecided_calls(self) -> bool:
-        """Whether a call was slow and no statistics were made since: the next ones will decide."""
+        """True if a call was slow and no statistics were made since: the next ones will decide."""
         return self.reason is None and bool(self._undecided)
 
     @property
     def has_no_statistics(self) -> bool:
-        """Whether a slow call could not be cleared, because no statistics arrived yet."""
+        """True if a slow call could not be cleared, because no statistics arrived yet."""
         return self._before is None
 
     # ---- events -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from eos.codes import error_name
 from eos.shim import events
@@ -19,16 +19,20 @@ from eos.shim.pipeline import Exchange
 from eos.shim.send_queue import HeldFrame
 from eos.shim.wire import messages
 
-if TYPE_CHECKING:
-    from eos.shim.faults.job import FaultJob
+
+class Runner(Protocol):
+    """Runs the work of injections in the background: a FaultJob."""
+
+    tls: ssl.SSLContext | None
+    """For connections that carry copies of requests."""
+
+    def spawn(self, injection: Injection, work: Coroutine[Any, Any, None]) -> None: ...
 
 
 class Injection:
     """Hold one request with a fault. `frame` is its bytes; `opened` is set when its time or event has come."""
 
-    def __init__(
-        self, job: FaultJob, progress: Progress, exchange: Exchange, facts: RequestFacts, frame: bytes
-    ) -> None:
+    def __init__(self, job: Runner, progress: Progress, exchange: Exchange, facts: RequestFacts, frame: bytes) -> None:
         self.job, self.progress, self.exchange, self.facts, self.frame = job, progress, exchange, facts, frame
         self.rule = progress.rule
         self.opened = asyncio.Event()

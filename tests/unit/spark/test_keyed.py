@@ -93,7 +93,7 @@ def run(app: keyed.Keyed, state: State_, rows: list[dict[str, Any]]) -> list[byt
     return [value for out in keyed.unpack(iter([batch])) for value in out.column("value").to_pylist()]
 
 
-def test_what_a_key_remembers_goes_on_with_its_next_records_and_is_gone_when_all_is_deleted() -> None:
+def test_state_continues_with_a_key_until_all_is_deleted() -> None:
     app, state = keyed.Keyed(app_of(), 100), State_()
     assert run(app, state, rows_of("x", "y", "bad")) == [b"1 {'x': 0} ['x']", b"2 {'x': 0, 'y': 1} ['x', 'y']"]
     held = state.held
@@ -105,7 +105,7 @@ def test_what_a_key_remembers_goes_on_with_its_next_records_and_is_gone_when_all
     assert run(app, state, rows_of("z", first=6)) == [b"1 {'z': 6} ['z']"]
 
 
-def test_a_record_without_a_key_fails_and_a_failure_that_stops_names_its_place() -> None:
+def test_record_without_key_fails_and_error_names_its_position() -> None:
     state = State_()
     assert run(keyed.Keyed(app_of(), 100), state, rows_of("x", key=None)) == []
     with pytest.raises(ExecutorFailure, match=r"visit failed on in\[1\]@9: ValueError: bad"):

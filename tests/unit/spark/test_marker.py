@@ -77,7 +77,7 @@ def test_a_batch_that_went_to_another_topic_is_not_this_one() -> None:
     assert decide(found, MINE, 7, SAME, 7, ["b"]) is ADOPT
 
 
-def test_names_that_a_later_version_adds_are_passed_over_and_a_higher_number_is_told() -> None:
+def test_marker_ignores_unknown_fields_and_refuses_newer_versions() -> None:
     text = at(7).encode().decode()
     assert Marker.decode(text.replace("{", '{"news": 1, ', 1).encode()) == at(7)
     with pytest.raises(ValueError, match="a marker of version 3, and this eos reads up to 2"):

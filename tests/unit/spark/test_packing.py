@@ -142,7 +142,7 @@ def test_what_was_packed_is_written_with_its_nulls_and_timestamps() -> None:
     assert len(read) == 50
 
 
-def test_the_order_goes_on_from_batch_to_batch_and_from_partition_to_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_continues_over_batches_and_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SLICE_BYTES", 1)
     batches = [rows([0, 1, 2]), rows([0]).slice(1), rows([2, 1]), rows([1])]
     orders = [
@@ -167,9 +167,7 @@ def test_rows_are_split_by_number_each_in_their_order(targets: list[int]) -> Non
 
 @given(st.lists(st.integers(0, 3), max_size=200), st.integers(0, 20_000))
 @settings(max_examples=60, deadline=None)
-def test_a_task_gives_the_driver_all_of_its_rows_or_the_word_that_they_are_too_many(
-    targets: list[int], most_bytes: int
-) -> None:
+def test_task_returns_all_rows_or_reports_too_many(targets: list[int], most_bytes: int) -> None:
     def packed() -> list[pa.RecordBatch]:
         parts = [rows(targets[at : at + 50]) for at in range(0, len(targets), 50)]
         return list(pack_partition(iter(parts), 1, 2))

@@ -117,9 +117,7 @@ TLS = "org.apache.kafka.common.errors.SslAuthenticationException: SSL handshake 
         ("ExecutorLostFailure (executor 1 exited)\nmore", Temporary, "the query failed: ExecutorLostFailure"),
     ],
 )
-def test_what_spark_s_source_says_is_one_sentence_with_a_worker_s_exit_code(
-    text: str, kind: type[EosError], said: str
-) -> None:
+def test_spark_source_error_is_one_sentence_with_an_exit_code(text: str, kind: type[EosError], said: str) -> None:
     for error, failure in ((Exception(text), None), (Exception("[STREAM_FAILED] ..."), Exception(text))):
         ended, trace = error_of(error, failure)
         assert type(ended) is kind
@@ -166,9 +164,7 @@ def test_what_the_sink_raised_is_kept_and_what_an_executor_told_wins() -> None:
 @pytest.mark.parametrize(
     ("replaced", "kind"), [(True, Fenced), (False, Temporary), (Unavailable("the cluster is away"), Temporary)]
 )
-def test_a_run_too_late_for_its_checkpoint_gives_way_only_to_one_that_goes_on(
-    replaced: bool | Unavailable, kind: type[EosError]
-) -> None:
+def test_late_run_gives_way_only_to_a_run_that_continues(replaced: bool | Unavailable, kind: type[EosError]) -> None:
     def is_replaced() -> bool:
         if isinstance(replaced, Unavailable):
             raise replaced

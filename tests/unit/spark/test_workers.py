@@ -77,9 +77,7 @@ def page_faults(begin: str, variables: dict[str, str]) -> tuple[int, int]:
         ({"MALLOC_MMAP_THRESHOLD_": "128000"}, False),
     ],
 )
-def test_a_batch_is_in_the_memory_of_the_one_before_unless_the_user_says_otherwise(
-    variables: dict[str, str], kept: bool
-) -> None:
+def test_batch_reuses_memory_unless_the_user_configures_it(variables: dict[str, str], kept: bool) -> None:
     (_, without), (one, with_ours) = page_faults("", variables), page_faults("begin_task()", variables)
     if without < 1_000:
         pytest.skip(f"this kernel gives all of it at once: {without} page faults")

@@ -1,0 +1,233 @@
+"""Compiles one function of an App with its topics into the form that a worker, Spark and tests call.
+
+Owns how records pass through a function (one by one, in batches or concurrently), and which outputs are sent if it
+fails. A record's outputs exist only once its function has returned (a generator: is exhausted). A function that fails
+in the middle has sent nothing.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from eos.app.expiry import ttls_of
+from eos.app.policies import Policy, stop
+from eos.app.results import Hints, encode_result, hot_loop_target, make_normaliser
+from eos.app.routes.async_ import Async
+from eos.app.routes.batch import Batch, StatefulBatch, blocking
+from eos.app.routes.keyed import Keyed
+from eos.app.routes.single import Single, Stateful
+from eos.app.state import Store
+from eos.app.stores import CellsOf, Stores
+from eos.encoding.serde import Decode, Encode, annotation_name, decoder, function_name, underlying, without_none
+from eos.errors import ConfigurationError, IllegalState
+from eos.records import Each, Feed, Record, Send
+
+
+class Route:
+    """Holds one function with its topics, compiled into the form that an engine calls.
+
+    `outputs(record)` returns what to send for one record. A route with `batch` also has `outputs_batch(records)` for
+    many records; its `outputs` runs a batch of one, to find the record that fails. `feed(records, sink)` does the same
+    for many records and sends each output directly: it is the hot path, with nothing between the function and the
+    client. `each(records)` yields the outputs record by record, as `outputs` returns them. With `concurrent` (an `async
+    def`), `feed` and `each` run the function on all records at once and keep their order. Results of records after a
+    failed one are kept for the next call with these records.
+
+    All but `feed` raise the exceptions of the function, DecodeError for a value that does not fit the annotation, and
+    TypeError or ValueError for a result that cannot be sent: these are about the record. A ConfigurationError (an
+    undeclared destination) is about the App: no policy may skip or dead-letter a record because of it.
+    """
+
+    __slots__ = (
+        "annotation",
+        "batch",
+        "concurrent",
+        "decode",
+        "destinations",
+        "each",
+        "encode",
+        "feed",
+        "function",
+        "name",
+        "on_error",
+        "outputs",
+        "outputs_batch",
+        "passing",
+        "sources",
+        "stores",
+        "with_record",
+    )  # fmt: skip
+
+    feed: Feed
+    outputs: Callable[[Record], Sequence[Send]]
+    outputs_batch: Callable[[list[Record]], list[Send]]
+    each: Each
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        annotation: object,
+        sources: tuple[str, ...],
+        destinations: tuple[str, ...],
+        batch: bool,
+        on_error: Policy = stop,
+        decode: Decode | None = None,
+        encode: Encode | None = None,
+        passing: frozenset[str] = frozenset(),
+        stores: tuple[Store, ...] = (),
+        cells_of: CellsOf | None = None,
+        name: str | None = None,
+        with_record: bool = False,
+    ) -> None:
+        self.passing, self.stores, self.with_record = passing, stores, with_record
+        self.function, self.annotation, self.name = function, annotation, name or function_name(function)
+        self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
+        self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
+        # The user's own encoder becomes a part of the function, so the path of all other functions stays short.
+        finish = None if encode is None else functools.partial(encode_result, encode)
+        kept = Stores(self.name, stores, cells_of)
+        hints = Hints(function)
+        shape: Single | Stateful | Async | Keyed | Batch
+        if batch:
+            _check_batch_annotation(annotation, self.name)
+            run = blocking(function) if self.concurrent else function
+            if stores:
+                shape = StatefulBatch(run, finish, self.name, destinations, hints, kept)
+            else:
+                shape = Batch(run, finish, self.name, destinations, hints)
+            self.outputs_batch = shape.outputs_batch
+        else:
+            decoded, typed = _record_decoder(annotation, self.name, decode, _first_parameter(function))
+            if typed or with_record:
+                function, decoded = _taking_record(function, decoded, typed, with_record), None
+            normalise = make_normaliser(self.name, destinations, hints, passing)
+            target = hot_loop_target(self.name, destinations, hints, passing)
+            if self.concurrent and stores:
+                shape = Keyed(kept, function, decoded, finish, normalise)
+            elif self.concurrent:
+                shape = Async(function, decoded, finish, normalise)
+            elif stores:
+                shape = Stateful(kept.single(function), decoded, finish, normalise, target)
+            else:
+                run = function if finish is None else lambda given: finish(function(given))
+                shape = Single(run, decoded, normalise, target)
+            # Not a loop over `outputs`: its errors could not name the record.
+            self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
+        self.outputs, self.each, self.feed = shape.outputs, shape.each, shape.feed
+
+    _PARTS = (
+        "function",
+        "annotation",
+        "sources",
+        "destinations",
+        "batch",
+        "on_error",
+        "decode",
+        "encode",
+        "passing",
+        "stores",
+        "name",
+        "with_record",
+    )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # msgspec decoders and closures cannot be pickled. Spark sends routes to its executors, which compile them
+        # again.
+        return functools.partial(Route, **{part: getattr(self, part) for part in self._PARTS}), ()
+
+    def bind(self, passing: Iterable[str] = (), cells_of: CellsOf | None = None) -> Route:
+        """Return the same route for one engine.
+
+        Outputs get the input's headers with the `passing` names, unless an Out has its own header of that name. A batch
+        function's outputs have no single input and get none. `cells_of`: returns where its state is kept.
+        """
+        parts = {part: getattr(self, part) for part in self._PARTS}
+        return Route(**(parts | {"passing": frozenset(passing), "cells_of": cells_of}))
+
+    @property
+    def ttls(self) -> dict[bytes, int]:
+        """Return the time-to-live of its stores that have one, in milliseconds by name."""
+        return ttls_of(self.stores)
+
+    def __repr__(self) -> str:
+        return f"<Route {self.name}: {', '.join(self.sources)} -> {', '.join(self.destinations) or 'nothing'}>"
+
+
+def changelog_of(app_id: str, route: Route) -> str:
+    """Return the name of the changelog topic of an App's function."""
+    return f"{app_id}-{route.name.replace('.', '-')}-changelog"
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Return whether calling the function returns a coroutine or an async generator."""
+    below = underlying(function)
+    return inspect.iscoroutinefunction(below) or inspect.isasyncgenfunction(below)
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    return next(iter(inspect.signature(function).parameters))
+
+
+def _record_decoder(annotation: object, name: str, decode: Decode | None, parameter: str) -> tuple[Decode | None, bool]:
+    """Return the decoder for a function of one record, and whether it gets a Record with the decoded value.
+
+    The decoder is None if the function gets the Record as it is.
+    """
+    kind, _ = without_none(annotation)
+    of = f"the parameter {parameter} of {name}: "
+    if kind is Record:
+        if decode is not None:
+            raise ConfigurationError(
+                f"{name} gets the Record unchanged, so decode= has no effect: annotate the type that decode= returns"
+            )
+        return None, False
+    if typing.get_origin(kind) is Record:
+        return decode or decoder(typing.get_args(kind)[0], of), True
+    if decode is not None:
+        return decode, False
+    if Record in _mentioned_types(annotation):
+        raise ConfigurationError(
+            f"{name} is annotated {annotation_name(annotation)}, but gets one record at a time: annotate Record, or "
+            "decorate with process_batch"
+        )
+    return decoder(annotation, of), False
+
+
+def _taking_record(
+    function: Callable[..., Any], decode: Decode | None, typed: bool, with_record: bool
+) -> Callable[..., Any]:
+    """Return a function of the Record for one that gets its decoded value: alone, with the record, or in the record."""
+
+    def run(record: Record, *states: Any) -> Any:
+        given = record if decode is None else decode(record.value)
+        if typed:
+            given = msgspec.structs.replace(record, value=given)
+        return function(given, record, *states) if with_record else function(given, *states)
+
+    return run
+
+
+def _mentioned_types(annotation: object) -> set[object]:
+    inner = typing.get_args(annotation)
+    return {a for a in inner if isinstance(a, type)}.union(*map(_mentioned_types, inner))
+
+
+def _check_batch_annotation(annotation: object, name: str) -> None:
+    kind = typing.get_origin(annotation) or annotation
+    if kind not in (list, collections.abc.Sequence, collections.abc.Collection, collections.abc.Iterable) or (
+        typing.get_args(annotation) not in ((), (Record,))
+    ):
+        raise ConfigurationError(
+            f"{name} is annotated {annotation_name(annotation)}, but a batch function gets a list[Record]"
+        )
+
+
+def _not_a_batch_route(name: str, records: list[Record]) -> list[Send]:
+    raise IllegalState(f"{name} takes one record at a time: call outputs(record) for each of the {len(records)}")

@@ -1,0 +1,75 @@
+"""Functions of one record, called on one after the other; with or without state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from eos.app.results import Normalise
+from eos.app.routes.feeds import make_feed, one_by_one
+from eos.app.stores import Finish
+from eos.encoding.serde import Decode
+from eos.hotloop.python import END_OF_TIME, Target
+from eos.records import Record, Send
+
+
+class Single:
+    """A function of one record."""
+
+    def __init__(
+        self, function: Callable[[Any], Any], decode: Decode | None, normalise: Normalise, target: Target | None
+    ) -> None:
+        self._function, self._decode, self._normalise = function, decode, normalise
+        self.feed = make_feed(function, decode, target, normalise)
+        self.each = one_by_one(self.outputs)
+
+    def outputs(self, record: Record) -> Sequence[Send]:
+        given = record if self._decode is None else self._decode(record.value)
+        return self._normalise(record, self._function(given))
+
+
+class _UnusualOutputs(list[Send]):
+    """Outputs of a record that the hot loop cannot send itself."""
+
+
+class Stateful:
+    """A function of one record with state, whose changes count once the outputs are made."""
+
+    def __init__(
+        self,
+        run: Callable[[Record, Any, Finish], Any],
+        decode: Decode | None,
+        finish: Callable[[Any], Any] | None,
+        normalise: Normalise,
+        target: Target | None,
+    ) -> None:
+        def made(record: Record, result: Any) -> Sequence[Send]:
+            return normalise(record, result if finish is None else finish(result))
+
+        def usual(record: Record, result: Any) -> bytes | _UnusualOutputs | None:
+            if finish is None and target is not None and record.timestamp < END_OF_TIME:
+                if type(result) is bytes or (result is None and record.value is not None and target[-1]):
+                    return result
+                if type(result) is str:
+                    return result.encode()
+            return _UnusualOutputs(made(record, result))
+
+        # Closures, because they run once per record.
+        def one(record: Record) -> bytes | _UnusualOutputs | None:
+            # no cast(): it would be a call for each record
+            found: bytes | _UnusualOutputs | None = run(
+                record, record if decode is None else decode(record.value), usual
+            )
+            return found
+
+        self._run, self._decode, self._made = run, decode, made
+        self.feed = make_feed(one, None, target, _as_sends)
+        self.each = one_by_one(self.outputs)
+
+    def outputs(self, record: Record) -> Sequence[Send]:
+        given = record if self._decode is None else self._decode(record.value)
+        return cast("Sequence[Send]", self._run(record, given, self._made))
+
+
+def _as_sends(record: Record, made: Any) -> Sequence[Send]:
+    return cast("_UnusualOutputs", made)
