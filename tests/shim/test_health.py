@@ -1,4 +1,4 @@
-"""/livez, /readyz and /metrics of a running shim: true while it serves, and not true while it does not."""
+"""Query /livez, /readyz and /metrics of a running shim: they agree with its state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask(shim: RunningShim, path: str, timeout_s: float = 20.0) -> tuple[int, str
 
 
 def metrics(shim: RunningShim) -> dict[tuple[str, ...], float]:
-    """(name, label values by their labels' names...) -> value."""
+    """Return the metrics: (name, label values in the order of their names) -> value."""
     status, text = ask(shim, "/metrics")
     assert status == 200
     return {

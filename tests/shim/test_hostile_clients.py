@@ -50,12 +50,12 @@ def honest(shim: RunningShim, kafka: LocalKafka, names: Callable[[str], str]) ->
     honest.check()
 
 
-def sent_away(shim: RunningShim, host: str, reason: str) -> None:
+def assert_refused(shim: RunningShim, host: str, reason: str) -> None:
     """One line of the log says who and why, and all of them are few and short."""
-    told = eventually(
+    closed_events = eventually(
         lambda: [e for e in shim.named("connection closed") if str(e["client"]).startswith(f"{host}:")], 10
     )
-    reasons = {str(event["reason"]) for event in told}
+    reasons = {str(event["reason"]) for event in closed_events}
     assert all(reason in each for each in reasons), reasons
     lines = list(shim.events)
     assert len(lines) < 200
@@ -79,9 +79,9 @@ HEAD_END = b"\0\2t\xff\xff\0\0\1\0"  # no tags, transactional.id "t", acks -1, t
 def test_produce_of_80_mb_without_content(
     shim: RunningShim, honest: Honest, host: str, start: bytes, piece: bytes, reason: str
 ) -> None:
-    with connect(shim, host) as stranger:
-        send_until_closed(stranger, head(api.PRODUCE, 9, 10 + len(start) + 80 * MIB) + start, piece, 80 * MIB)
-        sent_away(shim, host, reason)
+    with connect(shim, host) as hostile:
+        send_until_closed(hostile, head(api.PRODUCE, 9, 10 + len(start) + 80 * MIB) + start, piece, 80 * MIB)
+        assert_refused(shim, host, reason)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +96,18 @@ def test_produce_of_80_mb_without_content(
 )
 def test_control_frame_of_60_mb(shim: RunningShim, honest: Honest, api_key: int, version: int) -> None:
     host = f"127.0.1.{api_key}"
-    with connect(shim, host) as stranger:
-        taken = send_until_closed(stranger, head(api_key, version, 60 * MIB), bytes(MIB), 60 * MIB)
+    with connect(shim, host) as hostile:
+        taken = send_until_closed(hostile, head(api_key, version, 60 * MIB), bytes(MIB), 60 * MIB)
         assert taken < 30 * MIB
-        sent_away(shim, host, "exceed the limit of 2097152 for messages that are read whole")
+        assert_refused(shim, host, "exceed the limit of 2097152 for messages that are read whole")
 
 
 def test_api_versions_full_of_tags(shim: RunningShim, honest: Honest) -> None:
     asked = frame(api.API_VERSIONS, 3, b"\0\2x\2x" + uvarint(900_000) + EMPTY_TAGS[:1_800_000])
     with ExitStack() as stack:
         for _ in range(4):
-            stranger = stack.enter_context(connect(shim, "127.0.0.7"))
-            send_until_full(stranger, asked, 5 * len(asked))
+            hostile = stack.enter_context(connect(shim, "127.0.0.7"))
+            send_until_full(hostile, asked, 5 * len(asked))
 
 
 def test_requests_with_unread_responses(shim: RunningShim, honest: Honest) -> None:
@@ -138,8 +138,8 @@ def test_300_silent_connections_open_none_to_the_broker(shim: RunningShim, kafka
     with ExitStack() as stack:
         silent = [stack.enter_context(connect(shim, "127.0.0.9")) for _ in range(300)]
         eventually(lambda: len(shim.connections()) >= 300)
-        for stranger in silent[:50]:
-            stranger.sendall(b"\0\0\0")  # of a frame's size
+        for hostile in silent[:50]:
+            hostile.sendall(b"\0\0\0")  # of a frame's size
         assert upstream() <= before + 2  # the honest client's next one may be among them
 
 
@@ -149,8 +149,8 @@ def test_requests_sent_byte_by_byte(shim: RunningShim, honest: Honest) -> None:
     with ExitStack() as stack:
         slow = [stack.enter_context(connect(shim, "127.0.0.10")) for _ in range(90)]
         for at in range(150):
-            for number, stranger in enumerate(slow):
-                stranger.sendall(asked[number % len(asked)][at : at + 1])
+            for number, hostile in enumerate(slow):
+                hostile.sendall(asked[number % len(asked)][at : at + 1])
 
 
 def test_unfinished_frames(shim: RunningShim, honest: Honest) -> None:
@@ -161,12 +161,12 @@ def test_unfinished_frames(shim: RunningShim, honest: Honest) -> None:
     commit = head(api.TXN_OFFSET_COMMIT, 3, 2 * MIB - 100)
     with ExitStack() as stack:
         for number in range(110):
-            stranger = stack.enter_context(connect(shim, "127.0.0.11"))
+            hostile = stack.enter_context(connect(shim, "127.0.0.11"))
             if number % 11:
-                send_until_closed(stranger, commit, bytes(3 * MIB // 2), MIB)
+                send_until_closed(hostile, commit, bytes(3 * MIB // 2), MIB)
             else:
-                send_until_closed(stranger, produce, bytes(MIB), 30 * MIB)
-        sent_away(shim, "127.0.0.11", "connections have used up their memory")
+                send_until_closed(hostile, produce, bytes(MIB), 30 * MIB)
+        assert_refused(shim, "127.0.0.11", "connections have used up their memory")
 
 
 def test_all_versions_of_kafka_are_offered(shim: RunningShim, kafka: LocalKafka) -> None:
