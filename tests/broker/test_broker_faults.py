@@ -34,7 +34,7 @@ SESSION_MS = 6_000
 
 @pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    """A single node that this module may stop and start."""
+    """Start a single node that this module may stop and start."""
     yield from local_kafka(request)
 
 

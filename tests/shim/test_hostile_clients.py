@@ -1,6 +1,7 @@
-"""Strangers in front of a real shim and broker: an honest client beside them is answered within a second, the shim
-stays small, and it says who was sent away and why. One shim for the whole file; each stranger has an address of its
-own.
+"""Run hostile clients against a real shim and broker, in parallel with an honest client.
+
+The honest client must get each response within a second. The shim must stay small, and must log which clients it
+disconnected and why. All tests share one shim; each hostile client has its own address.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def honest(shim: RunningShim, kafka: LocalKafka, names: Callable[[str], str]) ->
 
 
 def assert_refused(shim: RunningShim, host: str, reason: str) -> None:
-    """One line of the log says who and why, and all of them are few and short."""
+    """Check that the log names the client and the reason, and that its lines are few and short."""
     closed_events = eventually(
         lambda: [e for e in shim.named("connection closed") if str(e["client"]).startswith(f"{host}:")], 10
     )
@@ -74,7 +75,7 @@ HEAD_END = b"\0\2t\xff\xff\0\0\1\0"  # no tags, transactional.id "t", acks -1, t
         ("127.0.0.5", b"\1\x63" + uvarint(80 * MIB), bytes(MIB), "a head of more than 131072 bytes"),
         ("127.0.0.6", HEAD_END + b"\3\2a\1" + uvarint(40 * MIB), EMPTY_TAGS, "tagged fields"),
     ],
-    ids=["a count without an end", "a name without an end", "tags", "one tag", "tags behind a topic"],
+    ids=["a count without an end", "a name without an end", "tags", "one tag", "tags after a topic"],
 )
 def test_produce_of_80_mb_without_content(
     shim: RunningShim, honest: Honest, host: str, start: bytes, piece: bytes, reason: str
@@ -111,7 +112,7 @@ def test_api_versions_full_of_tags(shim: RunningShim, honest: Honest) -> None:
 
 
 def test_requests_with_unread_responses(shim: RunningShim, honest: Honest) -> None:
-    """Answered by the shim itself: nobody has this identity."""
+    """Send requests that the shim itself answers, because the identity is unknown, and read no response."""
     asked = frame(api.END_TXN, 1, b"\0\x09strangers" + struct.pack(">qhb", 5, 5, 1)) * 10_000
     taken, before = list[int](), psutil.Process(shim.process.pid).memory_info().rss
     with ExitStack() as stack:
@@ -124,8 +125,8 @@ def test_requests_with_unread_responses(shim: RunningShim, honest: Honest) -> No
         for thread in threads:
             thread.join()
         grown = psutil.Process(shim.process.pid).memory_info().rss - before
-    assert max(taken) < 40 * MIB, "the shim went on reading"
-    assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB are kept for who reads nothing"
+    assert max(taken) < 40 * MIB, "the shim continued to read"
+    assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB are kept for a client that reads nothing"
 
 
 def test_300_silent_connections_open_none_to_the_broker(shim: RunningShim, kafka: LocalKafka, honest: Honest) -> None:
@@ -139,8 +140,8 @@ def test_300_silent_connections_open_none_to_the_broker(shim: RunningShim, kafka
         silent = [stack.enter_context(connect(shim, "127.0.0.9")) for _ in range(300)]
         eventually(lambda: len(shim.connections()) >= 300)
         for hostile in silent[:50]:
-            hostile.sendall(b"\0\0\0")  # of a frame's size
-        assert upstream() <= before + 2  # the honest client's next one may be among them
+            hostile.sendall(b"\0\0\0")  # as long as a frame's size field
+        assert upstream() <= before + 2  # The honest client's next connection may be among them.
 
 
 def test_requests_sent_byte_by_byte(shim: RunningShim, honest: Honest) -> None:
@@ -154,8 +155,9 @@ def test_requests_sent_byte_by_byte(shim: RunningShim, honest: Honest) -> None:
 
 
 def test_unfinished_frames(shim: RunningShim, honest: Honest) -> None:
-    """All together 450 MB: who stopped first goes first. A broker makes room for a whole frame when it begins, so ten
-    that are much larger would cost this one, of 1 GB, its life.
+    """Send 450 MB of unfinished frames: the shim closes the connection that stopped first.
+
+    A broker allocates a whole frame when it begins, so ten much larger ones would exhaust its 1 GB.
     """
     produce = head(api.PRODUCE, 9, 40 * MIB) + HEAD_END + b"\3"
     commit = head(api.TXN_OFFSET_COMMIT, 3, 2 * MIB - 100)
@@ -170,14 +172,14 @@ def test_unfinished_frames(shim: RunningShim, honest: Honest) -> None:
 
 
 def test_all_versions_of_kafka_are_offered(shim: RunningShim, kafka: LocalKafka) -> None:
-    """Of the version the shim was made for; and a client that is newer learns which version to ask with."""
+    """Compare ApiVersions with the broker's, for which the shim was built; a newer client learns the version to use."""
     newest = api.NEWEST[api.API_VERSIONS]
     with Wire(kafka.bootstrap_servers) as direct, Wire(shim.bootstrap_servers) as through:
         for version in range(ApiVersionsRequest.max_version + 1):
             asked = ApiVersionsRequest(version=version, client_software_name="x", client_software_version="1")
             offered = direct.ask(asked)
             for each in offered.api_keys:
-                if each.api_key == api.TXN_OFFSET_COMMIT:  # the one that is held back, see api.NEWEST
+                if each.api_key == api.TXN_OFFSET_COMMIT:  # the only limited API, see api.NEWEST
                     each.max_version = min(each.max_version, api.NEWEST[api.TXN_OFFSET_COMMIT])
             assert through.ask(asked) == offered
         through.socket.sendall(frame(api.API_VERSIONS, newest + 1, b"\0\2x\2x\0", 99))
@@ -192,7 +194,7 @@ def test_all_versions_of_kafka_are_offered(shim: RunningShim, kafka: LocalKafka)
 def test_random_frames(
     kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path, seconds: float, per_key: int
 ) -> None:
-    """The ten minutes are `python -m tests.shim.hostile_clients` too."""
+    """Send random frames for seconds, or for ten minutes as `python -m tests.shim.hostile_clients` does."""
     topic = names("honest")
     create_topic(kafka.bootstrap_servers, topic)
     seed = int(time.time())

@@ -48,7 +48,7 @@ def test_each_transaction_has_its_own_epoch(kafka: LocalKafka, names: Names, cod
                 producer.commit_transaction(30)
                 wanted += values
             epochs.append(transaction_of(kafka.bootstrap_servers, name).producer_epoch)
-        assert epochs == list(range(epochs[0], epochs[0] + 12)), "one epoch per transaction on the broker"
+        assert epochs == list(range(epochs[0], epochs[0] + 12)), "the broker must see one epoch per transaction"
         producer.close()
     assert sorted(texts(kafka.bootstrap_servers, topic)) == sorted(wanted)
 
@@ -136,7 +136,7 @@ def test_h1_late_end_does_not_end_the_next_transaction(
         assert found == wanted
     else:
         assert error == 0, "the late copy must end the next transaction"
-        assert found != wanted, "every call was ok, and yet"
+        assert found != wanted, "all calls succeeded, but the result is wrong"
 
 
 @pytest.mark.deep_for("* commit-*-broker-*", "* abort-*-client-*", "* crash-*-broker-*", "*--no-protect-*-kafka-python")
@@ -179,7 +179,7 @@ def test_h1_next_transaction_is_complete_after_a_late_end(
     found = texts(servers, topic)
     if rest == "offsets and a commit":
         assert stable_offset(servers, group, source) == 5
-        assert found == (["left"] if protected else []), "every call was ok, and yet"
+        assert found == (["left"] if protected else []), "all calls succeeded, but the result is wrong"
     elif rest == "the same partition and a commit":
         assert found == (["first", "left", "right"] if protected else ["first", "left"]), (
             "half of the transaction is committed"
@@ -247,7 +247,7 @@ def test_h2b_abandoned_produce_does_not_harm_next_transaction(
         client.notices_the_cut()
         client.end(False)
         sent = way.proxy.seen(ApiKey.Produce, way.name, cut.request.seen_at)
-        # By a client that takes other sequences after an abort it may be.
+        # A client that continues with other sequences after an abort may send it again.
         if option == "--no-protect" and client.reuses_sequences and len(sent) > 1:
             raise TooSlow("the record must not be sent again before the abort")
         client.begin()
@@ -261,7 +261,7 @@ def test_h2b_abandoned_produce_does_not_harm_next_transaction(
             held.release()
             if option == "--no-protect" and not client.reuses_sequences:
                 with pytest.raises(OutOfOrderSequenceNumberError):
-                    client.flush()  # it says so at least: its next sequence is another
+                    client.flush()  # The client at least reports it: its next sequence is another one.
                 return
             client.flush()
         else:
@@ -276,7 +276,9 @@ def test_h2b_abandoned_produce_does_not_harm_next_transaction(
         assert found == ["first", "kept"]
     else:
         assert not error
-        assert found == (["first"] if fault is Fault.CUT_AFTER else ["first", "aborted"]), "every call was ok, and yet"
+        assert found == (["first"] if fault is Fault.CUT_AFTER else ["first", "aborted"]), (
+            "all calls succeeded, but the result is wrong"
+        )
 
 
 @pytest.mark.deep_for("--no-protect-*-kafka-python")
@@ -306,7 +308,7 @@ def test_late_offsets_do_not_move_the_group(
         assert stable_offset(servers, group, source) == 2
     else:
         assert error == 0, "the late copy must end the next transaction"
-        assert stable_offset(servers, group, source) == 1, "every call was ok, and yet"
+        assert stable_offset(servers, group, source) == 1, "all calls succeeded, but the result is wrong"
 
 
 def abort_under_way(kafka: LocalKafka, names: Names, option: str, cut: bool) -> None:
@@ -386,14 +388,14 @@ def test_kafka_python_has_an_epoch_per_transaction(kafka: LocalKafka, names: Nam
                 producer.commit_transaction()
                 wanted += [f"{number}-{topic}-{i}" for topic in topics for i in range(9)]
             epochs.append(transaction_of(servers, name).producer_epoch)
-        assert epochs == list(range(epochs[0], epochs[0] + 9)), "one epoch per transaction on the broker"
+        assert epochs == list(range(epochs[0], epochs[0] + 9)), "the broker must see one epoch per transaction"
         producer.close()
         several = [
             request
             for request in proxy.seen(ApiKey.Produce, name)
             if sum(len(topic["partition_data"]) for topic in request.fields["topic_data"]) > 1
         ]
-        assert several, "no Produce had more than one partition"
+        assert several, "a Produce must have more than one partition"
     assert sorted(value for topic in topics for value in texts(servers, topic)) == sorted(wanted)
     assert stable_offset(servers, group, source) == 8
 

@@ -147,7 +147,7 @@ def test_app_under_a_new_id_skips_intermediate_records(words: Words, tmp_path: P
 
 
 class Died(Exception):
-    """Stand for a kill of the process."""
+    """Stand in for a kill of the process."""
 
 
 class Dying(AdminClient):

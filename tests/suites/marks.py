@@ -54,8 +54,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def unit_of(nodeid: str) -> str:
-    """Return what one process runs as a whole: a test, a file whose tests share fixtures of their module, or all tests
-    on the broker of the older version. Unit tests are too short to be distributed one by one."""
+    """Return the unit of tests that one process runs together.
+
+    It is a single test, a file whose tests share module fixtures, or all tests on the older broker. Unit tests are
+    grouped by file, because they are too short to be distributed one by one.
+    """
     file = nodeid.partition("::")[0]
     if _stays_together(file):
         return file
