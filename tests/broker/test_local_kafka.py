@@ -87,7 +87,7 @@ def test_used_port_is_named_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "sentence"),
     [
         # Refused before there is a log, by the tool that formats the storage, ...
         ({"num.network.threads": -1}, "could not be formatted.*num.network.threads"),
