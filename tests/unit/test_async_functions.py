@@ -1,4 +1,4 @@
-"""`async def` functions: all of a slice at once, outputs in the input's order, failures as of any other function."""
+"""`async def` functions: concurrent within a slice, outputs in input order, failures handled like any other."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_async_feed_stops_at_first_failure_and_keeps_later_results() -> None:
     assert (put, fed) == ([b"c"], FeedResult(1, 1, None))
     assert set(runs.values()) == {1}
     feed(made, given[4:])
-    assert runs[b"c"] == 2, "what was sent is forgotten"
+    assert runs[b"c"] == 2, "results are forgotten once sent"
 
 
 def test_async_retry_does_not_rerun_later_records() -> None:
@@ -196,11 +196,11 @@ class Stop(Interruption):
     pass
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["while it waits", "while it works"])
+@pytest.mark.parametrize("busy", [False, True], ids=["waiting", "working"])
 def test_async_signal_exception_leaves_running_coroutines(busy: bool) -> None:
     async def f(value: bytes) -> None:
         if value == b"a":
-            timer.start()  # not before: the signal must find them running
+            timer.start()  # only now: the signal must arrive while the coroutines run
         while busy:
             await asyncio.sleep(0)
             time.sleep(0.001)
@@ -220,7 +220,7 @@ def test_async_signal_exception_leaves_running_coroutines(busy: bool) -> None:
         concurrent.close()
 
 
-# ---- where no loop can run -------------------------------------------------------------------------------------------
+# ---- inside a running event loop -------------------------------------------------------------------------------------
 
 
 async def passes(value: bytes) -> bytes:
@@ -231,7 +231,7 @@ async def batch_passes(given: list[Record]) -> list[Out]:
     return [record.out(record.value) for record in given]
 
 
-def an_app(batch: bool = False) -> App:
+def app_with_async_function(batch: bool = False) -> App:
     app = App("app")
     if batch:
         app.process_batch("in", to="out", on_error=skip)(batch_passes)
@@ -243,7 +243,7 @@ def an_app(batch: bool = False) -> App:
 @pytest.mark.parametrize("batch", [False, True])
 def test_async_run_in_running_loop_is_refused_at_start(batch: bool) -> None:
     async def notebook() -> None:
-        eos.testing.run(an_app(batch), [("in", b"a")])
+        eos.testing.run(app_with_async_function(batch), [("in", b"a")])
 
     with pytest.raises(ConfigurationError, match=r"asyncio\.to_thread"):
         asyncio.run(notebook())
@@ -266,7 +266,7 @@ def test_async_hook_in_running_loop_is_refused() -> None:
 
 def test_async_remedy_for_running_loop_works() -> None:
     async def notebook() -> list[bytes | None]:
-        ran = await asyncio.to_thread(eos.testing.run, an_app(), [("in", b"a")])
+        ran = await asyncio.to_thread(eos.testing.run, app_with_async_function(), [("in", b"a")])
         return ran.values("out")
 
     assert asyncio.run(notebook()) == [b"a"]
@@ -275,7 +275,7 @@ def test_async_remedy_for_running_loop_works() -> None:
 def test_async_worker_in_running_loop_is_refused_before_connecting() -> None:
     async def notebook() -> None:
         settings = {"bootstrap.servers": "127.0.0.1:1", "eos.startup.timeout.ms": 1_000}
-        Worker(an_app(), Settings(settings)).run()
+        Worker(app_with_async_function(), Settings(settings)).run()
 
     with pytest.raises(ConfigurationError, match="event loop"):
         asyncio.run(notebook())
@@ -285,12 +285,12 @@ def test_async_worker_in_running_loop_is_refused_before_connecting() -> None:
 def test_async_running_loop_later_is_no_record_failure(batch: bool) -> None:
     kept = Collector()
 
-    async def around() -> Halt | None:
-        return Handler(an_app(batch)).handle(kept, records(b"a", b"b"))
+    async def handle_in_loop() -> Halt | None:
+        return Handler(app_with_async_function(batch)).handle(kept, records(b"a", b"b"))
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        halt = asyncio.run(around())
+        halt = asyncio.run(handle_in_loop())
         assert halt is not None
         assert isinstance(halt.error, ConfigurationError)
         assert (halt.handled, kept.skipped) == (0, 0)
@@ -313,13 +313,13 @@ def test_async_closed_loop_does_not_fail_next_record() -> None:
 
 
 def test_async_loop_creation_error_is_no_record_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left() -> asyncio.AbstractEventLoop:
+    def fail() -> asyncio.AbstractEventLoop:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(asyncio, "new_event_loop", none_left)
-    monkeypatch.setattr(asyncio.events, "new_event_loop", none_left)
+    monkeypatch.setattr(asyncio, "new_event_loop", fail)
+    monkeypatch.setattr(asyncio.events, "new_event_loop", fail)
     with pytest.raises(Temporary, match="Too many open files"):
-        eos.testing.run(an_app(), [("in", b"a")])
+        eos.testing.run(app_with_async_function(), [("in", b"a")])
 
 
 def test_async_runtime_error_of_function_is_record_failure() -> None:
@@ -327,6 +327,6 @@ def test_async_runtime_error_of_function_is_record_failure() -> None:
 
     @app.process("in", to="out", on_error=skip)
     async def fails(value: bytes) -> bytes:
-        raise RuntimeError("mine")
+        raise RuntimeError("of the function")
 
     assert eos.testing.run(app, [("in", b"a")]).skipped == 1

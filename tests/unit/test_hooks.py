@@ -1,4 +1,4 @@
-"""`on_start` and `on_stop`: their order, and what a failing one leads to."""
+"""`on_start` and `on_stop` hooks: their order and their failures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from eos.engine.hooks import HookFailed, Hooks
 from eos.errors import ConfigurationError, PoisonRecord
 
 
-def noting(app: App, told: list[str], *fails: str) -> App:
+def add_hooks(app: App, calls: list[str], *fails: str) -> App:
     def note(name: str) -> Callable[[], None]:
         def hook() -> None:
-            told.append(name)
+            calls.append(name)
             if name in fails:
-                raise OSError(f"{name} is away")
+                raise OSError(f"{name} failed")
 
         return hook
 
@@ -27,7 +27,7 @@ def noting(app: App, told: list[str], *fails: str) -> App:
 
     @app.process("in")
     def handle(value: bytes) -> None:
-        told.append("handle")
+        calls.append("handle")
         if value == b"bad":
             raise ValueError
 
@@ -35,44 +35,44 @@ def noting(app: App, told: list[str], *fails: str) -> App:
 
 
 def test_start_hooks_run_in_order_and_stop_hooks_in_reverse() -> None:
-    told: list[str] = []
-    eos.testing.run(noting(App("app"), told), [("in", "a")])
-    assert told == ["start one", "start two", "handle", "stop two", "stop one"]
+    calls: list[str] = []
+    eos.testing.run(add_hooks(App("app"), calls), [("in", "a")])
+    assert calls == ["start one", "start two", "handle", "stop two", "stop one"]
 
 
 def test_stop_hooks_run_after_a_poison_record_and_keep_its_error() -> None:
-    told: list[str] = []
+    calls: list[str] = []
     with pytest.raises(PoisonRecord):
-        eos.testing.run(noting(App("app"), told, "stop two"), [("in", "bad")])
-    assert told[-2:] == ["stop two", "stop one"]
+        eos.testing.run(add_hooks(App("app"), calls, "stop two"), [("in", "bad")])
+    assert calls[-2:] == ["stop two", "stop one"]
 
 
-def test_a_start_hook_that_fails_ends_the_run_before_any_record() -> None:
-    told: list[str] = []
-    with pytest.raises(HookFailed, match="on_start: hook raised OSError: start one is away") as e:
-        eos.testing.run(noting(App("app"), told, "start one"), [("in", "a")])
-    assert told == ["start one"]
+def test_failed_start_hook_ends_the_run_before_any_record() -> None:
+    calls: list[str] = []
+    with pytest.raises(HookFailed, match="on_start: hook raised OSError: start one failed") as e:
+        eos.testing.run(add_hooks(App("app"), calls, "start one"), [("in", "a")])
+    assert calls == ["start one"]
     assert isinstance(e.value.__cause__, OSError)
     assert e.value.exit_code == 75
 
 
-def test_a_stop_hook_that_fails_keeps_no_other_from_running_and_is_raised() -> None:
-    told: list[str] = []
-    with pytest.raises(HookFailed, match="on_stop: hook raised OSError: stop two is away"):
-        eos.testing.run(noting(App("app"), told, "stop two"), [("in", "a")])
-    assert told[-2:] == ["stop two", "stop one"]
+def test_failed_stop_hook_is_raised_after_the_other_hooks() -> None:
+    calls: list[str] = []
+    with pytest.raises(HookFailed, match="on_stop: hook raised OSError: stop two failed"):
+        eos.testing.run(add_hooks(App("app"), calls, "stop two"), [("in", "a")])
+    assert calls[-2:] == ["stop two", "stop one"]
 
 
-def test_after_a_stop_that_took_too_long_no_hook_runs() -> None:
-    told: list[str] = []
-    hooks = Hooks(noting(App("app"), told))
+def test_no_hook_runs_after_a_stop_timeout() -> None:
+    calls: list[str] = []
+    hooks = Hooks(add_hooks(App("app"), calls))
     hooks.start()
     hooks.abandon()
     hooks.stop(failed=True)
-    assert told == ["start one", "start two"]
+    assert calls == ["start one", "start two"]
 
 
-def test_a_hook_stays_as_it_is_and_must_be_callable_without_arguments() -> None:
+def test_hook_is_returned_unchanged_and_takes_no_arguments() -> None:
     app = App("app")
 
     def hook() -> None: ...

@@ -1,4 +1,4 @@
-"""How much a session polls and when it begins."""
+"""Pacing: how many records a session polls and when it begins a transaction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eos.session.consumer.pacing import Pacing
 
 
 def until(interval_s: float, gathered_s: float) -> float:
-    """How long a transaction hands records out that were gathered for so long."""
+    """Return for how long a transaction hands out records after gathering them for `gathered_s` seconds."""
     pacing = Pacing(interval_s, 5)
     pacing.begin_gathering(1_000.0)
     return pacing.begin(1_000.0 + gathered_s) - (1_000.0 + gathered_s)
@@ -24,11 +24,11 @@ def test_record_waits_one_interval_and_slow_function_gets_half(interval_ms: int,
         assert round((room_s + gathered_ms / 1000) * 1000, 6) == interval_ms
 
 
-def test_what_was_just_gathered_leaves_the_whole_interval() -> None:
+def test_gathering_without_delay_leaves_the_whole_interval() -> None:
     assert round(until(0.1, 0.0), 9) == 0.1
 
 
-def test_what_waits_for_a_new_producer_is_not_gathering() -> None:
+def test_waiting_for_a_new_producer_is_not_gathering() -> None:
     pacing = Pacing(0.1, 5)
     pacing.begin_gathering(1_000.0)
     pacing.exclude(3.0)
@@ -36,7 +36,7 @@ def test_what_waits_for_a_new_producer_is_not_gathering() -> None:
 
 
 @given(waiting=st.integers(0, 100_000), size=st.integers(0, 100 << 20))
-def test_what_is_fetched_ahead_has_an_end_in_records_and_in_bytes(waiting: int, size: int) -> None:
+def test_prefetch_is_bounded_in_records_and_bytes(waiting: int, size: int) -> None:
     most = after(100).most_to_prefetch(2_000, waiting, size)
     assert 0 <= most <= 1_000
     if most:
@@ -45,7 +45,7 @@ def test_what_is_fetched_ahead_has_an_end_in_records_and_in_bytes(waiting: int, 
 
 
 def after(size: int, together: int = 1) -> Pacing:
-    """Behind a poll that brought a value of so many bytes."""
+    """Return a pacing that has observed a poll with values of `size` bytes."""
     pacing = Pacing(0.1, 100_000, together)
     pacing.observe_size(size)
     return pacing
@@ -57,15 +57,15 @@ def test_prefetch_takes_whole_chunks_after_large_transactions() -> None:
     assert after(100).most_to_prefetch(1_999, 0, 100) == 0
 
 
-def test_a_poll_of_a_backlog_takes_what_a_cache_holds() -> None:
+def test_backlog_poll_takes_as_many_records_as_fit_the_cache() -> None:
     assert [after(size).most_to_add(0) for size in (0, 100, 256, 1_000, 100_000)] == [1_000, 1_000, 1_000, 256, 100]
-    # In whole batches, where a function gets batches: one at least.
+    # With a batch function, polls take whole batches, at least one.
     assert [after(size, 250).most_to_add(0) for size in (100, 1_000, 100_000)] == [1_000, 250, 250]
     assert after(1_000, 5_000).most_to_add(0) == 5_000
-    assert after(100).most_to_add(99_990) == 10, "and no more than a transaction may take"
+    assert after(100).most_to_add(99_990) == 10, "no more than a transaction may take"
 
 
-def test_the_groups_callbacks_are_served_though_there_is_no_room() -> None:
+def test_poll_for_group_callbacks_continues_at_the_limit() -> None:
     assert [Pacing(0.1, 5).most_to_gather(waiting) for waiting in (0, 4, 5, 9)] == [5, 1, 1, 1]
 
 
@@ -82,7 +82,7 @@ def test_pause_after_aborts_grows_until_a_commit() -> None:
 
 
 def limits(pacing: Pacing, commits: int, open_s: float, sending_s: float) -> list[int]:
-    """The most records of the transactions after each of so many commits that took what they could."""
+    """Return the limit after each of `commits` commits of full transactions."""
     found = []
     for _ in range(commits):
         pacing.committed(pacing.limit, open_s, sending_s)
@@ -90,7 +90,7 @@ def limits(pacing: Pacing, commits: int, open_s: float, sending_s: float) -> lis
     return found
 
 
-def test_limit_is_half_of_what_was_delivered_in_time_and_grows_back() -> None:
+def test_limit_drops_to_half_the_delivered_records_and_grows_back() -> None:
     pacing = Pacing(0.1, 1_000, timeout_s=10.0)
     assert pacing.timed_out(800, delivered=0.25)
     assert pacing.limit == 100
@@ -102,23 +102,23 @@ def test_limit_grows_below_half_and_shrinks_above_three_quarters() -> None:
     pacing = Pacing(0.1, 1_000, timeout_s=10.0)
     pacing.timed_out(800, delivered=1.0)
     assert limits(pacing, 2, open_s=6.0, sending_s=5.9) == [400, 400]
-    assert limits(pacing, 2, open_s=9.0, sending_s=0.1) == [400, 400], "a slow function's time is its own"
+    assert limits(pacing, 2, open_s=9.0, sending_s=0.1) == [400, 400], "time of a slow function does not count"
     assert limits(pacing, 3, open_s=8.0, sending_s=7.9) == [300, 225, 168]
     assert limits(pacing, 2, open_s=4.0, sending_s=3.9) == [211, 264]
 
 
-def test_limit_of_few_bytes_is_kept_at_the_first_timeout_of_a_slow_cluster() -> None:
-    pacing = after(1_000)  # 64 KB are 65 of them
+def test_small_limit_is_kept_at_the_first_timeout_of_a_slow_cluster() -> None:
+    pacing = after(1_000)  # 64 KB hold 65 such records
     pacing.limit = 1_000
     pacing._timeout_s = 10.0
     pacing.timed_out(40, delivered=1.0)
     assert pacing.limit == 40
-    assert limits(pacing, 1, open_s=9.0, sending_s=8.9) == [40], "fewer would take as long"
+    assert limits(pacing, 1, open_s=9.0, sending_s=8.9) == [40], "fewer records would take as long"
     pacing.timed_out(40, delivered=1.0)
     assert pacing.limit == 40
     pacing.timed_out(40, delivered=1.0)
-    assert pacing.limit == 20, "the second in a row"
-    for delivered in (0.5, None):  # outputs that are far larger than their inputs; a slow function
+    assert pacing.limit == 20, "the second timeout in a row halves the limit"
+    for delivered in (0.5, None):  # outputs far larger than their inputs; a slow function
         pacing.committed(20)
         pacing.timed_out(40, delivered)
         assert pacing.limit == (10 if delivered else 20)
@@ -129,9 +129,8 @@ def test_limit_of_few_bytes_is_kept_at_the_first_timeout_of_a_slow_cluster() -> 
     [(3.5, 10**6, 100), (0.1, 200_000, 150), (8.0, 10**6, 5), (0.0, 5_000, 4), (1.0, 10**9, 900)],
     ids=["late answers", "a quota", "very late answers", "a thin line", "a far cluster"],
 )
-def test_transactions_find_the_size_that_a_slow_cluster_takes(latency_s: float, bytes_per_s: float, least: int) -> None:
-    """Records of 1 KB, 10 s for each transaction, and a start at which every answer is late. At the end at least this
-    many records per second are committed."""
+def test_transaction_size_adapts_to_a_slow_cluster(latency_s: float, bytes_per_s: float, least: int) -> None:
+    """Commit at least `least` records per second in the end: records of 1 KB, a timeout of 10 s, a slow start."""
     pacing, records, seconds, size = Pacing(0.1, 10_000, timeout_s=10.0), 0, 0.0, 1_000
     pacing.observe_size(size)
     for turn in range(200):

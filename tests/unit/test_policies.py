@@ -1,4 +1,4 @@
-"""What becomes of a record that fails: the policies, carried out by the worker's own handler without a broker."""
+"""Error policies: how the worker's handler treats a failed record, without a broker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Order(msgspec.Struct):
 
 
 class Txn:
-    """Takes everything, but for records of values in `refuses`: those meet a client that does not."""
+    """Accept every send except those with a value in `refuses`, which raise as in a client with a full queue."""
 
     def __init__(self, refuses: Iterable[bytes] = ()) -> None:
         self.sends: list[Send] = []
@@ -49,7 +49,7 @@ class Txn:
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         if self.failure is not None:
-            return FeedResult(0, len(records), None)  # as a session: what comes now leads nowhere
+            return FeedResult(0, len(records), None)  # like a session: sends after a failure are ignored
         self.fed.append(len(records))
         fed = feed(records, self)
         self.failure = fed.failure
@@ -62,7 +62,7 @@ class Txn:
     def produce(self, *send: Any) -> None:
         topic, value, key = send[:3]
         if value in self._refuses:
-            raise BufferError("it says no")
+            raise BufferError("refused by the client")
         self.sends.append((topic, value, key, -1, send[6] if len(send) > 6 else 0, send[7] if len(send) > 7 else None))
 
     def on_produce_error(self, error: Exception, send: Send) -> None:
@@ -93,7 +93,7 @@ def app_of(function: Callable[[Any], Any] = upper, on_error: Policy | str = stop
 
 
 def handled(app: App, *values: bytes | None) -> Txn:
-    """The transaction in which the App's handler handled records of these values, down to the last one."""
+    """Return the transaction in which the App's handler handled records of all these values."""
     txn = Txn()
     assert Handler(app).handle(txn, records(*values)) is None
     return txn
@@ -105,7 +105,7 @@ VALUES = (b"a", b"bad 1", b"b", b"bad 2", b"c")
 # ---- the policies themselves -----------------------------------------------------------------------------------------
 
 
-def test_policies_are_names_of_eos_and_may_be_given_by_name_too() -> None:
+def test_policies_are_exported_and_accepted_by_name() -> None:
     assert (eos.stop, eos.skip, eos.dlq, eos.retry) == (stop, skip, dlq, retry)
     assert [policy_of(name) for name in ("stop", "skip", "dlq")] == [stop, skip, dlq]
     assert app_of(on_error="dlq").routes["in"].on_error is dlq
@@ -118,7 +118,7 @@ def test_policies_are_names_of_eos_and_may_be_given_by_name_too() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["retry", "", None, 5, "Skip", retry])
-def test_an_unknown_policy_is_a_configuration_error_at_its_line(wrong: Any) -> None:
+def test_unknown_policy_is_a_configuration_error(wrong: Any) -> None:
     app = App("app")
     for decorator in (app.process, app.process_batch):
         with pytest.raises(ConfigurationError, match="it is stop, skip, dlq or retry"):
@@ -140,19 +140,19 @@ def test_an_unknown_policy_is_a_configuration_error_at_its_line(wrong: Any) -> N
         {"n": 1, "on": 3},
     ],
 )
-def test_a_retry_that_means_nothing_is_refused(arguments: dict[str, Any]) -> None:
+def test_invalid_retry_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         retry(**arguments)
 
 
-def test_a_back_off_doubles_up_to_its_most_and_ends_after_n_tries() -> None:
+def test_backoff_doubles_to_its_maximum_and_ends_after_n_retries() -> None:
     policy = retry(5, backoff_ms=100, backoff_max_ms=500)
     assert [policy.wait_s(failures) for failures in range(1, 8)] == [0.1, 0.2, 0.4, 0.5, 0.5, None, None]
     assert skip.wait_s(1) is None
     assert retry(10**9, backoff_ms=1).wait_s(10**9) == 10.0
 
 
-def test_dead_letter_topics_are_destinations_and_must_be_names_of_topics() -> None:
+def test_dead_letter_topics_are_destinations_with_valid_names() -> None:
     app = App("app")
     app.process(["a", "b"], to="out", on_error=retry(1, then=dlq))(upper)
     app.process("c", to="out", on_error=skip)(upper)
@@ -166,7 +166,7 @@ def test_dead_letter_topics_are_destinations_and_must_be_names_of_topics() -> No
 # ---- one record at a time --------------------------------------------------------------------------------------------
 
 
-def test_stop_halts_just_before_the_record_with_its_place_and_cause() -> None:
+def test_stop_halts_before_the_record_with_offset_and_cause() -> None:
     txn = Txn()
     halt = Handler(app_of()).handle(txn, records(*VALUES))
     assert halt is not None
@@ -177,8 +177,8 @@ def test_stop_halts_just_before_the_record_with_its_place_and_cause() -> None:
     assert isinstance(halt.error.__cause__, ValueError)
 
 
-def test_what_is_logged_of_a_failing_record_is_cut_as_in_its_dead_letter(caplog: pytest.LogCaptureFixture) -> None:
-    def quotes(value: bytes) -> None:
+def test_logged_error_message_is_cut_like_a_dead_letters(caplog: pytest.LogCaptureFixture) -> None:
+    def raise_with_value(value: bytes) -> None:
         raise ValueError(value.decode())
 
     huge = b"x" * 1_000_000
@@ -186,17 +186,17 @@ def test_what_is_logged_of_a_failing_record_is_cut_as_in_its_dead_letter(caplog:
     for policy in (skip, dlq, retry(1)):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "eos"):
-            Handler(app_of(quotes, policy)).handle(Txn(), records(huge))
+            Handler(app_of(raise_with_value, policy)).handle(Txn(), records(huge))
         (line,) = caplog.messages
         assert f"error=ValueError: {cut}" in line
         assert len(line) < 2 * MAX_MESSAGE_BYTES
-    for app in (app_of(quotes), batch_app(stop)):
+    for app in (app_of(raise_with_value), batch_app(stop)):
         halt = Handler(app).handle(Txn(), records(b"bad" + huge, b"b"))
         assert halt is not None
         assert len(str(halt.error)) < 2 * MAX_MESSAGE_BYTES
 
 
-def test_dlq_sends_the_record_as_it_came_with_where_and_why_in_its_place() -> None:
+def test_dlq_sends_the_unchanged_record_with_offset_and_error() -> None:
     txn = handled(app_of(on_error=dlq), *VALUES)
     assert txn.values == [b"A", b"bad 1", b"B", b"bad 2", b"C"]
     assert (txn.skipped, txn.dead_letters) == (0, 2)
@@ -224,7 +224,7 @@ def test_dead_letter_names_modules_and_cuts_long_messages() -> None:
     assert headers["eos-dlq-exception"] == b"eos.serde.DecodeError"
     assert headers["eos-dlq-message"] == ("ü" * (MAX_MESSAGE_BYTES // 2) + "...").encode()
     assert headers["eos-dlq-timestamp"] == b"-1"
-    assert next(iter(headers)) == "h", "lineage of an earlier step is not this one's"
+    assert next(iter(headers)) == "h", "lineage of an earlier step is removed"
     assert make_dead_letter(record, ValueError("\ud800"))[5][-1] == ("eos-dlq-message", b"?")  # type: ignore[index]
 
 
@@ -239,7 +239,7 @@ def test_first_failure_of_each_line_is_logged_with_frames(
 
     Handler(app_of(outer, skip)).handle(Txn(), records(*[b"often"] * 30, b"rare", b"rare"))
     lines = caplog.messages
-    assert len(lines) == 11, "ten, and the first of the rare one"
+    assert len(lines) == 11, "ten lines, and the first with the rare error"
     file, raised = __file__, inner.__code__.co_firstlineno + 1
     called = outer.__code__.co_firstlineno + 1
     code = 'raise KeyError(value) if value == b"rare" else ValueError(value)'
@@ -249,9 +249,9 @@ def test_first_failure_of_each_line_is_logged_with_frames(
     assert all(line.endswith(f" at={file}:{raised}") for line in lines[1:10])
 
 
-def test_places_without_an_end_are_told_within_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+def test_number_of_logged_error_types_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     def function(value: bytes) -> bytes:
-        raise type("Anew", (Exception,), {})
+        raise type("NewClass", (Exception,), {})
 
     Handler(app_of(function, skip)).handle(Txn(), records(*[b"a"] * 1_000))
     assert len(caplog.messages) == 100
@@ -280,25 +280,23 @@ def test_held_back_lines_are_summed_up_later(caplog: pytest.LogCaptureFixture) -
     clock.now += 60
     handler.tick()
     handler.end()
-    assert len(caplog.messages) == 11, "nothing is told twice"
+    assert len(caplog.messages) == 11, "no failure is logged twice"
     handler.handle(Txn(), records(*[b"bad"] * 12))
     handler.end()
     assert caplog.messages[-1].startswith("more records failed unlogged=2 of=record skipped: 2 last=in[0]@21 ")
 
 
-@pytest.mark.parametrize("fails_at_the_end", [False, True])
-def test_a_run_tells_the_rest_at_its_end_however_it_ends(
-    fails_at_the_end: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("last_record_fails", [False, True])
+def test_run_logs_held_back_lines_at_its_end(last_record_fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     app = app_of(on_error=skip)
     app.process("other", to="out")(upper)
-    given: list[Any] = [("in", b"bad")] * 12 + [("other", b"bad" if fails_at_the_end else b"a")]
-    with pytest.raises(PoisonRecord) if fails_at_the_end else contextlib.nullcontext():
+    given: list[Any] = [("in", b"bad")] * 12 + [("other", b"bad" if last_record_fails else b"a")]
+    with pytest.raises(PoisonRecord) if last_record_fails else contextlib.nullcontext():
         eos.testing.run(app, given)
     assert caplog.messages[-1].startswith("more records failed unlogged=2 ")
 
 
-def test_what_does_not_decode_is_treated_by_the_policy_too() -> None:
+def test_decode_error_is_handled_by_the_policy() -> None:
     def double(order: Order) -> int:
         return order.number * 2
 
@@ -307,7 +305,7 @@ def test_what_does_not_decode_is_treated_by_the_policy_too() -> None:
     assert {dict(send[5] or []).get("eos-dlq-exception") for send in txn.sends} == {None, b"eos.serde.DecodeError"}
 
 
-def test_nothing_of_a_record_that_fails_half_way_is_sent() -> None:
+def test_record_that_fails_after_an_output_sends_none() -> None:
     def some(value: bytes) -> Any:
         yield value
         yield Out(value, partition=-5) if value == b"bad" else value
@@ -321,7 +319,7 @@ def caused(error: Exception, by: Exception) -> Exception:
 
 
 @pytest.mark.parametrize("policy", [stop, skip, dlq, retry(3, then=skip)])
-def test_an_app_that_is_wrong_stops_whatever_the_policy(policy: Policy) -> None:
+def test_configuration_error_stops_under_any_policy(policy: Policy) -> None:
     txn = Txn()
     halt = Handler(app_of(lambda record: Out(b"x", topic="unnamed"), policy)).handle(txn, records(b"a"))
     assert halt is not None
@@ -345,7 +343,7 @@ def test_an_app_that_is_wrong_stops_whatever_the_policy(policy: Policy) -> None:
     ids=lambda error: str(error)[:12] or "memory",
 )
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_process_without_room_is_no_failure_of_the_record(policy: Policy, full: Exception, batch: bool) -> None:
+def test_exhausted_process_is_no_record_failure(policy: Policy, full: Exception, batch: bool) -> None:
     def filling(record: Record) -> Out:
         if record.value == b"b":
             raise full
@@ -365,7 +363,7 @@ def test_a_process_without_room_is_no_failure_of_the_record(policy: Policy, full
     assert (halt.handled, len(txn.sends), txn.skipped, txn.dead_letters) == ((0, 0, 0, 0) if batch else (1, 1, 0, 0))
 
 
-def test_a_decoder_without_room_is_no_failure_of_the_record_either() -> None:
+def test_memory_error_in_a_decoder_is_no_record_failure() -> None:
     def decode(value: bytes) -> Any:
         raise MemoryError
 
@@ -381,19 +379,19 @@ def test_a_decoder_without_room_is_no_failure_of_the_record_either() -> None:
     [
         FileNotFoundError(errno.ENOENT, "no"),
         ConnectionRefusedError(),
-        ConnectionRefusedError(errno.ECONNREFUSED, "nobody there"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "no listener"),
         RuntimeError("no"),
     ],
     ids=repr,
 )
-def test_what_the_function_asked_for_in_vain_is_the_records_failure(error: Exception) -> None:
+def test_error_of_an_external_service_is_a_record_failure(error: Exception) -> None:
     def failing(value: bytes) -> bytes:
         raise error
 
     assert handled(app_of(failing, skip), b"a").skipped == 1
 
 
-def test_a_policy_that_names_what_is_full_treats_it() -> None:
+def test_retry_on_os_error_handles_a_full_disk() -> None:
     def waits(value: bytes) -> bytes:
         raise OSError(errno.ENOSPC, "no")
 
@@ -401,11 +399,11 @@ def test_a_policy_that_names_what_is_full_treats_it() -> None:
     assert [halt.error for halt in halts] == [None, None]
 
 
-# ---- tries -----------------------------------------------------------------------------------------------------------
+# ---- retries ---------------------------------------------------------------------------------------------------------
 
 
 def run_through(handler: Handler, given: list[Record], txn: Txn) -> list[Halt]:
-    """As the worker does: what was not handled is handed out again."""
+    """Handle the records as the worker does, handing out unhandled records again."""
     halts = []
     while (halt := handler.handle(txn, given)) is not None:
         halts.append(halt)
@@ -416,7 +414,7 @@ def run_through(handler: Handler, given: list[Record], txn: Txn) -> list[Halt]:
 
 
 def failing(times: int) -> Callable[[bytes], bytes]:
-    """Fails so many times on each value that begins with "bad"."""
+    """Return a function that fails this many times on each value that begins with "bad"."""
     counts: dict[bytes, int] = {}
 
     def function(value: bytes) -> bytes:
@@ -446,9 +444,9 @@ def test_retry_of_named_errors_leaves_others_to_the_next_policy(raised: type[Exc
     assert (len(halts), txn.skipped) == (tries, 1)
 
 
-def test_what_does_not_decode_is_not_tried_again() -> None:
+def test_decode_error_is_retried_only_if_named() -> None:
     def function(order: Order) -> int:
-        raise AssertionError("nothing to run it on")
+        raise AssertionError("the function must not run")
 
     for on in ((), (ValueError, DecodeError)):
         txn = Txn()
@@ -456,8 +454,8 @@ def test_what_does_not_decode_is_not_tried_again() -> None:
         assert (len(halts), txn.skipped) == (2 if on else 0, 1)
 
 
-def test_a_decoder_s_own_error_is_tried_again_where_it_is_named() -> None:
-    """It may have asked a registry that is away."""
+def test_error_of_an_own_decoder_is_retried_if_named() -> None:
+    """The decoder may have queried a registry that is unavailable."""
 
     def asks(value: bytes) -> bytes:
         raise TimeoutError("the registry does not answer")
@@ -470,7 +468,7 @@ def test_a_decoder_s_own_error_is_tried_again_where_it_is_named() -> None:
 
 
 @pytest.mark.parametrize("then", [stop, skip, dlq])
-def test_after_its_tries_the_last_policy_decides(then: Policy) -> None:
+def test_last_policy_decides_after_the_retries(then: Policy) -> None:
     txn = Txn()
     halts = run_through(Handler(app_of(failing(9), retry(2, then=then))), records(*VALUES), txn)
     waits = [halt.pause_s for halt in halts if halt.error is None]
@@ -485,7 +483,7 @@ def test_after_its_tries_the_last_policy_decides(then: Policy) -> None:
         assert (txn.skipped, txn.dead_letters) == ((2, 0) if then is skip else (0, 2))
 
 
-def test_tries_of_one_record_are_not_counted_for_the_next_of_its_partition() -> None:
+def test_retries_are_counted_for_each_record() -> None:
     txn = Txn()
     given = records(*[b"bad %d" % n for n in range(5)])
     halts = run_through(Handler(app_of(failing(2), retry(2))), given, txn)
@@ -508,7 +506,7 @@ def batch_app(policy: Policy, calls: list[int] | None = None) -> App:
     return app
 
 
-def test_a_batch_under_stop_is_not_run_again_and_names_its_range() -> None:
+def test_failed_batch_under_stop_runs_once_and_names_its_range() -> None:
     calls: list[int] = []
     txn = Txn()
     halt = Handler(batch_app(stop, calls)).handle(txn, [*records(*VALUES), *records(b"a", partition=1)])
@@ -517,7 +515,7 @@ def test_a_batch_under_stop_is_not_run_again_and_names_its_range() -> None:
     assert "failed on one of 6 records (in[0]@10..14, in[1]@10..10)" in str(halt.error)
 
 
-def test_a_batch_is_bounded_whatever_other_functions_the_app_has() -> None:
+def test_batch_size_is_bounded_beside_other_functions() -> None:
     calls: list[int] = []
     app = batch_app(stop, calls)
     app.process("other", to="out")(upper)
@@ -529,7 +527,7 @@ def test_a_batch_is_bounded_whatever_other_functions_the_app_has() -> None:
 
 
 @pytest.mark.parametrize("policy", [skip, dlq])
-def test_a_batch_that_fails_is_run_again_record_by_record(policy: Policy) -> None:
+def test_failed_batch_runs_again_record_by_record(policy: Policy) -> None:
     calls: list[int] = []
     txn = handled(batch_app(policy, calls), *VALUES)
     assert calls == [5, 1, 1, 1, 1, 1]
@@ -548,15 +546,15 @@ def test_retried_record_of_a_batch_runs_alone() -> None:
 
 
 @pytest.mark.parametrize("policy", [stop, retry(1)], ids=repr)
-def test_a_batch_of_one_that_fails_is_a_poison_record_of_its_own(policy: Policy) -> None:
+def test_failed_batch_of_one_names_its_record(policy: Policy) -> None:
     halts = run_through(Handler(batch_app(policy)), records(b"bad"), Txn())
     assert str(halts[-1].error) == "uppers failed on in[0]@10: ValueError: no bad"
 
 
-# ---- what the client or the broker refuses ---------------------------------------------------------------------------
+# ---- sends refused by the client or the broker -----------------------------------------------------------------------
 
 
-def test_a_send_that_the_client_refuses_is_known_to_be_of_its_record() -> None:
+def test_refused_send_names_its_record() -> None:
     txn = Txn(refuses=[b"B"])
     given = records(b"a", b"b", b"c")
     Handler(app_of()).handle(txn, given)
@@ -564,7 +562,7 @@ def test_a_send_that_the_client_refuses_is_known_to_be_of_its_record() -> None:
     assert txn.failure.record is given[1]
 
 
-def test_what_a_feed_waits_for_room_is_no_time_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_queue_room_is_no_function_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     handler, txn = Handler(app_of(), now=lambda: clock.now), Txn(refuses=[b"B"])
 
@@ -580,7 +578,7 @@ def test_what_a_feed_waits_for_room_is_no_time_of_the_function(monkeypatch: pyte
 
 
 def test_failed_first_send_opens_the_transaction() -> None:
-    """Its loss is to be blamed on the function that took so long."""
+    """If the transaction is lost, the error must name the slow function."""
     clock = SimpleNamespace(now=0.0)
 
     def slow(value: bytes) -> bytes:
@@ -595,8 +593,8 @@ def test_failed_first_send_opens_the_transaction() -> None:
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one record", "several"])
-def test_a_transaction_is_open_from_its_first_output_on(several: bool) -> None:
-    """Not from its begin: the broker hears of it with the first output."""
+def test_transaction_is_open_from_its_first_output(several: bool) -> None:
+    """The broker's timeout does not start at begin: it learns of the transaction with the first output."""
     clock = SimpleNamespace(now=0.0)
 
     def slow(value: bytes) -> bytes | None:
@@ -608,7 +606,7 @@ def test_a_transaction_is_open_from_its_first_output_on(several: bool) -> None:
     handler.handle(txn, records(b"drop", b"drop"))
     assert handler.open_s(txn, clock.now) == 0
     handler.handle(txn, records(*[b"a"] * (2 if several else 1)))
-    # Which of several was the first is not looked at for each: at most from before them.
+    # Within a slice the first output is not timed: the transaction counts as open since the start of the slice.
     assert handler.open_s(txn, clock.now) == (20 if several else 0)
     handler.handle(txn, records(b"drop"))
     assert handler.open_s(txn, clock.now) == (30 if several else 10)
@@ -636,14 +634,14 @@ def test_refused_send_of_a_batch_names_no_record() -> None:
 
 
 @pytest.mark.parametrize("policy", [skip, dlq])
-def test_a_refused_record_comes_again_and_fails_without_being_run(policy: Policy) -> None:
+def test_refused_record_fails_again_without_a_run(policy: Policy) -> None:
     seen: list[bytes] = []
 
-    def noting(value: bytes) -> bytes:
+    def record_value(value: bytes) -> bytes:
         seen.append(value)
         return value
 
-    handler = Handler(app_of(noting, policy))
+    handler = Handler(app_of(record_value, policy))
     given = records(b"a", b"b", b"c")
     handler.refused(given[1], CallFailed("delivery", Action.POISON, ValueError("too large")))
     txn = Txn()
@@ -658,13 +656,13 @@ def test_a_refused_record_comes_again_and_fails_without_being_run(policy: Policy
         assert txn.values == [b"a", b"c"]
     handler.ended({("in", 0)}, {("in", 0): 10})
     assert handler.handle(Txn(), given) is None
-    assert seen == [b"a", b"c"] * 2, "nor after an abort for another reason"
+    assert seen == [b"a", b"c"] * 2, "not run after an abort for another reason either"
     handler.ended({("in", 0)}, {("in", 0): 12})
     assert handler.handle(Txn(), given) is None
-    assert seen[4:] == [b"a", b"b", b"c"], "what is committed is forgotten"
+    assert seen[4:] == [b"a", b"b", b"c"], "a refusal is forgotten after the commit"
 
 
-def test_a_refused_record_under_stop_ends_the_run_after_what_came_before() -> None:
+def test_refused_record_under_stop_halts_after_earlier_records() -> None:
     handler = Handler(app_of())
     given = records(b"a", b"b", b"c")
     handler.refused(given[1], CallFailed("produce", Action.POISON, ValueError("too large")))
@@ -676,7 +674,7 @@ def test_a_refused_record_under_stop_ends_the_run_after_what_came_before() -> No
     assert isinstance(halt.error.__cause__, RecordRefused)
 
 
-def test_a_refused_record_is_tried_again_under_retry() -> None:
+def test_refused_record_runs_again_under_retry() -> None:
     handler = Handler(app_of(on_error=retry(1, then=skip)))
     given = records(b"a", b"b", b"c")
     refusal = CallFailed("produce", Action.POISON, ValueError("too large"))
@@ -709,9 +707,9 @@ def test_refused_dead_letter_stops_the_run() -> None:
 def test_refused_output_is_not_an_earlier_dead_letter() -> None:
     handler = Handler(app_of(failing(1), dlq))
     given = records(b"bad")
-    assert handler.handle(Txn(), given) is None  # its dead letter was sent; that transaction is aborted for some reason
+    assert handler.handle(Txn(), given) is None  # the dead letter was sent, but its transaction is aborted
     txn = Txn(refuses=[b"bad 2"])
-    assert handler.handle(txn, given) is None  # now the function returns
+    assert handler.handle(txn, given) is None  # this time the function succeeds
     assert txn.failure is not None
     handler.refused(given[0], txn.failure)
     txn = Txn()
@@ -721,17 +719,17 @@ def test_refused_output_is_not_an_earlier_dead_letter() -> None:
 
 @pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
 @pytest.mark.parametrize("policy", [skip, dlq, retry(1, then=dlq)], ids=repr)
-def test_several_refused_records_are_found_one_after_the_other(policy: Policy, batch: bool) -> None:
+def test_several_refused_records_are_found_one_by_one(policy: Policy, batch: bool) -> None:
     app = batch_app(policy) if batch else app_of(on_error=policy)
     given = records(b"a", b"r1", b"b", b"r2", b"bad", b"r3", b"c")
     handler, attempts = Handler(app), 0
     kept: list[bytes | None] = []
     while given:
         attempts += 1
-        assert attempts < 60, "it comes round for ever"
+        assert attempts < 60, "the same records are handed out forever"
         handler.ended({("in", 0)}, {("in", 0): given[0].offset})
         txn = Txn(refuses=[b"R1", b"R2", b"R3"])
-        # As a session: an unknown culprit is found by handing out one record alone.
+        # Like a session: a refused record of a batch is found by handing out one record at a time.
         part = given if not batch else given[:1]
         halt = handler.handle(txn, part)
         if txn.failure is not None:
@@ -745,7 +743,7 @@ def test_several_refused_records_are_found_one_after_the_other(policy: Policy, b
     assert [value for value in kept if value in dead] == dead
 
 
-def test_refusals_of_partitions_that_the_group_took_away_are_forgotten() -> None:
+def test_refusals_of_revoked_partitions_are_forgotten() -> None:
     handler = Handler(app_of(on_error=skip))
     given = records(b"a")
     handler.refused(given[0], CallFailed("delivery", Action.POISON, ValueError()))
@@ -789,7 +787,7 @@ def test_stop_iteration_with_lineage_does_not_end_the_records() -> None:
         assert (txn.values, txn.skipped) == ([b"a", b"c"], 1)
 
 
-# ---- whatever comes --------------------------------------------------------------------------------------------------
+# ---- random failures ------------------------------------------------------------------------------------------------
 
 PLANS = st.lists(st.integers(0, 4), max_size=30)  # how often each record fails; 4 and more: always
 
@@ -847,12 +845,12 @@ def test_offline_run_applies_decoding_policies_and_outputs() -> None:
     assert dict(ran.to("orders.dlq")[0].headers)["eos-dlq-offset"] == b"1"
 
 
-def test_without_a_broker_a_record_that_stops_the_run_is_raised() -> None:
+def test_offline_run_raises_a_poison_record() -> None:
     with pytest.raises(PoisonRecord, match=r"upper failed on in\[0\]@1: ValueError: no bad"):
         eos.testing.run(app_of(), [("in", "a"), ("in", "bad")])
 
 
-def test_without_a_broker_wrong_input_is_named() -> None:
+def test_offline_run_names_wrong_input() -> None:
     with pytest.raises(ConfigurationError, match=r"no function of .* gets records of the topic 'other'"):
         eos.testing.run(app_of(), [("other", "a")])
     with pytest.raises(ConfigurationError, match="is not a Record"):
@@ -882,7 +880,7 @@ def test_own_decoder_and_encoder_are_used() -> None:
     assert handled(batch, b"abc").values == [b"*b'abc'*"]
 
 
-def test_what_own_decoders_and_encoders_raise_is_about_the_record() -> None:
+def test_errors_of_own_decoders_and_encoders_are_record_failures() -> None:
     txn = handled(app_of(lambda text: text, dlq, decode=reversed_bytes), b"a", b"\xff", None)
     assert txn.values == [b"a", b"\xff", None]
     messages = [dict(send[5] or []).get("eos-dlq-message") or b"" for send in txn.sends]
@@ -892,14 +890,14 @@ def test_what_own_decoders_and_encoders_raise_is_about_the_record() -> None:
     assert b"starred returned a str, not bytes" in (dict(txn.sends[0][5] or [])["eos-dlq-message"] or b"")
 
 
-def test_an_own_decoder_leaves_tombstones_to_functions_that_take_them() -> None:
+def test_own_decoder_passes_tombstones_to_functions_that_accept_them() -> None:
     def shown(text: str | None) -> str:
         return repr(text)
 
     assert handled(app_of(shown, decode=reversed_bytes), None, b"ab").values == [b"None", b"'ba'"]
 
 
-def test_own_decoders_survive_pickling_and_wrong_ones_are_refused() -> None:
+def test_own_decoders_survive_pickling_and_invalid_ones_are_refused() -> None:
     made = app_of(upper, decode=reversed_bytes, encode=starred).routes["in"]
     copied = pickle.loads(pickle.dumps((made.decode, made.encode)))
     assert copied[0](b"ab") == "ba"
@@ -920,7 +918,7 @@ WHY = "the name of header 1 of 2 is not UTF-8"
 
 
 def unreadable(policy: Policy) -> tuple[Txn, Halt | None]:
-    """What became of three records, of which the second one's headers cannot be read."""
+    """Handle three records, the second with unreadable headers, and return the transaction and the halt."""
     handler, txn = Handler(app_of(on_error=policy)), Txn()
     given = records(b"a", b"b", b"c")
     given[1] = msgspec.structs.replace(given[1], headers=UnreadableHeaders([("b", b"2")], WHY))
@@ -947,7 +945,7 @@ def test_record_with_unreadable_headers_stops_at_its_offset() -> None:
     assert txn.values == [b"A"]
 
 
-def test_unreadable_headers_raise_in_a_loop_of_ones_own() -> None:
+def test_unreadable_headers_raise_in_an_own_loop() -> None:
     headers = UnreadableHeaders([("b", b"2")], WHY)
     for read in (list, len, dict, lambda given: given[0], lambda given: ("b", b"2") in given):
         with pytest.raises(ValueError, match="header 1 of 2"):
@@ -976,7 +974,7 @@ def keep_many(given: list[Record]) -> list[Out]:
 
 
 @pytest.mark.parametrize("function", [keep, keep_and_count, keep_async, keep_many])
-def test_timestamp_in_microseconds_goes_by_policy_before_it_is_sent(function: Callable[..., Any]) -> None:
+def test_timestamp_in_microseconds_is_handled_by_the_policy(function: Callable[..., Any]) -> None:
     app = App("app")
     (app.process_batch if function is keep_many else app.process)("in", to="out", on_error=dlq)(function)
     given = [Record("in", 0, 0, 1_000, b"k", b"a"), Record("in", 0, 1, MICROSECONDS, b"k", b"b")]

@@ -1,4 +1,4 @@
-"""What was fetched, handed out and committed: nothing skipped, nothing twice, order kept."""
+"""Positions of fetched, taken and committed records: none skipped, none repeated, in order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_records_are_handed_out_in_the_order_they_were_fetched() -> None:
     assert known.take(3) == []
 
 
-def test_only_what_was_taken_is_committed_and_the_rest_waits() -> None:
+def test_only_taken_records_are_committed() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
     assert (len(known), known.taken, known.offsets()) == (1, 2, {A: 2})
@@ -56,20 +56,20 @@ def test_only_what_was_taken_is_committed_and_the_rest_waits() -> None:
     assert known.take(5) == records(A, 2)
 
 
-def test_the_next_offset_is_one_after_the_last_record_not_their_number() -> None:
+def test_committed_offset_follows_the_last_record_across_gaps() -> None:
     known = positions(*records(A, 3, 9), *records(B, 100))
     known.take(3)
     assert known.offsets() == {A: 10, B: 101}
 
 
-def test_what_the_client_delivers_again_is_dropped_and_counted() -> None:
+def test_repeated_deliveries_are_dropped_and_counted() -> None:
     known = positions(*records(A, 5, 6, 6, 7, 5), *records(B, 2, 3), *records(A, 7, 8), a=5, b=3)
     assert known.take(9) == [*records(A, 5, 6, 7), *records(B, 3), *records(A, 8)]
     known.add_fetched(records(A, 4, 8))
     assert (len(known), known.offsets(), known.repeated) == (0, {A: 9, B: 4}, 6)
     assert known.rewind() == {A: 5, B: 3}
     known.add_fetched(records(A, 4, 5, 6))
-    assert known.take(9) == records(A, 5, 6), "a rewind's records are no repeated ones"
+    assert known.take(9) == records(A, 5, 6), "records fetched again after a rewind do not count as repeated"
 
 
 def test_rewind_returns_to_the_transactions_start_in_each_partition() -> None:
@@ -77,7 +77,9 @@ def test_rewind_returns_to_the_transactions_start_in_each_partition() -> None:
     known.take(2)
     known.take(1)
     assert known.rewind() == {A: 4, B: 7}
-    assert (len(known), known.taken, known.offsets()) == (0, 0, {}), "what waited of A comes again behind the rest"
+    assert (len(known), known.taken, known.offsets()) == (0, 0, {}), (
+        "waiting records of A are dropped: they are fetched again"
+    )
 
 
 def test_rewind_leaves_untouched_partitions_alone() -> None:
@@ -90,7 +92,7 @@ def test_rewind_leaves_untouched_partitions_alone() -> None:
 
 
 def test_rewind_returns_to_the_first_record_not_the_last_commit() -> None:
-    """A partition can begin at "the beginning", which is no offset that could be fetched again."""
+    """A partition can start at "the beginning", which is not an offset to which a consumer can seek."""
     known = positions(*records(A, 40, 41), a=0)
     known.take(2)
     assert known.rewind() == {A: 40}
@@ -112,7 +114,7 @@ def test_known_end_is_not_committed_before_rewound_records() -> None:
     assert known.offsets() == {}
 
 
-def test_an_end_is_kept_when_all_that_was_taken_is_given_back() -> None:
+def test_known_end_is_kept_if_all_taken_records_are_given_back() -> None:
     known = positions(*records(A, 0))
     known.reach_end(A, 5)
     known.take(1)
@@ -132,7 +134,7 @@ def test_only_records_of_the_last_batch_can_be_given_back() -> None:
     assert (known.take(9), known.offsets()) == (records(A, 2), {A: 3})
 
 
-def test_an_empty_take_leaves_the_last_batch_to_be_given_back() -> None:
+def test_last_batch_can_be_given_back_after_an_empty_take() -> None:
     known = positions(*records(A, 0, 1))
     known.take(2)
     assert known.take(1) == []
@@ -140,7 +142,7 @@ def test_an_empty_take_leaves_the_last_batch_to_be_given_back() -> None:
     assert known.offsets() == {}
 
 
-def test_the_record_handed_out_last_is_known_while_it_is_the_transactions() -> None:
+def test_last_taken_record_is_known_until_the_commit() -> None:
     known = positions(*records(A, 0, 1, 2))
     assert known.last_taken is None
     known.take(2)
@@ -151,7 +153,7 @@ def test_the_record_handed_out_last_is_known_while_it_is_the_transactions() -> N
     assert known.last_taken is None
 
 
-def test_what_a_caller_does_to_the_list_of_a_batch_changes_no_offset() -> None:
+def test_clearing_a_taken_batch_changes_no_offset() -> None:
     known = positions(*records(A, 0, 1))
     known.take(2).clear()
     assert (known.taken, known.offsets()) == (2, {A: 2})
@@ -174,7 +176,7 @@ def test_partition_given_back_completely_has_no_offset() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 3])
-def test_more_than_was_taken_cannot_be_given_back(count: int) -> None:
+def test_giving_back_an_invalid_count_is_refused(count: int) -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
     with pytest.raises(ValueError, match="taken last"):
@@ -182,16 +184,16 @@ def test_more_than_was_taken_cannot_be_given_back(count: int) -> None:
     assert known.taken == 2
 
 
-def test_an_end_behind_all_records_is_committed_once_the_last_one_is_taken() -> None:
+def test_end_after_all_records_is_committed_with_the_last_one() -> None:
     known = positions(*records(A, 0, 1))
-    known.reach_end(A, 5)  # an aborted tail and a marker lie between
+    known.reach_end(A, 5)  # after aborted records and a marker
     known.take(1)
     assert known.offsets() == {A: 1}
     known.take(1)
     assert known.offsets() == {A: 5}
 
 
-def test_an_end_without_any_record_is_committed_too_and_only_once() -> None:
+def test_end_without_records_is_committed_once() -> None:
     known = positions(a=3)
     known.reach_end(A, 5)
     assert known.offsets() == {A: 5}
@@ -199,13 +201,13 @@ def test_an_end_without_any_record_is_committed_too_and_only_once() -> None:
     assert known.offsets() == {}
 
 
-def test_an_end_that_is_already_committed_asks_for_nothing() -> None:
+def test_committed_end_needs_no_other_commit() -> None:
     known = positions(a=5)
     known.reach_end(A, 5)
     assert known.offsets() == {}
 
 
-def test_an_old_end_does_not_pull_back_the_offset_of_later_records() -> None:
+def test_old_end_does_not_lower_the_offset_of_later_records() -> None:
     known = positions(*records(A, 0))
     known.reach_end(A, 2)
     known.add_fetched(records(A, 2, 3))
@@ -215,10 +217,10 @@ def test_an_old_end_does_not_pull_back_the_offset_of_later_records() -> None:
     assert known.offsets() == {A: 4}
 
 
-def test_a_lost_partition_is_forgotten_and_the_others_stay() -> None:
+def test_lost_partition_is_forgotten_and_others_stay() -> None:
     known = positions(*records(A, 0), *records(B, 0), *records(A, 1))
     known.reach_end(A, 9)
-    assert not known.forget([A]), "the open transaction has nothing of it"
+    assert not known.forget([A]), "the open transaction has no record of it"
     assert known.take(9) == records(B, 0)
     assert known.offsets() == {B: 1}
     assert A not in known.committed
@@ -238,7 +240,7 @@ def test_given_back_records_of_a_lost_partition_are_dropped() -> None:
     known.take(3)
     known.forget([A])
     known.give_back(2)
-    assert known.rewind() == {}, "A is not ours, and nothing of B was handled"
+    assert known.rewind() == {}, "A is not assigned, and no record of B was handled"
     assert known.take(9) == records(B, 0)
 
 
@@ -252,7 +254,7 @@ def test_lost_partition_that_returns_has_each_record_once() -> None:
     assert known.take(9) == records(A, 0, 1, 2)
 
 
-def test_an_unknown_outcome_leaves_a_lost_partition_alone() -> None:
+def test_unknown_outcome_leaves_a_lost_partition_alone() -> None:
     known = positions(*records(A, 0), *records(B, 0, 1))
     known.take(3)
     known.forget([A])
@@ -300,7 +302,7 @@ def test_unknown_outcome_is_resolved_for_each_partition() -> None:
     assert known.resolve({A: 2, B: 0}) == {A: 2, B: 0}
 
 
-def test_partition_revoked_while_its_transaction_commits_is_left_out() -> None:
+def test_partition_revoked_during_its_commit_is_left_out() -> None:
     known = positions(*records(A, 3), *records(B, 7))
     known.take(2)
     offsets = known.offsets()
@@ -309,7 +311,7 @@ def test_partition_revoked_while_its_transaction_commits_is_left_out() -> None:
     assert known.committed == {B: 8}
 
 
-def test_partition_revoked_while_its_commit_fails_is_left_alone() -> None:
+def test_partition_revoked_during_a_failed_commit_is_left_alone() -> None:
     known = positions(*records(A, 3), *records(B, 7))
     known.take(2)
     known.forget([A])
@@ -324,7 +326,7 @@ partitions = st.sampled_from(PARTITIONS)
 
 
 class PositionsAgainstModel(RuleBasedStateMachine):
-    """The model knows only lists per partition; the order between partitions is the code's own business."""
+    """Compare Positions with a model of one list per partition. The order between partitions is not modelled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,13 +335,13 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         self.waiting: dict[TopicPartition, list[int]] = defaultdict(list)
         self.taken: list[R] = []
         self.repeated = 0
-        self.last = 0  # how many of them are the last batch
-        self.lost: set[TopicPartition] = set()  # of what is taken
+        self.last = 0  # number of taken records in the last batch
+        self.lost: set[TopicPartition] = set()  # lost partitions with taken records
         self.ends: dict[TopicPartition, int] = {}
-        self.group: dict[TopicPartition, int] = {}  # what the group has committed; survives a reassignment
+        self.group: dict[TopicPartition, int] = {}  # offsets committed by the group; they survive a reassignment
         self.started: dict[TopicPartition, int] = {}
         self.fetch_at: dict[TopicPartition, int] = {}
-        self.log: dict[TopicPartition, list[int]] = defaultdict(list)  # readable offsets, which a rewind fetches again
+        self.log: dict[TopicPartition, list[int]] = defaultdict(list)  # readable offsets, fetched again after a rewind
 
     @initialize(starts=st.lists(st.integers(0, 5), min_size=3, max_size=3))
     def all_are_assigned(self, starts: list[int]) -> None:
@@ -354,7 +356,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         self.started[partition] = self.fetch_at[partition] = start
 
     def _floor(self, partition: TopicPartition) -> int:
-        """Where the next transaction begins, if it took nothing."""
+        """Return the offset at which the partition's next transaction starts if no record is taken."""
         return max(self.group.get(partition, 0), self.started[partition])
 
     def _expected_offsets(self) -> dict[TopicPartition, int]:
@@ -370,7 +372,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
 
     @rule(data=st.lists(st.tuples(partitions, st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12))
     def fetch(self, data: list[tuple[TopicPartition, int, int]]) -> None:
-        """A batch of partitions mixed at random, with gaps where markers and aborted records lie, and with records that
+        """Fetch a batch of random partitions, with gaps for markers and aborted records, and with records that
         were delivered before."""
         batch = []
         for partition, gap, repeats in data:
@@ -397,7 +399,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
             self.ends[partition] = self.fetch_at[partition]
             self.code.reach_end(partition, self.fetch_at[partition])
 
-    @precondition(lambda self: not self.lost)  # the session hands nothing out after that
+    @precondition(lambda self: not self.lost)  # after a loss the session hands out no records
     @rule(most=st.integers(1, 9))
     def take(self, most: int) -> None:
         available = sum(map(len, self.waiting.values()))
@@ -406,8 +408,8 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         for record in got:
             partition = (record.topic, record.partition)
             assert partition in self.owned
-            assert record.offset >= self.group.get(partition, 0), "handed out again after its commit"
-            assert record.offset == self.waiting[partition].pop(0), "out of order, or one was skipped"
+            assert record.offset >= self.group.get(partition, 0), "a committed record was handed out again"
+            assert record.offset == self.waiting[partition].pop(0), "a record is out of order or was skipped"
         self.taken += got
         self.last = len(got) or self.last
 
@@ -427,7 +429,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         self._go_back(self.code.rewind(), {})
 
     def _go_back(self, targets: dict[TopicPartition, int], floors: dict[TopicPartition, int]) -> None:
-        """What the session does: the consumer fetches those partitions again from there."""
+        """Seek as the session does: the consumer fetches these partitions again from these offsets."""
         expected = {}
         for record in self.taken:
             partition = (record.topic, record.partition)
@@ -443,7 +445,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: not self.lost)
     @rule(data=st.data())
     def commit(self, data: Any) -> None:
-        """Partitions may be revoked while the commit is waited for: the transaction is committed all the same."""
+        """Commit. Partitions revoked while the commit runs do not prevent it."""
         offsets = self.code.offsets()
         for _ in range(data.draw(st.integers(0, len(self.owned)))):
             self.forget(data)
@@ -471,12 +473,12 @@ class PositionsAgainstModel(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def resolve(self, data: Any) -> None:
-        """Any stable offset that the group can hold: of before, of this transaction, moved back, or none."""
+        """Resolve with any stable offset the group can have: an earlier one, this transaction's, or none."""
         stable = {}
         for partition in sorted({(r.topic, r.partition) for r in self.taken}):
             after = max(r.offset for r in self.taken if (r.topic, r.partition) == partition) + 1
             if partition in self.owned and partition in self.lost:
-                # It came back inside a transaction that had lost it, and such a one does not commit.
+                # The partition was lost and assigned again within this transaction, which therefore cannot commit.
                 after = self.started[partition]
             offsets = st.integers(0, after)
             stable[partition] = data.draw(offsets if partition in self.group else st.none() | offsets)

@@ -1,4 +1,4 @@
-"""What of the session can be said without Kafka."""
+"""Tests of the session that need no Kafka."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.sessions import give_producer
 
 
 @pytest.mark.parametrize("name", FUNCTION_OPTIONS)
-def test_what_only_functions_have_is_refused_where_there_are_none(name: str) -> None:
+def test_option_of_functions_is_refused_without_functions(name: str) -> None:
     servers, given = {"bootstrap.servers": "127.0.0.1:9"}, {name: str(OPTIONS[name].default)}
     settings = servers | given | {"group.id": "g", "transactional.id": "t"}
     with pytest.raises(ConfigurationError, match=f"{name} is about an App's functions"):
@@ -58,7 +58,7 @@ def test_rebuilds_without_a_commit_are_limited() -> None:
 
 
 def test_feed_after_a_failed_send_is_ignored() -> None:
-    """A worker measures by it for how long the broker has known of the transaction."""
+    """The worker derives from the sent count since when the broker has known the transaction."""
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     failed = CallFailed("produce", Action.REBUILD, RuntimeError("timed out"))
     producer: Any = SimpleNamespace(feed=lambda feed, records: FeedResult(2, 2, failed))
@@ -71,8 +71,8 @@ def test_feed_after_a_failed_send_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("refused_at", [0, 99, 100, 199])
-def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
-    """Each abort costs a producer, half a second and more."""
+def test_refused_record_is_found_by_halving(refused_at: int) -> None:
+    """Each abort replaces a producer, which takes half a second or more."""
     found: list[int] = []
 
     class Finds(Listener):
@@ -103,7 +103,7 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
     assert found == [refused_at]
     assert aborts <= 9
     commit_one(session)
-    assert session._parts.pacing.limit == 2, "and then they grow again"
+    assert session._parts.pacing.limit == 2, "transactions grow again afterwards"
 
 
 def test_rebalance_abort_is_logged_as_info_until_it_repeats(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,8 +117,8 @@ def test_rebalance_abort_is_logged_as_info_until_it_repeats(caplog: pytest.LogCa
     with caplog.at_level("INFO", "eos"):
         for failure in (*[CallFailed("send_offsets", Action.ABORT, raw)] * 3, asked):
             session._loop._carry_out(failure, {}, None)
-    told = [(one.levelname, one.getMessage()) for one in caplog.records]
+    logged = [(one.levelname, one.getMessage()) for one in caplog.records]
     usual = "transaction aborted reason=the group is rebalancing"
-    assert told[:3] == [("INFO", usual), ("INFO", usual), ("WARNING", usual)]
-    assert told[3] == ("WARNING", f"transaction aborted reason={asked}")
+    assert logged[:3] == [("INFO", usual), ("INFO", usual), ("WARNING", usual)]
+    assert logged[3] == ("WARNING", f"transaction aborted reason={asked}")
     assert session.counters.aborts_by_cause == {"rebalance": 3, "application": 1}

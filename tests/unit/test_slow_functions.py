@@ -1,5 +1,5 @@
-"""A function that is too slow: a suspicion until it is known; one loss is survived and told, a second is one error with
-the setting."""
+"""Slow functions: a warning while a loss is possible, another after the first loss, and an error that names the setting
+after the second."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def records(*offsets: int, partition: int = 0) -> list[Record]:
 
 
 class Session:
-    """What of a session SlowFunctions is told, transaction by transaction."""
+    """Reports to SlowFunctions what a session would report, one transaction at a time."""
 
     def __init__(self, **settings: int) -> None:
         self.slow_functions = SlowFunctions(Settings(SETTINGS | settings))
@@ -57,15 +57,15 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "eos")
 
 
-def test_what_may_be_too_slow_is_measured_against_both_settings() -> None:
+def test_time_is_compared_with_both_timeouts() -> None:
     slow_functions = SlowFunctions(Settings(SETTINGS))
-    assert not slow_functions.is_too_slow(1.9, 11.9), "a long call that had sent nothing before it loses nothing"
-    assert slow_functions.is_too_slow(2.1, 0.3), "the transaction is open for too long, whoever made it so"
-    assert slow_functions.is_too_slow(0.0, 12.1), "the group has given this member up"
+    assert not slow_functions.is_too_slow(1.9, 11.9), "a long call before the first output loses nothing"
+    assert slow_functions.is_too_slow(2.1, 0.3), "the transaction is open for too long"
+    assert slow_functions.is_too_slow(0.0, 12.1), "the group has removed this member"
     assert not SlowFunctions(Settings({})).is_too_slow(9.9, 9.9)
 
 
-def test_a_suspicion_is_told_as_one_and_a_loss_when_it_happened(caplog: pytest.LogCaptureFixture) -> None:
+def test_possible_and_actual_loss_are_logged_differently(caplog: pytest.LogCaptureFixture) -> None:
     session = Session()
     session.slow(records(7))
     (line,) = caplog.messages
@@ -75,15 +75,15 @@ def test_a_suspicion_is_told_as_one_and_a_loss_when_it_happened(caplog: pytest.L
     assert [line.partition(" why=")[0] for line in caplog.messages] == [MAY_BE, WAS]
 
 
-@pytest.mark.parametrize("offsets", [range(7, 27), [7] * 3], ids=["other records", "one that its policy tries again"])
-def test_who_loses_nothing_is_never_stopped_and_never_told_of_a_loss(
+@pytest.mark.parametrize("offsets", [range(7, 27), [7] * 3], ids=["other records", "one retried record"])
+def test_slow_function_without_a_loss_is_never_stopped(
     offsets: Iterable[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     session = Session()
     for offset in offsets:
         session.slow(records(offset))
         session.kept()
-    session.lost()  # the transaction behind it
+    session.lost()  # the next transaction is lost, without a slow function
     assert not any(line.startswith(WAS) for line in caplog.messages)
     assert not session.slow_functions.runs_one_by_one
 
@@ -105,16 +105,18 @@ def test_record_lost_twice_is_an_error_with_the_setting(took_s: float, longer_th
     assert f"took {took_s} s for in[0]@7, longer than {longer_than}" in str(e.value)
 
 
-def test_a_record_that_was_lost_alone_is_known_until_it_is_committed() -> None:
+def test_slow_record_is_known_until_its_commit() -> None:
     session = Session()
     session.slow(records(6, 7, 8))
     session.lost()
-    assert session.slow_functions.find_slow(records(6, 7, 8), OWNED) is None, "which of them it was is not known yet"
+    assert session.slow_functions.find_slow(records(6, 7, 8), OWNED) is None, (
+        "the slow one of the three is not known yet"
+    )
     session.slow(records(7))
     session.lost(Outcome.UNKNOWN)
     assert session.slow_functions.find_slow([*records(7, partition=1), *records(6, 7)], OWNED) == 2
     session.slow_functions.ended(True, {("in", 0): 7, ("in", 1): 9})
-    assert session.slow_functions.find_slow(records(7), OWNED) == 0, "what is committed is only what comes before it"
+    assert session.slow_functions.find_slow(records(7), OWNED) == 0, "only records before it are committed"
     session.slow_functions.ended(True, {("in", 0): 8})
     assert not session.slow_functions.has_slow_records
 
@@ -128,10 +130,10 @@ def test_record_lost_once_and_then_committed_stops_no_worker() -> None:
     session.lost()
 
 
-def test_other_records_are_a_first_time_of_their_own() -> None:
+def test_first_loss_of_each_record_is_survived() -> None:
     session = Session()
-    for place in ((7, 0), (8, 0), (7, 1)):
-        session.slow(records(place[0], partition=place[1]))
+    for offset, partition in ((7, 0), (8, 0), (7, 1)):
+        session.slow(records(offset, partition=partition))
         session.lost()
 
 
@@ -150,7 +152,7 @@ def test_slow_slice_of_single_records_runs_one_by_one() -> None:
     assert not session.slow_functions.runs_one_by_one
 
 
-def test_partitions_that_the_group_took_away_are_not_waited_for() -> None:
+def test_revoked_partitions_are_not_waited_for() -> None:
     session = Session()
     session.slow([*records(5, 6), *records(3, partition=1)])
     session.lost()

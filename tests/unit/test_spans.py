@@ -1,4 +1,4 @@
-"""A span per transaction: what it says, what it is linked to, and when it ends. Needs the extra `otel`."""
+"""OpenTelemetry spans, one per transaction: attributes, links and end. Needs the extra `otel`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARENT = f"00-{TRACE}-b7ad6b7169203331-01".encode()
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Called: the spans that ended so far."""
+    """Return a function that returns the spans ended until now."""
     trace = pytest.importorskip("opentelemetry.trace", reason="the extra `otel` is not installed")
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -58,7 +58,7 @@ def test_committed_transaction_is_a_span_with_links(exported: Any) -> None:
     assert span.links[0].context.is_remote
 
 
-def test_links_have_a_bound(exported: Any) -> None:
+def test_number_of_links_is_bounded(exported: Any) -> None:
     spans = Spans({})
     with spans.handling():
         spans.took(records(*[[("traceparent", b"00-%032x-%016x-01" % (n, n))] for n in range(1, 1_000)]))
@@ -66,7 +66,7 @@ def test_links_have_a_bound(exported: Any) -> None:
     assert len(exported()[0].links) == 32
 
 
-def test_spans_of_a_function_lie_in_the_transaction_s(exported: Any) -> None:
+def test_function_span_is_child_of_its_transactions_span(exported: Any) -> None:
     from opentelemetry import trace
 
     spans = Spans({})
@@ -97,9 +97,9 @@ def test_coroutine_spans_have_no_earlier_transaction_as_parent(exported: Any) ->
 
 
 @pytest.mark.parametrize("outcome", Outcome)
-def test_a_span_says_how_its_transaction_ended(outcome: Outcome, exported: Any) -> None:
+def test_span_has_the_outcome_of_its_transaction(outcome: Outcome, exported: Any) -> None:
     spans = Spans({})
-    spans.ended(outcome)  # of a transaction that only moved offsets
+    spans.ended(outcome)  # a transaction that only committed offsets has no span
     with spans.handling():
         spans.took(records((), ()))
     spans.ended(outcome)
@@ -118,11 +118,11 @@ def app_of() -> App:
     return app
 
 
-def test_a_worker_makes_none_unless_it_is_asked() -> None:
+def test_worker_creates_no_spans_by_default() -> None:
     assert Worker(app_of(), Settings(SETTINGS | {"eos.otel.spans": "false"}))._spans is None
 
 
-def test_without_opentelemetry_the_setting_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_without_opentelemetry_are_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'eos-kafka\[otel\]'"):
         Worker(app_of(), Settings(SETTINGS))

@@ -1,4 +1,4 @@
-"""The supervisor with real processes that are not workers: restarts, the breaker, codes, signals, prefixed lines."""
+"""The supervisor with real processes instead of workers: restarts, breaker, exit codes, signals, prefixed lines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from eos.worker import supervisor as supervising
 from eos.worker.supervisor import LONGEST_PAUSE_S, After, GaveUp, PrefixedStream, Supervisor, after, final_code, pause_s
 from tests.support.reading import wait_until
 
-# Notes each life in a file; ends with the next of its codes (the last again and again), or waits for SIGTERM at "run",
-# ignoring the first SIGTERM at "deaf" (and both at "deaf for ever") and not hearing of it yet at "starting".
+# Each run adds its pid to a file and exits with the next of its codes, of which the last is repeated. Instead of a
+# code: "run" waits for SIGTERM, "deaf" ignores the first SIGTERM, "deaf for ever" ignores all of them, and "starting"
+# has not installed its handler yet.
 PROGRAM = """
 import os, signal, sys, time
 name, folder, *codes = sys.argv[1:]
@@ -46,12 +47,12 @@ sys.exit(int(do))
 
 
 @pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervising, "pause_s", lambda count: 0.1)
 
 
 def supervise(folder: Path, plan: dict[str, Sequence[str]], stop_s: float = 20.0, keep: bool = False) -> Supervisor:
-    """A supervisor of one process per name, whose lives end as planned."""
+    """Return a supervisor of one process per name, whose runs end as planned."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
 
@@ -72,13 +73,13 @@ def meanwhile(act: Callable[[], None]) -> threading.Thread:
 
 
 def wait_up(folder: Path, *names: str, life: int = 1) -> None:
-    """Until they run and would hear a signal."""
+    """Wait until these processes run and handle signals."""
     for name in names:
         wait_until(f"{name} runs", (folder / f"{name}.up{life}").exists, 30)
 
 
 def stop_once_up(folder: Path, *names: str, number: signal.Signals = signal.SIGTERM) -> None:
-    """The supervisor of these hears a signal as soon as all of them would."""
+    """Send the supervisor a signal as soon as all these processes handle signals."""
 
     def ask() -> None:
         wait_up(folder, *names)
@@ -91,7 +92,7 @@ def stop_once_up(folder: Path, *names: str, number: signal.Signals = signal.SIGT
 
 
 @pytest.mark.parametrize("code", [64, 65, 66, 69, 70, 77, 78, 79, 1])
-def test_a_code_that_a_restart_cannot_mend_stops_all(code: int) -> None:
+def test_permanent_exit_code_stops_all_workers(code: int) -> None:
     assert after(code, stopping=False) is After.STOP
 
 
@@ -104,11 +105,11 @@ def test_worker_restarts_after_temporary_errors_and_kills(code: int) -> None:
 @pytest.mark.parametrize(
     ("codes", "code"), [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 65, 79], 65), ([-9, 0], 75), ([79, 65], 79)]
 )
-def test_the_final_code_is_the_first_that_says_more_than_temporary(codes: list[int], code: int) -> None:
+def test_final_code_is_the_first_that_is_not_temporary(codes: list[int], code: int) -> None:
     assert final_code(codes) == code
 
 
-def test_the_pause_before_a_restart_doubles_up_to_a_bound() -> None:
+def test_restart_pause_doubles_to_its_maximum() -> None:
     assert [pause_s(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 8, 16]
     assert pause_s(6) == pause_s(60) == LONGEST_PAUSE_S
 
@@ -116,13 +117,13 @@ def test_the_pause_before_a_restart_doubles_up_to_a_bound() -> None:
 # ---- processes ---------------------------------------------------------------------------------------------
 
 
-def test_workers_that_are_done_end_the_supervisor_with_0(tmp_path: Path) -> None:
+def test_supervisor_ends_with_0_after_all_workers_succeed(tmp_path: Path) -> None:
     assert supervise(tmp_path, {"a": ["0"], "b": ["0"]}).run() == 0
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 1)
 
 
 @pytest.mark.parametrize("code", ["75", "-9"])
-def test_a_worker_that_ends_for_now_is_started_again(tmp_path: Path, code: str) -> None:
+def test_worker_with_a_temporary_failure_is_restarted(tmp_path: Path, code: str) -> None:
     supervisor = supervise(tmp_path, {"a": [code, code, "0"], "b": ["0"]})
     assert supervisor.run() == 0
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (3, 1)
@@ -130,7 +131,7 @@ def test_a_worker_that_ends_for_now_is_started_again(tmp_path: Path, code: str) 
     assert [i.level for i in supervisor.incidents()] == ["warning", "warning"]
 
 
-def test_another_code_stops_the_others_and_is_the_supervisors(tmp_path: Path) -> None:
+def test_permanent_failure_of_one_worker_ends_the_supervisor(tmp_path: Path) -> None:
     assert supervise(tmp_path, {"a": ["run"], "b": ["75", "65"]}).run() == 65
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 2)
 
@@ -144,17 +145,17 @@ def test_worker_that_never_settles_stops_all_with_75(tmp_path: Path) -> None:
 
 
 def ends(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said of each end, in order: whose, and what follows."""
+    """Return the logged ends of workers in order, each with its worker and the consequence."""
     events = [(getattr(one, "event", ""), getattr(one, "fields", {})) for one in caplog.records]
     return [f"{event.split()[1]}: {fields['then']}" for event, fields in events if event.endswith(" ended")]
 
 
-def test_what_is_said_to_follow_an_end_is_what_follows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_logged_consequence_of_an_end_is_correct(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "eos")
     supervise(tmp_path, {"a": ["0"], "b": ["75", "0"]}).run()
-    told = ends(caplog)
-    assert sorted(told[:2]) == ["a: it is done, the others go on", "b: it is started again in 0.1 s"]
-    assert told[2:] == ["b: it is done"]
+    logged = ends(caplog)
+    assert sorted(logged[:2]) == ["a: it is done, the others go on", "b: it is started again in 0.1 s"]
+    assert logged[2:] == ["b: it is done"]
     caplog.clear()
     supervise(tmp_path, {"c": ["run"], "d": ["65"]}).run()
     assert ends(caplog) == ["d: all are stopped", "c: all are stopping"]
@@ -164,7 +165,7 @@ def test_what_is_said_to_follow_an_end_is_what_follows(tmp_path: Path, caplog: p
     assert ends(caplog)[-2:] == ["e: it is started again in 0.1 s", "e: all are stopped"]
 
 
-def test_what_a_reload_leads_to_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reload_is_logged_as_reason_of_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "eos")
     supervisor = supervise(tmp_path, {"a": ["65", "run"]}, keep=True)
 
@@ -183,7 +184,7 @@ def test_what_a_reload_leads_to_is_said(tmp_path: Path, caplog: pytest.LogCaptur
     assert ends(caplog) == [waited, again, "a: all are stopping"]
 
 
-def test_the_counts_of_a_worker_go_on_when_it_is_started_again(tmp_path: Path) -> None:
+def test_counters_of_a_worker_continue_after_a_restart(tmp_path: Path) -> None:
     program = tmp_path / "reporting.py"
     program.write_text(
         """
@@ -214,34 +215,34 @@ sys.exit(0 if life == 3 else 75)
     assert status.end_to_end_seconds.counts == (0,)
 
 
-def test_a_life_that_settled_closes_the_breaker_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stable_run_resets_the_breaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervising, "SETTLED_S", 0.0)
     assert supervise(tmp_path, {"a": ["75"] * 12 + ["0"]}).run() == 0
     assert lives(tmp_path, "a") == 13
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_passed_on_to_all_and_nobody_is_started_again(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_is_forwarded_to_all_and_prevents_restarts(tmp_path: Path, number: signal.Signals) -> None:
     supervisor = supervise(tmp_path, {"a": ["run"], "b": ["run"]})
     stop_once_up(tmp_path, "a", "b", number=number)
     assert supervisor.run() == 0
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 1)
 
 
-def test_a_worker_that_is_stopped_before_it_listens_was_stopped_on_request(tmp_path: Path) -> None:
+def test_worker_stopped_before_its_handler_counts_as_requested(tmp_path: Path) -> None:
     supervisor = supervise(tmp_path, {"a": ["starting"], "b": ["run"]})
     stop_once_up(tmp_path, "a", "b")
     assert supervisor.run() == 0
 
 
-def test_a_signal_from_before_the_run_is_heard(tmp_path: Path) -> None:
+def test_signal_before_the_run_is_handled(tmp_path: Path) -> None:
     supervisor = supervise(tmp_path, {"a": ["run"]})
     with supervisor.hearing_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         assert supervisor.run() == 0
 
 
-def test_a_second_signal_is_passed_on_too_and_what_was_given_up_is_75(tmp_path: Path) -> None:
+def test_second_signal_is_forwarded_and_abandoned_work_gives_75(tmp_path: Path) -> None:
     supervisor = supervise(tmp_path, {"a": ["deaf"], "b": ["run"]})
 
     def ask_twice() -> None:
@@ -254,16 +255,14 @@ def test_a_second_signal_is_passed_on_too_and_what_was_given_up_is_75(tmp_path: 
     assert supervisor.run() == 75
 
 
-def test_a_worker_that_hears_no_signal_is_killed_after_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_ignores_signals_is_killed_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervising, "_KILL_MARGIN_S", 0.2)
     supervisor = supervise(tmp_path, {"a": ["deaf for ever"]}, stop_s=0.5)
     stop_once_up(tmp_path, "a")
     assert supervisor.run() == 75
 
 
-def test_a_stop_during_the_pause_before_a_restart_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_during_a_restart_pause_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervising, "pause_s", lambda count: 1000.0)
     supervisor = supervise(tmp_path, {"a": ["75"]})
 
@@ -281,7 +280,7 @@ def test_a_stop_during_the_pause_before_a_restart_ends_at_once(tmp_path: Path, m
     assert lives(tmp_path, "a") == 1
 
 
-def test_a_reload_starts_all_again_and_one_that_failed_waits_for_it(tmp_path: Path) -> None:
+def test_reload_restarts_running_and_failed_workers(tmp_path: Path) -> None:
     supervisor = supervise(tmp_path, {"a": ["run", "run"], "b": ["64", "run"]}, keep=True)
 
     def reload_and_stop() -> None:
@@ -296,7 +295,9 @@ def test_a_reload_starts_all_again_and_one_that_failed_waits_for_it(tmp_path: Pa
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (2, 2)
 
 
-def test_whatever_ends_the_supervisor_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_of_supervisor_leaves_no_process_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     supervisor = supervise(tmp_path, {"a": ["run"], "b": ["run"]})
 
     def fail() -> None:
@@ -313,7 +314,7 @@ def test_whatever_ends_the_supervisor_leaves_no_process_behind(tmp_path: Path, m
 # ---- lines -------------------------------------------------------------------------------------------------
 
 
-def test_every_line_is_prefixed_and_written_at_once(tmp_path: Path) -> None:
+def test_line_is_prefixed_and_written_at_once(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w+") as file:
         stream = PrefixedStream(file, "w-0 | ")
         print("one", 2, file=stream)
@@ -323,7 +324,7 @@ def test_every_line_is_prefixed_and_written_at_once(tmp_path: Path) -> None:
         assert (tmp_path / "out").read_text() == "w-0 | one 2\nw-0 | three\nw-0 | four\n"
 
 
-def test_a_line_that_nobody_reads_any_more_does_not_fail_who_wrote_it() -> None:
+def test_write_to_a_closed_pipe_does_not_fail() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as file:

@@ -1,4 +1,4 @@
-"""What of the worker can be said without Kafka: whose fault a slow slice is."""
+"""Tests of the worker that need no Kafka: which function is blamed for a slow slice."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "transaction.timeout.ms": 2_000}
 
 
 class Clock:
-    """Goes on only when a function says how long it takes."""
+    """Advances only when a function sets how long it takes."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
 
 class Txn(Collector):
-    """A transaction of 100 ms in which these records wait, handed out as the worker asks for them."""
+    """A transaction of 100 ms that hands out these records as the worker takes them."""
 
     def __init__(self, clock: Clock, records: list[Record]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def clock() -> Clock:
 
 
 def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
-    """`quick` takes one record of the topic a at a time, `batches` many of b; each call takes so many seconds."""
+    """Return a worker with `quick` (single records of a) and `batches` (batches of b); a call lasts `seconds[name]`."""
     app = App("app")
 
     @app.process("a", to="out")
@@ -83,7 +83,7 @@ def records(topic: str, count: int) -> list[Record]:
 
 
 def attempt(worker: Worker, clock: Clock, given: list[Record], outcome: Outcome = Outcome.ABORTED) -> list[Record]:
-    """A transaction that ends so; returns what is to be handed out in another one."""
+    """Handle the records in a transaction with this outcome, and return the records that were not taken."""
     txn: Any = Txn(clock, given)
     worker._handle(txn)
     if outcome is Outcome.COMMITTED:
@@ -102,12 +102,12 @@ def test_known_slow_batch_gets_its_own_transaction(clock: Clock, caplog: pytest.
     left = attempt(worker, clock, given, Outcome.COMMITTED)
     assert left == given[2:]
     left = attempt(worker, clock, left, Outcome.COMMITTED)
-    assert left == given[5:], "one call, which is the last of its transaction too"
-    assert caplog.messages == [], "what it takes before its outputs costs nothing"
+    assert left == given[5:], "the transaction ends after one call"
+    assert caplog.messages == [], "time before the first output costs nothing"
     assert not worker._slow_functions.has_slow_records
 
 
-def test_a_known_slow_record_is_run_alone_even_where_it_is_fast_this_time(clock: Clock) -> None:
+def test_known_slow_record_runs_alone_even_if_fast_this_time(clock: Clock) -> None:
     worker = worker_of(clock, {"quick": 0.001, "batches": 0.001})
     given = [*records("b", 3), *records("a", 3)]
     worker._slow_functions._slow = {("a", 0): 1}
@@ -116,7 +116,7 @@ def test_a_known_slow_record_is_run_alone_even_where_it_is_fast_this_time(clock:
     assert attempt(worker, clock, left, Outcome.COMMITTED) == given[5:]
 
 
-def test_of_two_functions_the_slow_one_is_blamed_with_its_own_remedy(clock: Clock) -> None:
+def test_slow_function_of_two_is_blamed_with_its_setting(clock: Clock) -> None:
     worker = worker_of(clock, {"quick": 0.001, "batches": 61.0})
     given = [*records("a", 2), *records("b", 3)]
     attempt(worker, clock, given)
@@ -148,7 +148,7 @@ def test_slow_slice_without_a_slow_call_runs_one_by_one(clock: Clock, caplog: py
     assert "batches, quick took 3.0 s for 11 records from b[0]@0 on" in caplog.text
     assert "eos.batch.max.records" not in caplog.text
     assert worker._slow_functions.runs_one_by_one
-    seconds |= {"quick": 0.001, "batches": 0.001}  # what was away for a moment is back
+    seconds |= {"quick": 0.001, "batches": 0.001}  # a service that was slow for a moment recovers
     attempt(worker, clock, given)
     assert not worker._slow_functions.runs_one_by_one
 
@@ -162,7 +162,7 @@ def test_fast_batch_is_not_blamed_for_a_slow_slice(clock: Clock, caplog: pytest.
 
 
 def test_slow_first_record_is_neither_lost_nor_logged(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """The broker's clock begins with the first output."""
+    """The broker's timeout starts with the first output."""
     worker = worker_of(clock, {"quick": 3.0, "batches": 3.0})
     worker._sizes._single = 1
     with caplog.at_level(logging.WARNING, "eos"):

@@ -1,4 +1,4 @@
-"""The seam: nothing in these rooms makes a client, a thread or a pause by itself, so a world can be scripted."""
+"""The World seam: sessions and workers create clients, threads and pauses through it, so tests can script them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from eos.records import Committed
 from eos.session.outcomes import Listener, Outcome
 
 PACKAGE = Path(eos.__file__).parent
-# How a client is made and logs in, a clock and a call that can hang are the outside itself; the supervisor is a process
+# These modules implement the World: clients, logins, clocks and calls that can hang. The supervisor is a process
 # of its own.
-THEMSELVES = {"cluster.py", "security.py", "watchdog.py", "world.py", "supervisor.py"}
+IMPLEMENTATIONS = {"cluster.py", "security.py", "watchdog.py", "world.py", "supervisor.py"}
 ROOMS = [path for room in ("session", "worker", "kafka") for path in sorted((PACKAGE / room).rglob("*.py"))]
 OUTSIDE = {
     *("Consumer", "Producer", "AdminClient", "ClusterAdmin", "KafkaAdminClient", "Watchdog"),
@@ -41,11 +41,11 @@ def reaches_outside(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", [PACKAGE / "plain.py", *ROOMS], ids=lambda path: path.name)
-def test_a_session_and_what_it_asks_reach_the_outside_through_their_world(path: Path) -> None:
-    assert bool(list(reaches_outside(path.read_text()))) is (path.name in THEMSELVES)
+def test_module_reaches_the_outside_only_through_the_world(path: Path) -> None:
+    assert bool(list(reaches_outside(path.read_text()))) is (path.name in IMPLEMENTATIONS)
 
 
-def test_the_world_itself_would_be_found() -> None:
+def test_outside_calls_are_found() -> None:
     assert list(reaches_outside("import time\nConsumer({})\ntime.sleep(time.monotonic())\n")) == [
         "line 2: Consumer",
         "line 3: time.sleep",
@@ -57,7 +57,7 @@ def test_the_world_itself_would_be_found() -> None:
 
 
 class Message:
-    """As much of confluent-kafka's Message, which only a consumer can make, as a poll reads."""
+    """Stands for confluent-kafka's Message, which only a consumer can create; has what a poll reads."""
 
     def __init__(self, offset: int) -> None:
         self.known = {"topic": "in", "partition": 0, "offset": offset, "timestamp": (1, 7), "value": b"%d" % offset}
@@ -67,23 +67,23 @@ class Message:
 
 
 class Script:
-    """A topic `in` with ten records, a group's offset, and what became visible; a clock that moves when one waits.
+    """A scripted cluster: a topic `in` with ten records, a group's offset, the visible outputs, and a manual clock.
 
-    It knows nothing of transactions but that a commit makes sends visible and moves the offset, both or none.
-    `fails`: by the name of a call, what the next one raises, and whether it comes to pass all the same. `when`: what
-    else happens at it. `calls` are the producers', `outcomes` what a session told its listener.
+    A commit makes the sends visible and moves the offset, both or neither. `fails` maps the name of a call to the
+    error that the next such call raises, and whether it takes effect nevertheless. `when` maps it to an action to run
+    during that call. `calls` lists the producers' calls, `outcomes` those reported to the session's listener.
     """
 
     def __init__(self) -> None:
         self.time, self.committed, self.position = 0.0, -1001, 0
         self.epochs: dict[str, int] = {}
-        self.beside = ""  # the group's offset, as its committer wrote it
+        self.metadata = ""  # metadata of the group's committed offset
         self.visible: list[bytes] = []
         self.calls: list[str] = []
         self.outcomes: list[str] = []
         self.owned: list[int] = []
-        self.follows = Follows()
-        self.sending_s = 0.0  # of each record; a transaction has 10 s
+        self.participant = RecordingParticipant()
+        self.sending_s = 0.0  # time to send one record; the transaction timeout is 10 s
         self.fails: dict[str, tuple[KafkaError, bool]] = {}
         self.when: dict[str, Callable[[], None]] = {}
         self.counts: Counter[str] = Counter()
@@ -116,24 +116,24 @@ class Script:
     def call(self, name: str, happens: Callable[[], None] = lambda: None) -> None:
         self.calls += [name] if name not in ("seek", "committed", "consume", "assign") else []
         self.counts[name] += 1
-        error, all_the_same = self.fails.pop(name, (None, True))
+        error, takes_effect = self.fails.pop(name, (None, True))
         self.when.pop(name, lambda: None)()
-        self.interrupted(name, "before")
-        if all_the_same:
+        self.raise_if_interrupted(name, "before")
+        if takes_effect:
             happens()
-        self.interrupted(name, "behind")
+        self.raise_if_interrupted(name, "after")
         if error is not None:
             raise KafkaException(error)
 
-    def interrupted(self, name: str, when: str) -> None:
-        """A signal's handler raises, the first, second ... time that this call is made."""
+    def raise_if_interrupted(self, name: str, when: str) -> None:
+        """Raise as a signal handler would, if this call of this number is to be interrupted."""
         if (name, self.counts[name], when) in self.interrupts:
             self.interrupts.remove((name, self.counts[name], when))
             raise KeyboardInterrupt
 
 
 class AtOnce:
-    """A caller whose calls have ended when they have begun."""
+    """Stands for the Watchdog and runs each call at once."""
 
     hung = False
 
@@ -147,7 +147,7 @@ class AtOnce:
         if not job.done.is_set():
             try:
                 job.result = job.call(*job.args)
-            except BaseException as error:  # noqa: BLE001 - as the real one
+            except BaseException as error:  # noqa: BLE001 - like the real one
                 job.error = error
             job.done.set()
         return job
@@ -179,8 +179,8 @@ class ScriptedConsumer:
     def consume(self, most: int, timeout_s: float) -> list[Message]:
         self.script.passes(timeout_s)
         if self.assign is not None:
-            told, self.assign = self.assign, None
-            told(self, [TopicPartition("in", 0)])
+            on_assign, self.assign = self.assign, None
+            on_assign(self, [TopicPartition("in", 0)])
             return []
         first = self.script.position
         last = min(10, first + most) if self.reads else first
@@ -193,7 +193,7 @@ class ScriptedConsumer:
 
     def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         self.script.call("committed")
-        return [TopicPartition("in", 0, self.script.committed, self.script.beside)]
+        return [TopicPartition("in", 0, self.script.committed, self.script.metadata)]
 
     def incremental_assign(self, partitions: list[TopicPartition]) -> None:
         def happens() -> None:
@@ -221,7 +221,8 @@ class ScriptedConsumer:
 
 class ScriptedProducer:
     def __init__(self, script: Script, configuration: dict[str, Any]) -> None:
-        self.script, self.told, self.name = script, configuration["stats_cb"], configuration["transactional.id"]
+        self.script, self.on_statistics = script, configuration["stats_cb"]
+        self.name = configuration["transactional.id"]
         self.sent: list[bytes] = []
         self.offset: int | None = None
 
@@ -235,7 +236,7 @@ class ScriptedProducer:
     def poll(self, timeout_s: float) -> None:
         self.script.passes(timeout_s)
         eos_of = {"producer_id": 7, "producer_epoch": self.epoch}
-        self.told(json.dumps({"ts": round(self.script.time * 1e6), "eos": eos_of}))
+        self.on_statistics(json.dumps({"ts": round(self.script.time * 1e6), "eos": eos_of}))
 
     def begin_transaction(self) -> None:
         self.script.call("begin")
@@ -257,13 +258,13 @@ class ScriptedProducer:
 
     def send_offsets_to_transaction(self, offsets: list[TopicPartition], group: object, timeout_s: float) -> None:
         self.script.call("offsets")
-        self.offset, self.beside = offsets[0].offset, offsets[0].metadata
+        self.offset, self.metadata = offsets[0].offset, offsets[0].metadata
 
     def commit_transaction(self, timeout_s: float) -> None:
         def happens() -> None:
             self.script.visible += self.sent
             if self.offset is not None:
-                self.script.committed, self.script.beside = self.offset, self.beside
+                self.script.committed, self.script.metadata = self.offset, self.metadata
 
         self.script.call("commit", happens)
 
@@ -275,29 +276,29 @@ SETTINGS = {"group.id": "g", "transactional.id": "t", "eos.transaction.max.recor
 ALL = [b"%d" % number for number in range(10)]
 
 
-class Follows:
-    """A participant that notes what it is told; it is ready for a partition when it is asked for the third time."""
+class RecordingParticipant:
+    """A participant that records its notifications. It is ready for a partition at the third query."""
 
     topics = ("changelog",)
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.notifications: list[str] = []
         self.sends = False
         self.writing: list[tuple[str, int]] = []
         self.fenced: list[set[tuple[str, int]]] = []
-        self._asked = 0
+        self._queries = 0
 
     def forget(self, gone: Collection[tuple[str, int]]) -> None:
-        self.told.append("forget")
-        self._asked = 0
+        self.notifications.append("forget")
+        self._queries = 0
 
     def restore(
         self, starts: Mapping[tuple[str, int], Committed], uncommitted: Collection[tuple[str, int]]
     ) -> Collection[tuple[str, int]]:
-        self._asked += 1
-        if self._asked < 3:
+        self._queries += 1
+        if self._queries < 3:
             return ()
-        self.told += [f"restore {max(at.offset, 0)}" for at in starts.values()]
+        self.notifications += [f"restore {max(at.offset, 0)}" for at in starts.values()]
         return starts.keys()
 
     def changed_partitions(self) -> Collection[tuple[str, int]]:
@@ -309,21 +310,21 @@ class Follows:
             send("changelog", b"state", b"key", 0, 0)
 
     def offset_metadata(self, partition: tuple[str, int]) -> Mapping[str, object]:
-        self.told.append("offset metadata")
+        self.notifications.append("offset metadata")
         return {}
 
     def committed(self) -> None:
-        self.told.append("committed")
+        self.notifications.append("committed")
         self.writing = []
 
     def aborted(self) -> None:
-        self.told.append("aborted")
+        self.notifications.append("aborted")
 
 
 def copied(script: Script, **settings: object) -> TransactSession:
-    """A session in that world has copied all records of `in`, five in a transaction."""
+    """Run a session in the scripted world that copies all records of `in`, five per transaction, and return it."""
 
-    class Ears(Listener):
+    class RecordingListener(Listener):
         def on_idle(self) -> None:
             session.stop_requested = script.committed == 10 or script.time > 60
 
@@ -332,7 +333,7 @@ def copied(script: Script, **settings: object) -> TransactSession:
             script.owned.append(len(session.assignment))
 
     session = TransactSession(
-        SETTINGS | settings, ["in"], participants=[script.follows], listener=Ears(), world=script.world
+        SETTINGS | settings, ["in"], participants=[script.participant], listener=RecordingListener(), world=script.world
     )
     with session:
         while not session.stop_requested:
@@ -348,27 +349,27 @@ def test_a_session_commits_in_a_world_without_a_broker() -> None:
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
     one = ["begin", "flush", "offsets", "commit"]
-    assert script.calls == ["init", "init", *one, *one]  # both transactional.ids are fenced at the start
+    assert script.calls == ["init", "init", *one, *one]  # the start fences both transactional.ids
     assert (session.counters.transactions, session.counters.records_in, session.counters.aborts) == (2, 10, 0)
     assert script.outcomes == ["committed"] * 2
-    assert script.follows.told == ["restore 0", *["offset metadata", "committed"] * 2]
+    assert script.participant.notifications == ["restore 0", *["offset metadata", "committed"] * 2]
 
 
 def test_participant_that_writes_alone_commits_the_unmoved_offset() -> None:
-    """As a timer does. Without an offset the group would not refuse a member that lost the partition."""
+    """Timers do this. Without an offset the group could not refuse a member that lost the partition."""
     script = Script()
-    in_order = script.follows.committed
+    in_order = script.participant.committed
 
     def then_write_alone() -> None:
         in_order()
-        if script.committed == 10 and len(script.follows.fenced) == 2:
-            script.follows.writing = [("in", 0), ("not ours", 0)]
-            script.committed = 9  # of the script: so that the loop goes on
+        if script.committed == 10 and len(script.participant.fenced) == 2:
+            script.participant.writing = [("in", 0), ("not ours", 0)]
+            script.committed = 9  # keeps the script's loop running
 
-    script.follows.committed = then_write_alone  # type: ignore[method-assign]
+    script.participant.committed = then_write_alone  # type: ignore[method-assign]
     copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
-    assert script.follows.fenced == [{("in", 0)}] * 3
+    assert script.participant.fenced == [{("in", 0)}] * 3
     assert script.calls[-4:] == ["begin", "flush", "offsets", "commit"]
 
 
@@ -378,11 +379,11 @@ def test_commit_time_and_record_age_are_counted() -> None:
     session = copied(script)
     commits, ages = session.counters.commit_seconds, session.counters.end_to_end_seconds
     assert (sum(commits.counts), commits.total) == (2, pytest.approx(3))
-    # The records are of 1970, and the script's clock began 1e9 s later.
+    # The records' timestamps are in 1970, and the script's clock starts 1e9 s later.
     assert (sum(ages.counts), 3 < ages.total - 2e9 <= 2 * script.time) == (2, True)
 
 
-def test_an_abort_in_it_hands_the_records_out_again() -> None:
+def test_abort_hands_the_records_out_again() -> None:
     script = Script()
     abortable = KafkaError(KafkaError._TIMED_OUT, "scripted", retriable=False, txn_requires_abort=True)
     script.fails["offsets"] = abortable, False
@@ -392,11 +393,16 @@ def test_an_abort_in_it_hands_the_records_out_again() -> None:
     assert session.counters.replacements == {"abort": 1}
     assert script.calls[2:9] == ["begin", "flush", "offsets", "abort", "init", "begin", "flush"]
     assert script.outcomes == ["aborted", "committed", "committed"]
-    assert script.follows.told == ["restore 0", "offset metadata", "aborted", *["offset metadata", "committed"] * 2]
+    assert script.participant.notifications == [
+        "restore 0",
+        "offset metadata",
+        "aborted",
+        *["offset metadata", "committed"] * 2,
+    ]
 
 
-def test_transaction_that_times_out_is_followed_by_smaller_ones(caplog: pytest.LogCaptureFixture) -> None:
-    """Five small records need 15 s of the 10 that they have: they are tried once more, and then two of them, in 6 s."""
+def test_transactions_shrink_after_a_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    """Five small records need 15 s and have 10 s. The session retries them once, and then sends two of them in 6 s."""
     script = Script()
     script.sending_s = 3.0
     session = copied(script)
@@ -408,32 +414,38 @@ def test_transaction_that_times_out_is_followed_by_smaller_ones(caplog: pytest.L
     assert "raise it, or lower eos.transaction.max.records next_at_most=2" in line
 
 
-@pytest.mark.parametrize("came_to_pass", [False, True])
-def test_a_commit_whose_outcome_is_unknown_is_looked_up_in_it(came_to_pass: bool) -> None:
+@pytest.mark.parametrize("committed", [False, True])
+def test_unknown_commit_outcome_is_looked_up(committed: bool) -> None:
     script = Script()
-    script.fails["commit"] = KafkaError(KafkaError._FATAL, "scripted", fatal=True), came_to_pass
+    script.fails["commit"] = KafkaError(KafkaError._FATAL, "scripted", fatal=True), committed
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
     assert (session.counters.rebuilds, session.counters.aborts) == (1, 0)
-    assert script.calls.count("commit") == (2 if came_to_pass else 3)
-    assert script.outcomes == ["committed"] * 2 if came_to_pass else ["aborted", "committed", "committed"]
+    assert script.calls.count("commit") == (2 if committed else 3)
+    assert script.outcomes == ["committed"] * 2 if committed else ["aborted", "committed", "committed"]
 
 
-def test_what_another_member_committed_is_not_taken_for_ours() -> None:
-    """Ours was aborted, and another member handled the same records: the offset is as ours would have been."""
+def test_commit_of_another_member_is_not_mistaken_for_ours() -> None:
+    """Our commit was aborted, and another member committed the offset that ours would have committed."""
     script = Script()
     script.fails["commit"] = KafkaError(KafkaError._FATAL, "scripted", fatal=True), False
-    script.when["commit"] = lambda: vars(script).update(committed=5, beside='{"v": 1, "instance": "other", "n": 1}')
+    script.when["commit"] = lambda: vars(script).update(committed=5, metadata='{"v": 1, "instance": "other", "n": 1}')
     copied(script)
     assert script.outcomes == ["unknown", "committed"]
-    assert script.follows.told == ["restore 0", "offset metadata", "aborted", "offset metadata", "committed"]
+    assert script.participant.notifications == [
+        "restore 0",
+        "offset metadata",
+        "aborted",
+        "offset metadata",
+        "committed",
+    ]
 
 
 @pytest.mark.parametrize("recreated", [False, True])
-def test_changelog_error_is_looked_into_and_not_handed_to_a_policy(recreated: bool) -> None:
-    """Its client's metadata may be old, which a new one cures; a topic that was recreated stops the session."""
+def test_changelog_error_is_examined_and_not_handled_by_a_policy(recreated: bool) -> None:
+    """Old client metadata is cured by a new client; a recreated topic stops the session."""
     script = Script()
-    script.follows.sends = True
+    script.participant.sends = True
     script.fails["changelog"] = KafkaError(KafkaError._UNKNOWN_PARTITION), False
     if recreated:
         script.when["changelog"] = lambda: vars(script.admin).update(topic_ids=lambda _: {"changelog": "another id"})
@@ -447,8 +459,8 @@ def test_changelog_error_is_looked_into_and_not_handed_to_a_policy(recreated: bo
     assert script.outcomes == ["aborted", "committed", "committed"]
 
 
-def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
-    """Else the breaker of five would trip at the third."""
+def test_rebuild_with_a_rejoin_counts_once() -> None:
+    """Counted twice, the third rebuild would trip the breaker of five."""
     script = Script()
     script.fails["commit"] = KafkaError(KafkaError._FATAL, "scripted", fatal=True), False
     script.when["commit"] = lambda: script.fails.update(
@@ -458,8 +470,8 @@ def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
     assert (script.visible, script.committed) == (ALL, 10)
     assert (session.counters.rebuilds, session._loop._recovery.rebuilds_in_a_row) == (1, 0)
     assert script.outcomes == ["unknown", "committed", "committed"]
-    assert script.owned == [1, 1, 1], "whoever hears of an end can tell whose partitions are whose"
-    assert script.follows.told == [
+    assert script.owned == [1, 1, 1], "the assignment is known when an outcome is reported"
+    assert script.participant.notifications == [
         *("restore 0", "offset metadata", "aborted"),
         *("forget", "restore 0", "offset metadata", "committed", "offset metadata", "committed"),
     ]
@@ -481,7 +493,7 @@ def test_rejoin_does_not_take_the_id_from_a_newer_instance() -> None:
     script.when["seek"] = lambda: script.epochs.update(t=script.epochs["t"] + 2)
     with pytest.raises(eos.Fenced, match="a newer instance took over"):
         copied(script)
-    assert script.calls.count("init") == 2, "those of the start"
+    assert script.calls.count("init") == 2, "only the two calls of the start"
     assert (script.visible, script.outcomes) == ([], ["aborted"])
 
 
@@ -496,12 +508,12 @@ def test_transaction_interrupted_in_its_body_reports_the_abort() -> None:
                 txn.send("out", record.value)
         assert not txn.commit()
         txn.abort()
-        txn.send("out", b"leads nowhere")
+        txn.send("out", b"ignored")
         assert len(list(next(session).records)) == 10
     assert script.visible == []
 
 
-def test_a_stop_ends_a_loop_that_was_left_half_way_without_a_recovery() -> None:
+def test_stop_ends_an_interrupted_loop_without_recovery() -> None:
     script = Script()
     script.interrupts = {("flush", 1, "before")}
     session = TransactSession(SETTINGS, ["in"], world=script.world)
@@ -517,15 +529,15 @@ def test_a_stop_ends_a_loop_that_was_left_half_way_without_a_recovery() -> None:
 CALLS = ("begin", "flush", "offsets", "commit", "consume", "assign", "committed", "init", "abort", "seek")
 
 
-@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 def test_loop_interrupted_at_any_call_loses_and_doubles_nothing(name: str, nth: int, when: str, again: bool) -> None:
-    """In mid-call, and in the recovery from it; an abort among them, so that each call is made."""
+    """The scripted failure causes an abort, so that every call occurs; calls of the recovery are interrupted too."""
     script = Script()
     script.fails["offsets"] = KafkaError(KafkaError._TIMED_OUT, "scripted", txn_requires_abort=True), False
-    nth += 2 if name == "init" else 0  # not the start's
+    nth += 2 if name == "init" else 0  # the start made the first two
     script.interrupts = {(name, nth, when)} | ({(name, nth + 1, when)} if again else set())
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
