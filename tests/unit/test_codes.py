@@ -1,4 +1,4 @@
-"""The names of Kafka's error codes are Kafka's own, also where kafka-python has older ones."""
+"""Names of error codes are those of Kafka, even where kafka-python has older names."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from eos.codes import CODES, RETRIABLE, error_name
         (999, "error 999"),
     ],
 )
-def test_a_code_is_called_what_kafka_calls_it(code: int, name: str) -> None:
+def test_error_code_has_its_kafka_name(code: int, name: str) -> None:
     assert error_name(code) == name
 
 
-def test_what_is_asked_again_is_known_by_its_name() -> None:
+def test_retriable_errors_are_known_by_name() -> None:
     assert {"NOT_LEADER_OR_FOLLOWER", "CONCURRENT_TRANSACTIONS"} <= RETRIABLE < set(map(error_name, CODES))
     assert not {"ok", "MESSAGE_TOO_LARGE", "PRODUCER_FENCED"} & RETRIABLE

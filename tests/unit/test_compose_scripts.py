@@ -1,4 +1,4 @@
-"""compose/*.sh where something is missing: one sentence says what. The engine and everything else are stand-ins."""
+"""compose/*.sh with missing tools: one message names them. The engine and all other programs are stand-ins."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 TOOLS = ("bash", "cat", "dirname", "grep", "mktemp", "rm", "tail")
-# An engine that answers, without a compose of its own.
+# An engine that answers but has no compose plugin.
 DOCKER = "case $1 in version) echo 27.0 ;; inspect) echo healthy ;; *) exit 1 ;; esac"
 
 
 class Machine:
-    """What can be found on PATH: a few tools, and what a test says. `calls` are those of the stand-ins."""
+    """A PATH with a few tools and the stand-ins of a test, and the recorded calls of the stand-ins."""
 
     def __init__(self, directory: Path) -> None:
         self._bin, self._calls = directory / "bin", directory / "calls"
@@ -35,7 +35,7 @@ class Machine:
         file.chmod(file.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
 
     def run(self, script: str, *arguments: str, user: int | None = None, **environment: str) -> tuple[int, list[str]]:
-        """Exit code and lines of a script, which another user is given as its input: the folder may be ours only."""
+        """Run a script and return its exit code and lines. Another user gets it on stdin: the folder may be private."""
         path = COMPOSE / script
         command = ["bash", "-s"] if user is not None else ["bash", str(path)]
         ended = subprocess.run(
@@ -59,7 +59,7 @@ class Machine:
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    # Not tmp_path, which is for one user only.
+    # Not tmp_path, which only one user can read.
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         machine = Machine(Path(directory))
@@ -68,7 +68,7 @@ def machine() -> Iterator[Machine]:
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="not run: only root installs packages")
-nobody = 65_534 if os.geteuid() == 0 else None
+unprivileged = 65_534 if os.geteuid() == 0 else None
 
 
 @as_root
@@ -77,44 +77,46 @@ def test_engine_script_installs_missing_build_and_start_tools(machine: Machine) 
     assert machine.run("engine.sh", "start") == (0, ["engine: 27.0 answers; installed docker-compose debootstrap"])
     update, install = machine.calls("apt-get")
     assert update == "update"
-    assert install == "install -y --no-install-recommends docker-compose debootstrap", "no second engine"
+    assert install == "install -y --no-install-recommends docker-compose debootstrap", (
+        "a second engine is not installed"
+    )
 
 
-def test_where_nothing_is_missing_nothing_is_installed(machine: Machine) -> None:
+def test_engine_script_installs_nothing_if_nothing_is_missing(machine: Machine) -> None:
     for program in ("apt-get", "docker-compose", "debootstrap"):
         machine.has(program, "")
     assert machine.run("engine.sh", "start") == (0, ["engine: 27.0 answers"])
     assert machine.calls("apt-get") == []
 
 
-def test_with_compose_v2_and_a_base_image_nothing_is_missing(machine: Machine) -> None:
+def test_compose_v2_and_a_base_image_are_sufficient(machine: Machine) -> None:
     machine.has(
         "docker", 'case "$1 $2" in "version "*) echo 27.0 ;; "compose version" | "image inspect") ;; *) exit 1 ;; esac'
     )
     assert machine.run("engine.sh", "start") == (0, ["engine: 27.0 answers"])
 
 
-def test_who_may_not_install_is_told_what_is_missing(machine: Machine) -> None:
+def test_engine_script_without_root_names_missing_packages(machine: Machine) -> None:
     machine.has("apt-get", "exit 100")
     said = "engine: 27.0 answers; docker-compose debootstrap cannot be installed: that takes root"
-    assert machine.run("engine.sh", "start", user=nobody) == (0, [said])
+    assert machine.run("engine.sh", "start", user=unprivileged) == (0, [said])
     assert machine.calls("apt-get") == []
 
 
 @as_root
-def test_a_package_that_cannot_be_had_is_told_with_the_reason(machine: Machine) -> None:
+def test_unavailable_package_is_reported_with_its_reason(machine: Machine) -> None:
     machine.has("debootstrap", "")
     machine.has("apt-get", "echo 'E: Unable to locate package docker-compose'; exit 100")
     said = "docker-compose cannot be installed: E: Unable to locate package docker-compose"
     assert machine.run("engine.sh", "start") == (0, [f"engine: 27.0 answers; {said}"])
 
 
-def test_without_a_compose_the_cluster_says_what_installs_one(machine: Machine) -> None:
+def test_missing_compose_error_names_the_install_command(machine: Machine) -> None:
     said = "cluster: no compose is installed: compose/engine.sh start installs it, as root"
     assert machine.run("cluster.sh", "up") == (1, [said])
 
 
-def test_a_worker_whose_image_was_never_built_is_told_how_to_build_it(machine: Machine) -> None:
+def test_missing_image_error_names_the_build_command(machine: Machine) -> None:
     machine.has("docker-compose", "")
     for service in ("worker", "shim"):
         said = f"cluster: the image eos-{service}:latest is not built: make {service}, or make image"
@@ -123,7 +125,7 @@ def test_a_worker_whose_image_was_never_built_is_told_how_to_build_it(machine: M
 
 
 @pytest.mark.parametrize("service", ["worker", "shim"])
-def test_beside_a_worker_or_shim_the_brokers_stay_as_they_are(machine: Machine, service: str) -> None:
+def test_starting_a_worker_or_shim_does_not_recreate_brokers(machine: Machine, service: str) -> None:
     machine.has("docker", "case $1 in image) ;; inspect) echo healthy ;; *) exit 1 ;; esac")
     machine.has("docker-compose", "")
     code, said = machine.run("cluster.sh", service, KAFKA_IMAGE="other")

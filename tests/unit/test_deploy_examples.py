@@ -1,4 +1,4 @@
-"""The examples in docs/deploy: strict YAML, a command line that is accepted, and a unit that systemd takes."""
+"""The examples in docs/deploy: strict YAML, a valid command line and a valid systemd unit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ UNIT = DEPLOY / "eos-worker@.service"
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is there twice, which YAML's own loader silently takes for the last one."""
+    """A loader that refuses duplicate keys, of which YAML's own loader silently uses the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep) for key, _ in node.value]
         twice = {key for key in keys if keys.count(key) > 1}
         if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice} is there twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -71,7 +71,7 @@ def entrypoint() -> list[str]:
     return [str(word) for word in json.loads(found)]
 
 
-def test_the_pods_command_line_is_accepted(
+def test_pod_command_line_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole command runs in the folder of `eos init`, with the yaml's environment, until it finds no broker."""
@@ -96,7 +96,7 @@ def test_the_pods_command_line_is_accepted(
     assert "127.0.0.1:1 cannot be reached" in last["error"]
 
 
-def test_a_pod_keeps_state_on_a_volume_that_its_user_can_write() -> None:
+def test_pod_keeps_state_on_a_volume_writable_by_its_user() -> None:
     found = documents()["StatefulSet"]["spec"]
     pod = found["template"]["spec"]
     (worker,) = pod["containers"]
@@ -110,7 +110,7 @@ def test_a_pod_keeps_state_on_a_volume_that_its_user_can_write() -> None:
     assert f"EOS_STATE_DIR={mount['mountPath']}" in dockerfile
 
 
-def test_a_key_that_is_there_twice_is_refused() -> None:
+def test_duplicate_key_is_refused() -> None:
     with pytest.raises(yaml.constructor.ConstructorError, match="twice"):
         yaml.load("{a: 1, a: 2}", StrictLoader)
 
@@ -135,7 +135,7 @@ def test_systemd_unit_sets_stop_time_and_restart_codes() -> None:
     assert never == {64, 65, 66, 70, 77, 78, 79}
 
 
-def test_every_instance_of_the_unit_listens_on_an_address_of_its_own() -> None:
+def test_instances_of_the_unit_have_distinct_addresses() -> None:
     (given,) = re.findall(r"--http-port (\S+)", UNIT.read_text())
     addresses = [parse_address(given.replace("%i", str(number))) for number in range(1, 255)]
     assert len(set(addresses)) == 254
@@ -145,13 +145,13 @@ def test_every_instance_of_the_unit_listens_on_an_address_of_its_own() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze on this machine")
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     copy = tmp_path / UNIT.name
     copy.write_text(UNIT.read_text())
     checked = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, timeout=60, check=False
     )
     assert checked.returncode == 0, checked.stderr
-    # It also complains of what is wrong with the machine; what it says of ours must be nothing.
+    # systemd-analyze also reports problems of the machine; none may be about this unit.
     ours = [line for line in checked.stderr.splitlines() if re.search(re.escape(UNIT.stem), line)]
     assert not ours, checked.stderr

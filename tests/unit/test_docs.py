@@ -1,4 +1,4 @@
-"""What the documents say of the repository is so: the tests, files, settings, codes, examples they name are there."""
+"""Documents agree with the repository: the tests, files, settings, codes and examples that they name exist."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings of a page, as GitHub and the site name them."""
+    """Return the anchors of a page's headings, as GitHub and the site name them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.MULTILINE)
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
@@ -56,12 +56,12 @@ def rows_of_guarantees() -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
 
 
-def test_every_row_of_kip_98_is_among_the_guarantees() -> None:
+def test_guarantees_have_every_row_of_kip_98() -> None:
     assert [row[0] for row in rows_of_guarantees() if re.fullmatch(r"K\d+", row[0])] == [f"K{n}" for n in range(1, 21)]
 
 
-def test_every_test_that_a_guarantee_names_exists() -> None:
-    """Behind a file the part of a test's name that it names, in backticks; rules of the checker look the same."""
+def test_tests_named_by_guarantees_exist() -> None:
+    """After a file come parts of test names in backticks; rules of the checker are written the same way."""
     checker = (ROOT / "eos" / "testing" / "checker.py").read_text()
     named = 0
     for row in rows_of_guarantees():
@@ -82,7 +82,7 @@ def test_every_test_that_a_guarantee_names_exists() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
-def test_every_file_that_a_document_names_exists(document: Path) -> None:
+def test_files_named_by_a_document_exist(document: Path) -> None:
     text = document.read_text()
     for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]+))?\)", text):
         target = document.parent / link if link else document
@@ -96,7 +96,7 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
         assert (TESTS / path).exists(), path
 
 
-def test_every_page_is_two_clicks_from_the_readme() -> None:
+def test_pages_are_two_clicks_from_the_readme() -> None:
     def linked(page: Path) -> set[Path]:
         found = re.findall(r"\]\(([^)#:\s]+\.md)(?:#[^)]*)?\)", page.read_text())
         return {(page.parent / link).resolve() for link in found}
@@ -106,7 +106,7 @@ def test_every_page_is_two_clicks_from_the_readme() -> None:
     assert {page.resolve() for page in (ROOT / "docs").rglob("*.md")} <= reached
 
 
-# Documents about the code, and dotted names in them that are not ours.
+# Documents about the code, and dotted names in them that are not names of this project.
 OF_CODE = [
     ROOT / "docs" / "DESIGN.md",
     HOWTO.parent / "explanation" / "guarantees.md",
@@ -153,7 +153,7 @@ def members_of(owner: str) -> set[str]:
     return found
 
 
-def test_every_dotted_name_in_documents_about_the_code_exists() -> None:
+def test_dotted_names_in_documents_about_the_code_exist() -> None:
     unknown, checked = [], 0
     files = {file.name for file in (ROOT / "eos").rglob("*.*")}
     for document in OF_CODE:
@@ -166,8 +166,8 @@ def test_every_dotted_name_in_documents_about_the_code_exists() -> None:
     assert checked > 20, checked
 
 
-def test_every_name_in_documents_is_in_the_file_that_is_named_with_it() -> None:
-    """As in "eos/state/notes.py `require_offset_note`, `check_stores`" and "`decide` in spark_connector/marker.py"."""
+def test_names_in_documents_are_in_the_file_named_with_them() -> None:
+    """For example "eos/state/notes.py `require_offset_note`" and "`decide` in spark_connector/marker.py"."""
     path, quoted = r"((?:eos|spark_connector|tests)/[\w/]+\.py)", r"((?:(?:,? )?`\w+`)+)"
     unknown, checked = [], 0
     for document in OF_CODE:
@@ -184,7 +184,7 @@ def test_every_name_in_documents_is_in_the_file_that_is_named_with_it() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
-def test_every_setting_and_command_that_a_document_names_exists(document: Path) -> None:
+def test_settings_and_commands_named_by_a_document_exist(document: Path) -> None:
     text = document.read_text()
     for name in re.findall(r"\b(eos\.[a-z]+(?:\.[a-z]+)*)=", text):
         assert name in OPTIONS, name
@@ -195,12 +195,12 @@ def test_every_setting_and_command_that_a_document_names_exists(document: Path) 
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
-def test_no_document_holds_a_place_for_what_was_to_come(document: Path) -> None:
+def test_document_has_no_placeholder(document: Path) -> None:
     held = r"^[A-Z_]{4,}$|\b(?:TODO|TBD|FIXME|XXX)\b|lorem ipsum"
     assert re.findall(held, re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S), re.M) == []
 
 
-def test_every_target_of_make_that_a_document_names_exists() -> None:
+def test_make_targets_named_by_documents_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     targets |= {f"test-{suite.name}" for suite in SUITES}
     named = {name for path in DOCUMENTS for name in re.findall(r"`make ([a-z-]+)", path.read_text())}
@@ -208,11 +208,11 @@ def test_every_target_of_make_that_a_document_names_exists() -> None:
     assert named <= targets
 
 
-def test_the_page_of_commands_is_up_to_date() -> None:
+def test_commands_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "reference" / "commands.md").read_text() == commands.page(), "run: make reference"
 
 
-def test_the_exit_codes_that_are_documented_are_those_of_the_errors() -> None:
+def test_documented_exit_codes_are_those_of_the_errors() -> None:
     text = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
     codes = set(map(int, re.findall(r"^\| (\d+) \|", text, re.MULTILINE)))
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EosError)]
@@ -222,7 +222,7 @@ def test_the_exit_codes_that_are_documented_are_those_of_the_errors() -> None:
 # ---- examples ------------------------------------------------------------------------------------------------
 
 
-def test_every_documented_shape_has_a_benchmark_row() -> None:
+def test_documented_shapes_have_a_benchmark_row() -> None:
     text = (HOWTO / "functions.md").read_text()
     results = re.findall(
         r"^\| ([^|]+) \| ", text[text.index("| result |") : text.index("The input's headers")], re.MULTILINE
@@ -235,7 +235,7 @@ def test_every_documented_shape_has_a_benchmark_row() -> None:
     assert shown >= {*results[1:], *named, "`@app.process_batch`", "`record.out(value)`"}
 
 
-# Which test runs a page's file. "here": one of those below.
+# The test that runs a page's file. "here" means a test below.
 RUN_BY: dict[str, dict[str, str]] = {
     "README.md": {"hello.py": "here"},
     "docs/howto/functions.md": {"shop.py": "here", "test_shop.py": "broker/test_pages.py"},
@@ -265,7 +265,7 @@ RUN_BY: dict[str, dict[str, str]] = {
         for page, theirs in THEIRS.items()
     },
 }
-# What each App of these files is given: values by topic. All have the key "key".
+# The input of each App of these files: values by topic. All records have the key "key".
 GIVEN: dict[str, dict[str, list[Any]]] = {
     "README.md hello.py": {"words": ["to be"]},
     "docs/howto/functions.md shop.py": {
@@ -286,7 +286,7 @@ GIVEN: dict[str, dict[str, list[Any]]] = {
 }
 
 
-def test_every_python_block_of_a_document_is_run_by_a_test() -> None:
+def test_python_blocks_of_documents_are_run_by_a_test() -> None:
     found = {str(page.relative_to(ROOT)): set(files_of(page)) for page in DOCUMENTS}
     assert {page: files for page, files in found.items() if files} == {page: {*RUN_BY[page]} for page in RUN_BY}
     elsewhere = {test for files in RUN_BY.values() for test in files.values()} - {"here"}
@@ -296,7 +296,7 @@ def test_every_python_block_of_a_document_is_run_by_a_test() -> None:
 
 
 @pytest.mark.parametrize("named", GIVEN)
-def test_every_function_of_a_page_handles_its_records(named: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_functions_of_a_page_handle_their_records(named: str, caplog: pytest.LogCaptureFixture) -> None:
     page, _, file = named.partition(" ")
     program = vars(_module(page, file, {}))
     (app,) = [value for value in program.values() if isinstance(value, eos.App)]
@@ -318,7 +318,7 @@ def _module(page: str, file: str, names: dict[str, Any]) -> types.ModuleType:
     return module
 
 
-# ---- examples that need more clusters and minutes than a test may have: each call fits what it calls ----------------
+# ---- examples too large to run: their calls must fit the signatures -------------------------------------------------
 
 
 def _sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,11 +346,11 @@ DOUBLED = {
 
 
 @pytest.mark.parametrize("named", DOUBLED)
-def test_calls_of_large_examples_fit_what_they_call(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_large_examples_fit_the_signatures(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     DOUBLED[named](monkeypatch)
 
 
-def test_the_examples_of_pages_for_users_pass_mypy_strictly(tmp_path: Path) -> None:
+def test_examples_of_user_pages_pass_strict_mypy(tmp_path: Path) -> None:
     for page in (README, *(HOWTO / f"{name}.md" for name in ("functions", "own-loop", "state", "joins", "spark"))):
         files = {name: text for name, text in files_of(page).items() if not name.startswith("test_")}
         assert files

@@ -1,4 +1,4 @@
-"""What a user's code raises that is no everyday exception: by the record's policy, never the end of the process."""
+"""SystemExit and other unusual exceptions of user code: the policy handles them, and the process continues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def raising(error: BaseException, value: object) -> str:
     return "done"
 
 
-# Ways in which a user's code is called.
+# Ways to call user code.
 
 
 def plain(app: App, error: BaseException, **more: Any) -> None:
@@ -135,12 +135,12 @@ def app_of(way: Way, error: BaseException, **more: Any) -> App:
 def test_exit_in_user_code_fails_its_record_by_the_policy(way: Way, error: BaseException) -> None:
     ran = eos.testing.run(app_of(way, error, on_error=dlq), [GOOD, BAD, GOOD])
     assert ran.values("out") == [b"done", b"done"]
-    (letter,) = ran.to("in.dlq")
-    assert letter.value == b"bad"
+    (dead_letter,) = ran.to("in.dlq")
+    assert dead_letter.value == b"bad"
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_exit_under_stop_names_the_record_and_what_was_raised(way: Way) -> None:
+def test_exit_under_stop_names_the_record_and_the_exception(way: Way) -> None:
     with pytest.raises(PoisonRecord, match="SystemExit: 3") as raised:
         eos.testing.run(app_of(way, SystemExit(3)), [BAD])
     assert (raised.value.exit_code, raised.value.offset) == (65, 0)
@@ -148,19 +148,19 @@ def test_exit_under_stop_names_the_record_and_what_was_raised(way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", [plain, coroutine])
-def test_dead_letter_of_an_exit_says_class_message_and_line(way: Way) -> None:
-    (letter,) = eos.testing.run(app_of(way, SystemExit("no such thing"), on_error=dlq), [BAD]).to("in.dlq")
-    headers = dict(letter.headers)
+def test_dead_letter_of_an_exit_has_class_message_and_line(way: Way) -> None:
+    (dead_letter,) = eos.testing.run(app_of(way, SystemExit("no such thing"), on_error=dlq), [BAD]).to("in.dlq")
+    headers = dict(dead_letter.headers)
     assert (headers["eos-dlq-exception"], headers["eos-dlq-message"]) == (b"SystemExit", b"no such thing")
     assert b"raise error" in (headers["eos-dlq-trace"] or b"")
 
 
-def test_failure_without_a_text_is_told_by_its_class() -> None:
+def test_failure_without_a_text_is_named_by_its_class() -> None:
     with pytest.raises(PoisonRecord, match=r"f failed on in\[0\]@0: CancelledError$"):
         eos.testing.run(app_of(coroutine, asyncio.CancelledError()), [BAD])
 
 
-def test_exit_of_a_task_that_nobody_awaits_fails_no_record() -> None:
+def test_exit_of_an_unawaited_task_fails_no_record() -> None:
     app = App("app")
 
     async def leaves() -> None:
@@ -177,7 +177,7 @@ def test_exit_of_a_task_that_nobody_awaits_fails_no_record() -> None:
     assert [type(task.exception()) for task in tasks] == [SystemExit, SystemExit]
 
 
-# ---- what ends a run from outside ------------------------------------------------------------------------------------
+# ---- interruptions from outside --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -196,7 +196,7 @@ def test_ctrl_c_passes_every_policy(way: Way) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_interruption_inside_a_group_or_behind_another_error_passes() -> None:
+def test_interruption_in_a_group_or_context_passes() -> None:
     for way in (plain, coroutine):
         with pytest.raises(ShutdownExpired):
             eos.testing.run(app_of(way, BaseExceptionGroup("tasks", [ShutdownExpired()]), on_error=skip), [BAD])
@@ -207,7 +207,7 @@ def test_interruption_inside_a_group_or_behind_another_error_passes() -> None:
 
 
 def test_keyboard_interrupt_with_own_handler_is_a_record_failure() -> None:
-    """As in a worker, whose own handler never raises one."""
+    """A worker's own handler never raises KeyboardInterrupt."""
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         for way in (plain, coroutine, task_of_a_coroutine):
@@ -235,16 +235,16 @@ def test_retry_on_looks_inside_groups(inside: Exception, retries: int) -> None:
         assert (ran.retries, ran.skipped) == (retries, 1)
 
 
-def test_dead_letter_of_a_group_says_what_is_inside() -> None:
+def test_dead_letter_of_a_group_lists_its_exceptions() -> None:
     group = ExceptionGroup("tasks", [ValueError("a"), KeyError("k")])
-    (letter,) = eos.testing.run(app_of(plain, group, on_error=dlq), [BAD]).to("in.dlq")
-    assert dict(letter.headers)["eos-dlq-message"] == b"tasks (2 sub-exceptions): ValueError: a; KeyError: 'k'"
+    (dead_letter,) = eos.testing.run(app_of(plain, group, on_error=dlq), [BAD]).to("in.dlq")
+    assert dict(dead_letter.headers)["eos-dlq-message"] == b"tasks (2 sub-exceptions): ValueError: a; KeyError: 'k'"
 
 
 # ---- outside of a record ---------------------------------------------------------------------------------------------
 
 
-def test_exception_without_a_text_is_told_by_its_class() -> None:
+def test_error_whose_str_raises_is_named_by_its_class() -> None:
     assert safe_str(WithoutText()) == "(its __str__ raised RuntimeError)"
     with pytest.raises(PoisonRecord, match=r"f failed on in\[0\]@0: WithoutText: \(its __str__ raised RuntimeError\)"):
         eos.testing.run(app_of(plain, WithoutText()), [BAD])
@@ -252,7 +252,7 @@ def test_exception_without_a_text_is_told_by_its_class() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit(0), WithoutText()], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("which", ["on_start", "on_stop"])
-def test_exit_in_a_hook_is_a_hook_that_failed(which: str, error: BaseException) -> None:
+def test_exit_in_a_hook_is_a_failed_hook(which: str, error: BaseException) -> None:
     app = app_of(plain, error)
 
     def hook() -> None:
@@ -263,7 +263,7 @@ def test_exit_in_a_hook_is_a_hook_that_failed(which: str, error: BaseException) 
         eos.testing.run(app, [GOOD])
 
 
-def test_exit_of_a_module_at_its_import_is_an_import_that_failed(
+def test_exit_during_an_import_is_a_failed_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
@@ -287,7 +287,7 @@ def test_exit_in_a_callback_of_the_client_is_an_error(name: str) -> None:
     assert [str(error) for error in kept] == ["a callback raised SystemExit: 0"]
 
 
-def test_interruptions_are_no_exceptions() -> None:
-    """No `except Exception` of a user's function swallows one."""
+def test_interruption_is_not_an_exception_subclass() -> None:
+    """An `except Exception` in user code does not swallow an interruption."""
     assert issubclass(ShutdownExpired, Interruption)
     assert not issubclass(Interruption, Exception)

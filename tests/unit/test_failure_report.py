@@ -1,4 +1,4 @@
-"""What a failing test tells about its brokers."""
+"""The broker logs named in the report of a failed test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import pytest_runtest_makereport
 
 
 class Three(LocalKafka):
-    """As if it were started."""
+    """A started cluster of three nodes."""
 
     bootstrap_servers = "127.0.0.1:1,127.0.0.1:2,127.0.0.1:3"  # type: ignore[assignment]
 
@@ -33,10 +33,10 @@ def sections(when: str, failed: bool) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("when", ["setup", "call"])
-def test_a_failing_test_names_the_log_of_each_of_its_brokers(when: str) -> None:
+def test_failed_test_names_the_log_of_each_broker(when: str) -> None:
     paths = "/logs/node-0/server.log\n/logs/node-1/server.log\n/logs/node-2/server.log"
     assert sections(when, failed=True) == [("logs of cluster", paths)]
 
 
-def test_a_test_that_passed_names_none() -> None:
+def test_passed_test_names_no_log() -> None:
     assert sections("call", failed=False) == []

@@ -1,4 +1,4 @@
-"""Which frames of a failure are told: the innermost of the user's own code, within a bound."""
+"""Logged frames of a failure: the innermost frames of user code, within a bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("loop_ends")
 
 
 def failure(function: Callable[[Any], Any], **more: Any) -> BaseException:
-    """What reaches the policy."""
+    """Return the error that reaches the policy."""
     app = App("app")
     app.process("in", to="out", **more)(function)
     error = app.routes["in"].feed([Record("in", 0, 0, value=b"v")], Collector()).error
@@ -58,7 +58,7 @@ def again(value: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "expected"),
     [
         (mine, ["mine"]),
         (through_the_standard_library, ["through_the_standard_library"]),
@@ -67,8 +67,8 @@ def again(value: bytes) -> bytes:
         (again, ["again"]),
     ],
 )
-def test_frames_are_of_user_code_only(function: Callable[[Any], Any], told: list[str]) -> None:
-    assert names(failure(function)) == told
+def test_frames_are_of_user_code_only(function: Callable[[Any], Any], expected: list[str]) -> None:
+    assert names(failure(function)) == expected
 
 
 def test_frames_of_user_decoder_come_from_the_cause() -> None:
@@ -103,7 +103,7 @@ def test_frame_text_is_bounded_and_keeps_the_innermost() -> None:
     assert set(text.splitlines()) == {f"wide.py:2 in {name}"}
 
 
-def test_a_dead_letter_says_where_with_its_frames_one_per_line() -> None:
+def test_dead_letter_has_its_frames_one_per_line() -> None:
     app, kept = App("app"), Collector()
     app.process("in", to="out", on_error=eos.dlq)(later)
     assert Handler(app).handle(kept, [Record("in", 0, 0, value=b"v")]) is None

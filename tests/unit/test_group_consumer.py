@@ -1,4 +1,4 @@
-"""What of the group_consumer can be said without Kafka."""
+"""Tests of the group consumer that need no Kafka."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.
 
 
 class _Message:
-    """As much of confluent-kafka's Message, which only a consumer can make, as a poll reads."""
+    """Stands for confluent-kafka's Message, which only a consumer can create; has what a poll reads."""
 
     def __init__(self, offset: int) -> None:
         self._offset = offset
@@ -39,13 +39,13 @@ class _Message:
 
 
 def test_records_fetched_before_a_callback_error_are_kept() -> None:
-    """The consumer does not fetch it again: dropped, it would be skipped, and a later commit would make that a loss."""
+    """The consumer does not fetch them again: if dropped, a later commit would skip them."""
     positions: Positions[Record] = Positions()
     group_consumer = GroupConsumer(Settings(SETTINGS), ["in"], positions, Watcher(Settings(SETTINGS)), with_ends=False)
     real = group_consumer.consumer
 
     def consume(most: int, timeout_s: float) -> list[Any]:
-        group_consumer._take_statistics("no JSON")  # as librdkafka does out of a poll
+        group_consumer._take_statistics("no JSON")  # librdkafka runs this callback during a poll
         return [_Message(5), _Message(6)]
 
     group_consumer.consumer = SimpleNamespace(consume=consume)  # type: ignore[assignment]
@@ -58,8 +58,8 @@ def test_records_fetched_before_a_callback_error_are_kept() -> None:
     assert [record.offset for record in positions.take(10)] == [5, 6]
 
 
-def test_a_consumer_whose_close_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """librdkafka can wait for ever in it: a worker that is stopped, or fenced, must end all the same."""
+def test_consumer_with_a_hung_close_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """librdkafka can wait for ever in close, and a stopped or fenced worker must end nevertheless."""
     monkeypatch.setattr(membership_module, "_CLOSE_S", 0.2)
     never = threading.Event()
     one = GroupConsumer(Settings(SETTINGS), ["in"], Positions(), Watcher(Settings(SETTINGS)), with_ends=False)
@@ -71,8 +71,8 @@ def test_a_consumer_whose_close_does_not_end_is_left_behind(monkeypatch: pytest.
         real.close()
 
 
-class _Heard:
-    """Brokers of which the second that is asked knows the topic `in`, and none another one."""
+class _SecondBrokerKnows:
+    """Brokers of which only the second one queried knows the topic `in`; none knows any other topic."""
 
     def __init__(self) -> None:
         self._known = False
@@ -82,18 +82,18 @@ class _Heard:
         return SimpleNamespace(brokers={}, topics={"in": SimpleNamespace(error=None)} if known else {})
 
 
-def test_a_topic_that_one_broker_has_not_heard_of_yet_is_asked_for_again() -> None:
-    facts.check_topics(_Heard(), "servers", ["in"], time.monotonic() + 30)
+def test_topic_unknown_to_one_broker_is_queried_again() -> None:
+    facts.check_topics(_SecondBrokerKnows(), "servers", ["in"], time.monotonic() + 30)
 
 
-def test_a_topic_that_no_broker_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topic_unknown_to_all_brokers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "NEW_TOPIC_S", 0.2)
     with pytest.raises(Unavailable, match="topic no does not exist at servers"):
-        facts.check_topics(_Heard(), "servers", ["in", "no"], time.monotonic() + 30)
+        facts.check_topics(_SecondBrokerKnows(), "servers", ["in", "no"], time.monotonic() + 30)
 
 
 class _Cluster:
-    """A consumer whose first questions are answered with `errors`; the topic `in` has two partitions."""
+    """A consumer whose first queries are answered with `errors`; the topic `in` has two partitions."""
 
     def __init__(self, *errors: int) -> None:
         self._errors = list(errors)
@@ -119,7 +119,7 @@ def _of(cluster: _Cluster, **more: Any) -> GroupConsumer:
     )
 
 
-class _NobodyThere:
+class _UnavailableCoordinator:
     def committed_topics(self, group: str) -> set[str]:
         raise Unavailable(f"the coordinator of {group}")
 
@@ -127,22 +127,22 @@ class _NobodyThere:
 AWAY = (KafkaError._TRANSPORT, KafkaError._TIMED_OUT)
 
 
-def test_ends_are_asked_for_again_while_no_broker_answers() -> None:
-    """At the start of --until-end: a broker may be away just then."""
+def test_end_offsets_are_queried_until_a_broker_answers() -> None:
+    """A broker may be unavailable at the start of --until-end."""
     assert _of(_Cluster(*AWAY)).queries.stable_ends() == {("in", 0): 5, ("in", 1): 5}
 
 
-def test_a_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
+def test_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
     waiting = _of(_Cluster(*AWAY * 1_000))
     waiting.queries._stopping = lambda: next(asked)
-    for question in (waiting.queries.stable_ends, lambda: waiting.queries.topics_with_commits(_NobodyThere())):  # type: ignore[arg-type]
+    for query in (waiting.queries.stable_ends, lambda: waiting.queries.topics_with_commits(_UnavailableCoordinator())):  # type: ignore[arg-type]
         asked = iter([False, False, True])
         with pytest.raises(Stopped):
-            question()
+            query()
 
 
 def test_unknown_start_does_not_block_polling() -> None:
-    """Under `latest` its end must be known: it may have no leader, or its group's offsets may not be stable."""
+    """`latest` needs the end offset: the partition may have no leader, or unstable group offsets."""
     latest = _of(_Cluster(*AWAY), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     latest.assignment.assign([("in", 1)])
     for _ in AWAY:
@@ -153,10 +153,8 @@ def test_unknown_start_does_not_block_polling() -> None:
     assert starts["in", 1].offset == -2, "the group knows this topic: a new partition counts from its start"
 
 
-def test_notes_that_cannot_be_read_are_waited_for(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether the group was here before is not to be guessed."""
+def test_unreadable_notes_are_waited_for(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the notes it is unknown whether the group has committed before."""
     monkeypatch.setattr(group_history, "_REQUEST_TIMEOUT_S", 0.2)
     waiting = _of(_Cluster())
     waiting.assignment.assign([("in", 1)])
@@ -173,12 +171,13 @@ def test_unauthorised_partitions_are_a_missing_right_of_the_topic() -> None:
 
 
 class _Group:
-    """A cluster in whose group the instance `one` subscribed to these topics (None: the group has no metadata)."""
+    """A cluster with a group whose instance `one` subscribed to these topics (None: there is no metadata)."""
 
     def __init__(self, topics: list[str] | None, strategy: str = "cooperative-sticky", instance: str = "other") -> None:
-        told: Any = b"" if topics is None else {"topics": topics}
+        metadata: Any = b"" if topics is None else {"topics": topics}
         self._members = [
-            {"group_instance_id": name, "client_id": "rdkafka", "member_metadata": told} for name in (instance, "one")
+            {"group_instance_id": name, "client_id": "rdkafka", "member_metadata": metadata}
+            for name in (instance, "one")
         ]
         self._strategy = strategy
         self.removed: list[str] = []
@@ -193,8 +192,8 @@ class _Group:
 @pytest.mark.parametrize(
     ("before", "leaves"), [(["in"], False), (["in", "x"], True), ([], True), (["x"], True), (None, False)]
 )
-def test_a_predecessor_that_read_other_topics_leaves_the_group_first(before: list[str] | None, leaves: bool) -> None:
-    """A static member that comes back gets the partitions of before, whatever it subscribes to."""
+def test_predecessor_with_other_topics_is_removed_first(before: list[str] | None, leaves: bool) -> None:
+    """A returning static member gets its former partitions, whatever it subscribes to."""
     for settings, names in (({"group.instance.id": "one"}, ["one"]), ({"group.protocol": "consumer"}, [])):
         group: Any = _Group(before)
         _of(_Cluster(), **settings).member.remove_predecessor(group, ["in"])
@@ -210,22 +209,20 @@ def test_a_predecessor_that_read_other_topics_leaves_the_group_first(before: lis
         ("roundrobin", {"partition.assignment.strategy": "range,roundrobin"}, False),
     ],
 )
-def test_a_predecessor_with_another_strategy_leaves_the_group_first(
-    before: str, now: dict[str, str], leaves: bool
-) -> None:
+def test_predecessor_with_another_strategy_is_removed_first(before: str, now: dict[str, str], leaves: bool) -> None:
     group: Any = _Group(["in"], before)
     _of(_Cluster(), **{"group.instance.id": "one"}, **now).member.remove_predecessor(group, ["in"])
     assert group.removed == (["one"] if leaves else [])
 
 
-def test_a_group_with_a_member_that_is_no_worker_is_not_joined() -> None:
+def test_group_with_a_foreign_member_is_not_joined() -> None:
     group: Any = _Group(["in"], "roundrobin", instance="")
     strategy = {"partition.assignment.strategy": "roundrobin"}
     with pytest.raises(ConfigurationError, match=r"not workers of this App \(client.id rdkafka\): stop those"):
         _of(_Cluster(), **{"group.instance.id": "one"}, **strategy).member.remove_predecessor(group, ["in"])
 
 
-def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
+def test_group_that_cannot_be_described_is_joined() -> None:
     def classic_group(group: str) -> None:
         raise Unavailable("no coordinator yet")
 
@@ -233,7 +230,7 @@ def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
     _of(_Cluster(), **{"group.instance.id": "one"}).member.remove_predecessor(admin, ["in"])
 
 
-def test_a_topic_that_from_beginning_begins_at_its_beginning_under_latest() -> None:
+def test_topic_in_from_beginning_ignores_latest() -> None:
     group = _Cluster()
     group_consumer = _of(group, **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
@@ -243,7 +240,7 @@ def test_a_topic_that_from_beginning_begins_at_its_beginning_under_latest() -> N
 
 
 def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
-    """Every consumer of the session does, one that takes another one's place too."""
+    """Every consumer of the session does so, including one that replaces another."""
     group = _Cluster()
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
     there = dict.fromkeys("abc", SimpleNamespace(error=None, partitions={0: None}))
@@ -259,7 +256,7 @@ def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
 
 
 def test_uncommitted_start_is_kept_despite_other_commits_of_the_topic() -> None:
-    """Another member's commits do not make the partition a new one."""
+    """Another member's commits do not make the partition new."""
     group_consumer = _of(_Cluster(), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     group_consumer.start_offsets._earlier = {("in", 1): 4}
     assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 1)]).values()] == [4]
@@ -268,7 +265,7 @@ def test_uncommitted_start_is_kept_despite_other_commits_of_the_topic() -> None:
 
 
 def test_eager_assignment_of_a_later_partition_keeps_other_positions() -> None:
-    """`range` and `roundrobin` replace an assignment: what is read already is assigned again from where it is."""
+    """`range` and `roundrobin` replace the assignment: partitions already read are assigned at their position."""
     cluster = _Cluster()
     given: list[list[tuple[int, int]]] = []
     cluster.memberid = lambda: "one"  # type: ignore[attr-defined]

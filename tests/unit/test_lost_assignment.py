@@ -1,4 +1,4 @@
-"""When a member is to join again because its client was not told of what the group gave: each case by the clock."""
+"""When a member must rejoin because its client missed an assignment of the group, with a scripted clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ P = unheard._PATIENCE_S
 
 
 class Member:
-    """Its client, what the group said last of it, and a clock."""
+    """A member: its client's assignment, the coordinator's last answer, and a clock."""
 
     def __init__(self, protocol: str = "consumer") -> None:
         self.now_s = 1000.0
@@ -30,11 +30,11 @@ class Member:
         self.asks: list[Callable[[], None]] = []
         world = World(now=lambda: self.now_s, background=lambda name, run: self.asks.append(run))
         settings = Settings({"bootstrap.servers": "x", "group.protocol": protocol})
-        self.unheard = LostAssignment(settings, "group", Watcher(settings, world), world)
+        self.lost_assignment = LostAssignment(settings, "group", Watcher(settings, world), world)
 
     def late_answer(self) -> None:
         self.late += 1
-        self.unheard.note(
+        self.lost_assignment.note(
             decode_statistics(b'{"brokers": {"GroupCoordinator": {"req_timeouts": %d}}}' % self.late).late_answers
         )
 
@@ -42,26 +42,26 @@ class Member:
         self.now_s += seconds
 
     def given(self, *partitions: int) -> None:
-        """The coordinator says so now; nobody polls."""
-        self.unheard._given = Given(self.now_s, frozenset(("in", number) for number in partitions))
+        """Set the assignment that the coordinator reports now, without a poll."""
+        self.lost_assignment._given = Given(self.now_s, frozenset(("in", number) for number in partitions))
 
-    def told(self, *partitions: int) -> None:
-        """A rebalance's callback: this is all that the client has now."""
+    def rebalanced_to(self, *partitions: int) -> None:
+        """Run a rebalance callback: these are all partitions of the client now."""
         self.client = {("in", number) for number in partitions}
-        self.unheard.reset()
+        self.lost_assignment.reset()
 
     def poll(self) -> list[int]:
-        return sorted(number for _, number in self.unheard.find_missing(lambda: "me", lambda: self.client))
+        return sorted(number for _, number in self.lost_assignment.find_missing(lambda: "me", lambda: self.client))
 
 
 @pytest.fixture
 def member() -> Member:
     member = Member()
-    member.told(0, 1)
+    member.rebalanced_to(0, 1)
     return member
 
 
-def test_what_the_client_was_not_told_of_for_a_while_is_missing(member: Member) -> None:
+def test_assignment_unknown_to_the_client_for_a_while_is_missing(member: Member) -> None:
     member.late_answer()
     for pause, found in ((0.0, []), (P - 1, []), (1.0, [2])):
         member.after(pause)
@@ -69,21 +69,21 @@ def test_what_the_client_was_not_told_of_for_a_while_is_missing(member: Member) 
         assert member.poll() == found
 
 
-def test_nothing_is_asked_and_nothing_compared_without_a_late_answer(member: Member) -> None:
+def test_coordinator_is_not_queried_without_a_late_answer(member: Member) -> None:
     member.given(0, 1, 2)
     assert member.poll() == []
     assert member.asks == []
 
 
-def test_a_classic_group_is_not_asked() -> None:
+def test_classic_group_is_not_queried() -> None:
     member = Member("classic")
     member.late_answer()
     assert member.poll() == []
     assert member.asks == []
 
 
-def test_what_was_asked_before_the_last_late_answer_does_not_count(member: Member) -> None:
-    """A coordinator that stays slow is waited for."""
+def test_query_before_the_last_late_answer_does_not_count(member: Member) -> None:
+    """The member waits for a coordinator that stays slow."""
     for _ in range(10):
         member.late_answer()
         member.given(0, 1, 2)
@@ -91,13 +91,13 @@ def test_what_was_asked_before_the_last_late_answer_does_not_count(member: Membe
         assert member.poll() == []
 
 
-def test_what_is_left_of_an_earlier_look_does_not_count(member: Member) -> None:
+def test_result_of_an_earlier_check_does_not_count(member: Member) -> None:
     member.late_answer()
     member.after(P)
     member.given(0, 1)
     assert member.poll() == []
-    member.given(0, 1)  # by the question that was still on its way
-    member.told(0)
+    member.given(0, 1)  # the answer to a query that was still running
+    member.rebalanced_to(0)
     member.after(3600)
     member.late_answer()
     assert member.poll() == []
@@ -105,12 +105,12 @@ def test_what_is_left_of_an_earlier_look_does_not_count(member: Member) -> None:
     assert member.poll() == []
 
 
-def test_a_slow_poll_that_brings_a_callback_makes_nothing_missing(member: Member) -> None:
+def test_slow_poll_with_a_callback_makes_nothing_missing(member: Member) -> None:
     member.late_answer()
     for has in ((0, 1, 2), (0, 1), (0,), (0, 3), (0, 3, 4)):
         member.given(*has)
         member.after(2 * P)
-        member.told(*has)  # the poll serves it before it compares
+        member.rebalanced_to(*has)  # the poll runs the callback before it compares
         assert member.poll() == []
 
 
@@ -118,14 +118,14 @@ def test_answer_from_before_a_callback_is_ignored(member: Member) -> None:
     member.late_answer()
     member.given(0, 1)
     member.after(1)
-    member.told(0)
+    member.rebalanced_to(0)
     assert member.poll() == []
     member.after(P)
-    member.given(0, 1)  # given again, a moment ago
+    member.given(0, 1)  # assigned again a moment ago
     assert member.poll() == []
 
 
-def test_several_partitions_one_after_the_other_are_each_waited_for(member: Member) -> None:
+def test_each_of_several_changing_partitions_is_waited_for(member: Member) -> None:
     member.late_answer()
     for number in range(2, 8):
         member.given(0, 1, number)
@@ -133,7 +133,7 @@ def test_several_partitions_one_after_the_other_are_each_waited_for(member: Memb
         member.after(P)
 
 
-def test_polls_that_are_far_apart_find_it_too(member: Member) -> None:
+def test_missing_partition_is_found_with_rare_polls(member: Member) -> None:
     member.late_answer()
     assert member.poll() == []
     found: list[int] = []
@@ -144,17 +144,17 @@ def test_polls_that_are_far_apart_find_it_too(member: Member) -> None:
     assert found == [2]
 
 
-def test_the_look_ends_when_all_was_known_for_long_enough(member: Member) -> None:
+def test_check_ends_after_all_partitions_are_known_long_enough(member: Member) -> None:
     member.late_answer()
     member.poll()
     member.after(P - 1)
     member.given(0, 1)
     member.poll()
-    assert member.unheard._looking
+    assert member.lost_assignment._looking
     member.after(1)
     member.given(0, 1)
     member.poll()
-    assert not member.unheard._looking
+    assert not member.lost_assignment._looking
 
 
 @pytest.mark.parametrize(
@@ -166,18 +166,18 @@ def test_failed_query_is_repeated_unless_it_was_refused(
     member.late_answer()
     member.poll()
     assert len(member.asks) == 1, "the watcher's thread"
-    assert member.unheard._on_error(error) == pause_s
-    member.unheard._member_id = ""
+    assert member.lost_assignment._on_error(error) == pause_s
+    member.lost_assignment._member_id = ""
     member.poll()
-    assert bool(member.unheard._member_id) == (pause_s is not None)
+    assert bool(member.lost_assignment._member_id) == (pause_s is not None)
 
 
-def test_query_rests_once_nothing_is_looked_for(member: Member) -> None:
+def test_query_stops_after_the_check(member: Member) -> None:
     admin: Any = SimpleNamespace(assigned_partitions=lambda group, member_id: frozenset({("in", 0), ("in", 1)}))
     member.late_answer()
     member.poll()
-    assert member.unheard._query(admin) == 5.0
+    assert member.lost_assignment._query(admin) == 5.0
     member.after(P)
-    assert member.unheard._query(admin) == 5.0
+    assert member.lost_assignment._query(admin) == 5.0
     member.poll()
-    assert (member.unheard._query(admin), member.unheard._member_id) == (None, "")
+    assert (member.lost_assignment._query(admin), member.lost_assignment._member_id) == (None, "")

@@ -14,17 +14,17 @@ STATEFUL = {"from-faust", "from-kafka-streams", "from-quix"}
 RECORDS = [("orders", {"id": 1, "customer": "ada", "cents": 250, "quantity": 3}), ("orders", "no JSON")]
 
 
-def test_no_page_is_left_out() -> None:
+def test_all_migration_pages_are_tested() -> None:
     assert {path.stem for path in PAGES.glob("from-*.md")} == set(THEIRS)
 
 
 @pytest.mark.parametrize("page", THEIRS)
-def test_a_page_has_the_old_program_and_then_ours(page: str) -> None:
+def test_page_has_the_old_program_and_then_ours(page: str) -> None:
     assert [name for name in programs_of(page) if name != SETTINGS] == [THEIRS[page], OURS]
 
 
 @pytest.mark.parametrize("page", THEIRS)
-def test_our_program_of_a_page_does_the_job(page: str, tmp_path: Path) -> None:
+def test_our_program_of_a_page_works(page: str, tmp_path: Path) -> None:
     path = tmp_path / OURS
     path.write_text(programs_of(page)[OURS])
     program = runpy.run_path(str(path))

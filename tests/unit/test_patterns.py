@@ -1,4 +1,4 @@
-"""Patterns as sources: which topics they match, which they must not, and what engines make of them without Kafka."""
+"""Patterns as sources: which topics match, which must not, and how a session and Spark treat them, without Kafka."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def other(value: bytes) -> bytes:
 
 
 def app_of(*definitions: tuple[str | list[str], str | list[str]], on_error: eos.Policy = eos.stop) -> App:
-    """An App whose first function is `copied`, the second `other`."""
+    """Return an App whose first function is `copied` and whose second is `other`."""
     app = App("app")
     for function, (topics, to) in zip((copied, other), definitions, strict=False):
         app.process(topics, to=to, on_error=on_error)(function)
@@ -50,7 +50,7 @@ def app_of(*definitions: tuple[str | list[str], str | list[str]], on_error: eos.
 # ---- definitions -----------------------------------------------------------------------------------------------------
 
 
-def test_a_source_that_begins_with_a_caret_is_a_pattern_beside_names() -> None:
+def test_source_starting_with_a_caret_is_a_pattern() -> None:
     app = App("app")
 
     @app.process(["^flights-.*", "delays"], to="out")
@@ -61,7 +61,7 @@ def test_a_source_that_begins_with_a_caret_is_a_pattern_beside_names() -> None:
     def batch(records: list[Record]) -> list[Out]:
         return []
 
-    assert app.topics == ["delays"], "no topic matches before somebody looked"
+    assert app.topics == ["delays"], "no topic matches before add_topics"
     assert [pattern.pattern for pattern in app.patterns] == ["^flights-.*", "^b[0-9]"]
     assert [route.name for route in app.functions] == ["single", "batch"]
     assert app.add_topics(["flights-2", "b1", "delays", "xflights-3", "flights-1", "b12"]) == [
@@ -72,28 +72,28 @@ def test_a_source_that_begins_with_a_caret_is_a_pattern_beside_names() -> None:
     assert app.topics == ["delays", "b1", "flights-1", "flights-2"]
     assert app.routes["flights-1"] is app.routes["delays"]
     assert app.routes["b1"].batch
-    assert app.add_topics(["flights-1", "b1"]) == [], "nothing is new twice"
+    assert app.add_topics(["flights-1", "b1"]) == [], "no topic is new twice"
     assert repr(app) == "App('app', [<Route single: ^flights-.*, delays -> out>, <Route batch: ^b[0-9] -> out>])"
 
 
-def test_a_pattern_must_match_the_whole_name() -> None:
+def test_pattern_must_match_the_whole_name() -> None:
     app = app_of(("^a|bc", "out"))
     assert app.add_topics(["a", "ab", "bc", "bcd", "abc"]) == ["a", "bc"]
 
 
 @pytest.mark.parametrize("pattern", ["^(", "^a{99999999999}", "^*", "^[a"])
-def test_what_is_no_regular_expression_is_refused_at_the_definition(pattern: str) -> None:
+def test_invalid_regular_expression_is_refused_at_definition(pattern: str) -> None:
     for decorate in (App("app").process, App("app").process_batch):
         with pytest.raises(ConfigurationError, match=re.escape(f"the pattern {pattern!r} is not a regular expression")):
             decorate(pattern, to="out")
 
 
-def test_a_pattern_is_no_destination() -> None:
+def test_pattern_is_refused_as_destination() -> None:
     with pytest.raises(ConfigurationError, match="a destination topic must be"):
         App("app").process("in", to="^out-.*")
 
 
-def test_an_app_of_patterns_alone_has_something_to_run() -> None:
+def test_app_with_only_patterns_passes_its_check() -> None:
     app_of(("^in-.*", "out")).check()
 
 
@@ -120,12 +120,12 @@ def test_two_patterns_of_one_function_may_match_one_topic() -> None:
     assert app_of((["^in-.*", "^.*-b"], "out")).add_topics(["in-b"]) == ["in-b"]
 
 
-def test_one_pattern_of_two_functions_is_refused_at_the_definition() -> None:
+def test_pattern_of_two_functions_is_refused_at_definition() -> None:
     with pytest.raises(ConfigurationError, match=r"the pattern '\^in-\.\*' has two functions, copied and other"):
         app_of(("^in-.*", "out"), ("^in-.*", "out"))
 
 
-def test_kafka_s_own_topics_and_dead_letters_are_never_taken() -> None:
+def test_internal_topics_and_dead_letters_are_never_added() -> None:
     app = App("app")
     app.process("^.*", on_error=eos.dlq)(lambda record: None)
     assert app.add_topics(["__consumer_offsets", "__own", "in", "in.dlq", "others.dlq", "_in"]) == ["_in", "in"]
@@ -149,13 +149,13 @@ def test_pattern_that_matches_a_destination_is_refused_in_any_order() -> None:
     assert [pattern.pattern for pattern in app.patterns] == ["^b-.*"], "a refused function leaves the App as it was"
 
 
-def test_a_pattern_that_matches_dead_letters_of_the_app_is_none_of_them() -> None:
+def test_pattern_does_not_match_dead_letter_topics_of_the_app() -> None:
     app = app_of(("^in.*", "out"), on_error=eos.dlq)
     app.process("in-1", to="in-2.dlq", on_error=eos.dlq)(other)
     assert app.add_topics(["in-1.dlq", "in-2.dlq", "in-1", "in-2"]) == ["in-2"]
 
 
-def test_what_a_copy_takes_in_the_app_itself_does_not() -> None:
+def test_topics_added_to_a_copy_are_not_added_to_the_app() -> None:
     app = app_of(("^in-.*", "out"))
     assert copy.copy(app).add_topics(["in-1"]) == ["in-1"]
     assert app.topics == []
@@ -168,18 +168,18 @@ pickled = app_of((["^in-.*", "in"], "out"))
 pickled.add_topics(["in-1"])
 
 
-def test_an_app_with_patterns_survives_pickling_with_what_it_took_in() -> None:
-    again = copy.deepcopy(pickled)  # by __reduce__, as pickle; this test module itself is not importable by name
+def test_app_with_patterns_keeps_added_topics_when_pickled() -> None:
+    again = copy.deepcopy(pickled)  # by __reduce__, like pickle, which cannot import this test module by name
     assert again.topics == ["in", "in-1"]
     assert again.routes["in"] is again.routes["in-1"] is next(iter(again.patterns.values()))
     assert again.routes["in"].sources == ("^in-.*", "in")
     assert again.add_topics(["in-1", "in-2"]) == ["in-2"]
 
 
-# ---- what is looked for ----------------------------------------------------------------------------------------------
+# ---- the search for new topics --------------------------------------------------------------------------------
 
 
-def test_a_topic_lacks_its_dead_letters_only_where_its_function_has_some() -> None:
+def test_dead_letter_topic_is_lacking_only_if_a_function_uses_it() -> None:
     app = app_of(("^in-.*", "out"), on_error=eos.dlq)
     app.process("^x-.*", to="out")(other)
     assert lacking(app, {"in-1", "in-2", "in-2.dlq", "x-1"}) == {"in-1": "in-1.dlq"}
@@ -196,7 +196,7 @@ def test_patterns_without_matches_are_unavailable() -> None:
 
 
 class Brokers:
-    """Stands for ClusterAdmin: `everywhere` of these topics are known to every broker."""
+    """Stands for ClusterAdmin: `there` are the topics, of which `late` are not known to every broker yet."""
 
     def __init__(self, *topics: str) -> None:
         self.there, self.late = set(topics), set[str]()
@@ -208,13 +208,13 @@ class Brokers:
         return set(topics) - self.late
 
 
-def looking(app: App, world: World = REAL, **settings: object) -> NewTopics:
+def new_topics_of(app: App, world: World = REAL, **settings: object) -> NewTopics:
     return NewTopics(Settings({"topic.metadata.refresh.interval.ms": 60_000, **settings}), app, world)
 
 
-def test_a_topic_that_came_is_told_once() -> None:
+def test_new_topic_is_reported_once() -> None:
     brokers: Any = Brokers("in-1", "in-2", "x")
-    new = looking(app_of(("^in-.*", "out")))
+    new = new_topics_of(app_of(("^in-.*", "out")))
     assert new._look(brokers) == 60.0
     assert new.arrived() == ["in-1", "in-2"]
     new._look(brokers)
@@ -225,10 +225,10 @@ def test_a_topic_that_came_is_told_once() -> None:
 
 
 def test_topic_unknown_to_a_broker_is_checked_again_soon() -> None:
-    """librdkafka reports one that the broker it asks does not know as an error, which would end the worker."""
+    """librdkafka reports a topic unknown to the queried broker as an error, which would end the worker."""
     brokers: Any = Brokers("in-1", "in-2")
     brokers.late = {"in-2"}
-    new = looking(app_of(("^in-.*", "out")))
+    new = new_topics_of(app_of(("^in-.*", "out")))
     assert new._look(brokers) == 0.5
     assert new.arrived() == ["in-1"]
     brokers.late = set()
@@ -236,9 +236,9 @@ def test_topic_unknown_to_a_broker_is_checked_again_soon() -> None:
     assert new.arrived() == ["in-2"]
 
 
-def test_a_topic_without_its_topic_of_dead_letters_waits_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_topic_without_its_dead_letter_topic_waits_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     brokers: Any = Brokers("in-1")
-    new = looking(app_of(("^in-.*", "out"), on_error=eos.dlq))
+    new = new_topics_of(app_of(("^in-.*", "out"), on_error=eos.dlq))
     with caplog.at_level(logging.WARNING, "eos"):
         for _ in range(3):
             new._look(brokers)
@@ -249,7 +249,7 @@ def test_a_topic_without_its_topic_of_dead_letters_waits_with_one_warning(caplog
     assert new.arrived() == ["in-1"]
 
 
-def test_missing_dead_letters_are_created_where_a_setting_says_so(
+def test_missing_dead_letter_topics_are_created_if_configured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     brokers: Any = Brokers("in-1")
@@ -264,7 +264,7 @@ def test_missing_dead_letters_are_created_where_a_setting_says_so(
             raise NotAuthorised("topic in-1.dlq cannot be created")
 
     monkeypatch.setattr(new_topics, "create_topics", create)
-    new = looking(app_of(("^in-.*", "out"), on_error=eos.dlq), **{"eos.create.topics": "true"})
+    new = new_topics_of(app_of(("^in-.*", "out"), on_error=eos.dlq), **{"eos.create.topics": "true"})
     with caplog.at_level(logging.WARNING, "eos"):
         new._look(brokers)
         new._look(brokers)
@@ -275,9 +275,9 @@ def test_missing_dead_letters_are_created_where_a_setting_says_so(
     assert made == [{"in-1.dlq": 2}] * 3
 
 
-def test_a_topic_that_two_functions_want_comes_out_where_the_worker_asks() -> None:
+def test_topic_of_two_functions_raises_in_the_worker() -> None:
     brokers: Any = Brokers("in-b")
-    new = looking(app_of(("^in-.*", "out"), ("^.*-b", "out")))
+    new = new_topics_of(app_of(("^in-.*", "out"), ("^.*-b", "out")))
     with pytest.raises(ConfigurationError) as raised:
         new._look(brokers)
     assert new._on_error(raised.value) is None
@@ -289,11 +289,11 @@ def test_disabled_metadata_refresh_disables_the_search() -> None:
     started: list[str] = []
     watcher = Watcher(Settings(SETTINGS), World(background=lambda name, run: started.append(name)))
     for interval_ms in (-1, 1):
-        looking(app_of(("^in-.*", "out")), **{"topic.metadata.refresh.interval.ms": interval_ms}).watch(watcher)
+        new_topics_of(app_of(("^in-.*", "out")), **{"topic.metadata.refresh.interval.ms": interval_ms}).watch(watcher)
         assert started == ([] if interval_ms < 0 else ["eos-watcher"])
 
 
-def test_a_topic_that_was_taken_in_is_looked_at_whether_it_is_made_anew() -> None:
+def test_added_topic_is_checked_for_recreation() -> None:
     ids = {"in": "1", "new": "1"}
     admin: Any = SimpleNamespace(topic_ids=lambda topics: {topic: ids[topic] for topic in topics})
     watch = TopicIds(Settings({}), ["in"], lambda gone: None)
@@ -304,8 +304,8 @@ def test_a_topic_that_was_taken_in_is_looked_at_whether_it_is_made_anew() -> Non
     assert "topic new was deleted and recreated" in str(watch._find_changed(admin))
 
 
-def test_missing_changelog_is_gone_after_a_moment() -> None:
-    """A broker that has just started may not know it, and one that may not be seen is not missing."""
+def test_missing_changelog_is_reported_after_a_short_wait() -> None:
+    """A broker that has just started may not know it, and a topic without the right to describe it is not missing."""
     ids, clock, unknown = {"in": "1", "log": "1"}, SimpleNamespace(now=0.0), {"log"}
     admin: Any = SimpleNamespace(topic_ids=lambda topics: ids, missing_topics=lambda topics: unknown & set(topics))
     world = World(
@@ -338,14 +338,14 @@ def test_missing_changelog_is_gone_after_a_moment() -> None:
         lambda: TransactSession(SETTINGS | {"eos.input.topics": "in, ^in-.*"}),
     ],
 )
-def test_a_session_s_own_topics_are_names(make: Callable[[], TransactSession]) -> None:
+def test_session_refuses_a_pattern_as_topic(make: Callable[[], TransactSession]) -> None:
     with pytest.raises(ConfigurationError, match=r"topics by their names, not by the pattern '\^in-\.\*'") as raised:
         make()
     assert raised.value.exit_code == 78
 
 
-class Taking:
-    """Stands for a session's membership and notes what it was asked, in order."""
+class RecordingMembership:
+    """Stands for a session's membership and records its calls in order."""
 
     assignment = Assignment()
     start_offsets: Any = SimpleNamespace(locate=lambda assignment: None)
@@ -360,12 +360,14 @@ class Taking:
             raise self._error
 
 
-def taking(monkeypatch: pytest.MonkeyPatch, error: CallFailed | None = None) -> tuple[TransactSession, Taking]:
+def session_with_new_topic(
+    monkeypatch: pytest.MonkeyPatch, error: CallFailed | None = None
+) -> tuple[TransactSession, RecordingMembership]:
     class Finds(Listener):
         def find_new_topics(self) -> list[str]:
             return ["new"]
 
-    session, membership = TransactSession(SETTINGS, ["in"], listener=Finds()), Taking(error)
+    session, membership = TransactSession(SETTINGS, ["in"], listener=Finds()), RecordingMembership(error)
     producer: Any = SimpleNamespace(poll=lambda timeout_s: None)
     session._parts.fetcher._group_consumer = membership  # type: ignore[assignment]
     give_producer(session, producer)
@@ -375,17 +377,17 @@ def taking(monkeypatch: pytest.MonkeyPatch, error: CallFailed | None = None) -> 
 
 
 def test_new_topic_is_subscribed_between_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, membership = taking(monkeypatch)
+    session, membership = session_with_new_topic(monkeypatch)
     with session._loop._recovering():
         session._loop._gather()
     assert membership.calls == [["in", "new"]]
-    assert session.topics == ["in", "new"], "a consumer that takes this one's place reads it too"
+    assert session.topics == ["in", "new"], "a later consumer of this session reads it too"
     assert session._parts.fetcher._handover.from_beginning == {"new"}
 
 
-def test_a_consumer_that_takes_no_subscription_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_subscribe_leads_to_a_rejoin(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = CallFailed("consume", eos.errors.Action.REJOIN, RuntimeError("fatal"))
-    session, membership = taking(monkeypatch, failed)
+    session, membership = session_with_new_topic(monkeypatch, failed)
     with session._loop._recovering():
         session._loop._gather()
     assert membership.calls[-1] is failed
@@ -394,7 +396,7 @@ def test_a_consumer_that_takes_no_subscription_any_more_is_given_up(monkeypatch:
 # ---- tests of users, Spark -------------------------------------------------------------------------------------------
 
 
-def test_eos_testing_runs_records_of_topics_that_match() -> None:
+def test_offline_run_handles_records_of_matching_topics() -> None:
     app = app_of(("^in-.*", "out"), on_error=eos.dlq)
 
     @app.process("^bad-.*", on_error=eos.dlq)
@@ -404,7 +406,7 @@ def test_eos_testing_runs_records_of_topics_that_match() -> None:
     ran = eos.testing.run(app, [("in-1", "a"), ("bad-1", "b"), ("in-2", "c")])
     assert ran.values("out") == [b"a", b"c"]
     assert ran.values("bad-1.dlq") == [b"b"]
-    assert app.topics == [], "the next test begins as this one"
+    assert app.topics == [], "the run leaves the App unchanged"
     with pytest.raises(ConfigurationError, match=r"gets records of the topic 'in-1\.dlq'"):
         eos.testing.run(app, [("in-1.dlq", "a")])
 
@@ -414,7 +416,7 @@ def test_test_run_without_records_for_a_pattern_is_refused() -> None:
         online.run_on("127.0.0.1:9", app_of(("^in-.*", "out")), [("x", "a")])
 
 
-def test_spark_refuses_a_pattern_in_a_sentence() -> None:
+def test_spark_refuses_a_pattern() -> None:
     pytest.importorskip("pyspark")
     from spark_connector.run import Run, check
 
@@ -435,15 +437,15 @@ def test_topic_without_leaders_is_logged_once_and_checked_less_often(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("eos"), "propagate", True)
-    looking = NewTopics(Settings(SETTINGS), app_of(("^in-.*", "out")))
+    new = NewTopics(Settings(SETTINGS), app_of(("^in-.*", "out")))
     admin: Any = SimpleNamespace(topics=lambda: {"in-1"}, known_to_all_brokers=lambda topics: set())
-    pauses = [looking._look(admin) for _ in range(30)]
+    pauses = [new._look(admin) for _ in range(30)]
     assert set(pauses[:19]) == {new_topics._SOON_S}
     assert set(pauses[19:]) == {new_topics._REFRESH_MS / 1000}
     assert [record.getMessage().count("in-1") for record in caplog.records] == [1]
 
 
-def test_a_worker_with_a_batch_function_polls_whole_batches() -> None:
+def test_worker_with_a_batch_function_polls_whole_batches() -> None:
     app = App("app")
     app.process_batch("in", to="out")(lambda records: [])
     assert Worker(app, Settings(SETTINGS)).session._parts.pacing.together == 250

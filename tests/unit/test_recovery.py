@@ -1,4 +1,4 @@
-"""Which steps a failed call leads to, each written a second time."""
+"""The recovery steps after each failed call, listed independently of the code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def failed(action: Action) -> CallFailed:
 
 
 def taken(action: Action, fails: dict[Step, Action] | None = None) -> tuple[str, Trouble]:
-    """The steps that are taken when the steps in `fails` fail once, with what that asks for."""
+    """Return the steps taken if each step in `fails` fails once with the given action."""
     left, names = dict(fails or {}), []
 
     def take(step: Step) -> Any:
@@ -42,7 +42,7 @@ def taken(action: Action, fails: dict[Step, Action] | None = None) -> tuple[str,
 
 
 @pytest.mark.parametrize("action", Action)
-def test_every_action_has_its_steps_or_stops(action: Action) -> None:
+def test_action_has_its_steps_or_stops(action: Action) -> None:
     if action in STEPS:
         assert taken(action)[0] == STEPS[action]
     else:
@@ -70,12 +70,12 @@ def test_every_action_has_its_steps_or_stops(action: Action) -> None:
         ),
     ],
 )
-def test_a_step_that_fails_is_the_failure_from_then_on(action: Action, fails: Any, steps: str) -> None:
+def test_failed_step_becomes_the_current_failure(action: Action, fails: Any, steps: str) -> None:
     names, trouble = taken(action, fails)
     assert names == steps
     assert (trouble.failure.action, trouble.first.action) == (list(fails.values())[-1], action)
 
 
-def test_an_abort_that_must_not_go_on_stops() -> None:
+def test_non_recoverable_abort_failure_stops() -> None:
     with pytest.raises(Temporary):
         taken(Action.ABORT, {Step.ABORT: Action.RETRY})

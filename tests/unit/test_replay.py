@@ -1,4 +1,4 @@
-"""What a dead letter is turned back into, and which function it goes to."""
+"""Replay of dead letters: the restored record, its function, and the progress of a replay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORD = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", [("trace", b"t")
 
 
 def read(send: tuple[object, ...], offset: int = 5) -> Record:
-    """The record that a replay reads of what a worker sent."""
+    """Return a worker's send as the record that a replay reads."""
     topic, value, key, _, _, headers = send
     return Record(topic, 1, offset, 9, key, value, headers or [])  # type: ignore[arg-type]
 
@@ -45,7 +45,7 @@ def summary(letter: DeadLetter) -> tuple[str, str, str, str, int]:
     return letter.source, letter.app, letter.exception, letter.message, letter.replays
 
 
-def test_a_letter_is_the_record_that_failed_again_and_again() -> None:
+def test_dead_letter_is_the_failed_record_after_each_replay() -> None:
     letter = letter_of(read(make_dead_letter(RECORD, ValueError("why"), app="shop")))
     assert (letter.position, letter.record) == ("orders.dlq[1]@5", RECORD)
     assert summary(letter) == ("orders[3]@17", "shop", "ValueError", "why", 0)
@@ -63,21 +63,21 @@ def test_foreign_dead_letter_is_taken_unchanged() -> None:
     assert summary(letter) == ("orders.dlq[1]@5", "", "-", "-", 0)
 
 
-def test_headers_of_a_record_that_look_like_a_letters_choose_nothing() -> None:
-    """Not where it goes back to, nor whose it is; and no number of them ends a replay."""
+def test_record_headers_that_imitate_a_dead_letter_are_ignored() -> None:
+    """They change neither the source nor the app of a dead letter, and long values do not fail a replay."""
     names = ("topic", "partition", "offset", "timestamp", "app", "exception", "replays")
     theirs = [(f"eos-dlq-{name}", b"victim" if name == "topic" else b"9" * 5_000) for name in names]
     record = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", theirs)
     letter = letter_of(read(make_dead_letter(record, ValueError("why"), app="shop")))
     assert letter.record == record
     assert summary(letter) == ("orders[3]@17", "shop", "ValueError", "why", 0)
-    # Written by nobody's worker: what they say is read, where it can be.
+    # Without a worker's own headers, these headers are read as far as they are valid.
     letter = letter_of(Record("orders.dlq", 1, 5, 9, None, b"v", theirs))
     assert letter.record == Record("orders", 1, 5, 9, None, b"v")
     assert summary(letter) == ("orders[1]@5", "9" * 5_000, "9" * 5_000, "-", 0)
 
 
-def test_the_function_is_the_one_that_failed_or_the_one_that_is_named() -> None:
+def test_replay_function_is_the_failed_or_the_named_one() -> None:
     app = app_of()
     assert route_of(app, "returns", None).name == "total"
     assert route_of(app, "returns", "other").name == "other"
@@ -89,8 +89,8 @@ def test_the_function_is_the_one_that_failed_or_the_one_that_is_named() -> None:
 
 
 @given(st.integers(0, 8), st.lists(st.integers(0, 24), unique=True), st.randoms())
-def test_letters_that_are_done_in_any_order_are_known_and_no_other(low: int, order: list[int], chance: Random) -> None:
-    """As settling tells them: each with the gap before it, in which no letter lies."""
+def test_exactly_the_dead_letters_done_in_any_order_are_known(low: int, order: list[int], chance: Random) -> None:
+    """Add each dead letter as the replay does, with the gap before it that holds no dead letter."""
     there = sorted(chance.sample(range(25), chance.randint(0, 25)))
     done, expected = Done().starting_at(low), set(range(low))
     for offset in order:
@@ -101,12 +101,12 @@ def test_letters_that_are_done_in_any_order_are_known_and_no_other(low: int, ord
         done = Done.read(done.offset, done.metadata())
         assert {each for each in there if done.contains(each)} == {each for each in there if each in expected}
         edges = [done.offset, *(edge for first, last in done.runs for edge in (first, last + 1))]
-        assert edges == sorted(set(edges)), "as few pieces as can be"
+        assert edges == sorted(set(edges)), "ranges are joined where possible"
     if set(there) <= expected:
         assert done.runs == ()
 
 
-def test_more_pieces_than_the_brokers_take_beside_an_offset_are_refused() -> None:
+def test_more_ranges_than_offset_metadata_can_hold_are_refused() -> None:
     runs = tuple((2 * n, 2 * n) for n in range(1_000_000, 1_001_000))
     (place,) = offsets_of("orders.dlq", {3: Done(0, runs)})
     assert (place.partition, place.offset, place.metadata) == (3, 0, Done(0, runs).metadata())
@@ -116,7 +116,7 @@ def test_more_pieces_than_the_brokers_take_beside_an_offset_are_refused() -> Non
         offsets_of("orders.dlq", {3: Done(0, tuple((3 * n, 3 * n) for n in range(1, 2_001)))})
 
 
-def test_what_is_noted_beside_an_offset_is_read_by_this_version_only() -> None:
+def test_offset_metadata_of_a_newer_format_is_refused() -> None:
     assert Done(3, ((5, 9), (11, 11))).metadata() == '{"v":1,"done":[2,5,1,1]}'
     foreign = (
         None,
@@ -135,7 +135,7 @@ def test_what_is_noted_beside_an_offset_is_read_by_this_version_only() -> None:
         Done.read(3, '{"v":2,"more":1}')
 
 
-def test_dead_letters_of_other_apps_take_no_room_in_metadata() -> None:
+def test_dead_letters_of_other_apps_need_no_metadata() -> None:
     def at(offset: int, app: str) -> DeadLetter:
         sent = make_dead_letter(msgspec.structs.replace(RECORD, offset=offset), ValueError("why"), app=app)
         return letter_of(read(sent, offset))
@@ -144,15 +144,15 @@ def test_dead_letters_of_other_apps_take_no_room_in_metadata() -> None:
     settling = Settling.__new__(Settling)
     settling._whose, settling._world, settling._interval_s = "shop", REAL, 60.0
     for chosen, runs in (({37}, ((36, 38),)), ({5, 7, 37}, ((4, 8), (36, 38))), (set(), ((40, 39),))):
-        told = ReplayResult()
+        result = ReplayResult()
         choose = lambda letter, chosen=chosen: letter if letter.offset in chosen else None  # noqa: E731
         done = Done(0)
-        for batch in settling._batches(iter(there), DROPPING, choose, None, told):
+        for batch in settling._batches(iter(there), DROPPING, choose, None, result):
             done = done.add(*((step.first, step.settled.letter.offset) for step in batch))
         waiting = [letter.offset for letter in there if letter.is_of("shop") and not done.contains(letter.offset)]
         assert waiting == [offset for offset in range(1, 40, 2) if offset not in chosen]
         assert len(done.runs) <= len(runs)
-        assert told.of_other_apps == {"billing": 20}
+        assert result.of_other_apps == {"billing": 20}
     everything = Done(0).add(
         *(
             (s.first, s.settled.letter.offset)

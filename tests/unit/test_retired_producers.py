@@ -1,4 +1,4 @@
-"""What librdkafka says while nobody asks does not gather: statistics of idle, hung and replaced producers."""
+"""Statistics of idle, hung and replaced producers are read, so that they do not accumulate."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from eos.session.producer.states import Event
 from eos.session.session import TransactSession
 from tests.support import reading
 
-NOBODY: dict[str, Any] = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
-OFTEN = NOBODY | {"statistics.interval.ms": 10}
+UNREACHABLE: dict[str, Any] = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
+OFTEN = UNREACHABLE | {"statistics.interval.ms": 10}
 
 
 wait_until = functools.partial(reading.wait_until, timeout=30)
 
 
 def with_a_client(transactional: TransactionalProducer) -> Client:
-    """As if it were initialised, which takes a broker."""
+    """Give the producer a client and mark it as initialised, which would need a broker."""
     client = transactional._client = Client(transactional._settings, "t", reports=False)
     transactional._machine.fire(Event.INITIALISED)
     return client
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_replaced_client_is_destroyed_without_the_garbage_collector() -> None:
-    client = Client(Settings(NOBODY), "t", reports=False)
-    gone = weakref.ref(client)
+def test_replaced_client_is_destroyed_without_the_collector() -> None:
+    client = Client(Settings(UNREACHABLE), "t", reports=False)
+    reference = weakref.ref(client)
     client.retire()
     del client
-    wait_until("the client is still there, and with it librdkafka's threads", lambda: gone() is None)
-    wait_until("who retires it ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
+    wait_until("the client is still there, and with it librdkafka's threads", lambda: reference() is None)
+    wait_until("the retiring thread ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
 
 
 @pytest.mark.usefixtures("uncollected")
@@ -57,24 +57,28 @@ def test_client_with_a_hung_call_is_drained_and_then_destroyed(
     with pytest.raises(CallHung):
         client.watchdog.call(hang.wait, timeout_s=0.01)
     client.retire()
-    gone = weakref.ref(client)
+    reference = weakref.ref(client)
     del client
-    wait_until("its statistics are read, so it is not destroyed", lambda: getattr(gone(), "statistics_seen", 0) > 3)
+    wait_until(
+        "its statistics are read, so it is not destroyed", lambda: getattr(reference(), "statistics_seen", 0) > 3
+    )
     hang.set()
-    wait_until("it is destroyed", lambda: gone() is None)
+    wait_until("it is destroyed", lambda: reference() is None)
 
 
 @pytest.mark.usefixtures("uncollected")
 def test_client_with_a_failed_call_is_destroyed_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_LOOKS_UNTIL_COLLECTED", -1)
-    transactional = TransactionalProducer(Settings(NOBODY | {"eos.call.timeout.ms": "100"}), "t")
+    transactional = TransactionalProducer(Settings(UNREACHABLE | {"eos.call.timeout.ms": "100"}), "t")
     client = with_a_client(transactional)
     with pytest.raises(CallFailed, match="init: _TIMED_OUT"):
         transactional._call(client, "init", client.producer.init_transactions, deadline=time.monotonic())
-    gone = weakref.ref(client)
+    reference = weakref.ref(client)
     del client
     transactional.close()
-    wait_until("the failure's traceback holds the client, and with it librdkafka's threads", lambda: gone() is None)
+    wait_until(
+        "the failure's traceback holds the client, and with it librdkafka's threads", lambda: reference() is None
+    )
 
 
 @pytest.mark.usefixtures("uncollected")
@@ -87,15 +91,15 @@ def test_referenced_client_is_drained_and_collected_in_the_end(
     held: list[Any] = [client.producer]
     held.append(held)
     client.retire()
-    gone = weakref.ref(client)
+    reference = weakref.ref(client)
     del client, held
-    wait_until("its statistics are read while it is held", lambda: getattr(gone(), "statistics_seen", 0) > 3)
-    wait_until("it is collected and destroyed", lambda: gone() is None)
-    wait_until("who retires it ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
+    wait_until("its statistics are read while it is held", lambda: getattr(reference(), "statistics_seen", 0) > 3)
+    wait_until("it is collected and destroyed", lambda: reference() is None)
+    wait_until("the retiring thread ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
 
 
-def test_a_client_is_read_while_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's function runs for minutes, or a kept producer has nothing to do."""
+def test_idle_client_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's function may run for minutes, or a kept producer may be idle."""
     monkeypatch.setattr(client_module, "IDLE_INTERVAL_S", 0.01)
     monkeypatch.setattr(watchdog, "IDLE_INTERVAL_S", 0.01)
     client = Client(Settings(OFTEN), "t", reports=False)
@@ -107,7 +111,7 @@ def test_a_client_is_read_while_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) 
     wait_until("its thread ends", lambda: all(t.name != "eos-t" for t in threading.enumerate()))
 
 
-def test_what_a_callback_raises_meanwhile_is_kept_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callback_error_of_an_idle_client_is_kept_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "IDLE_INTERVAL_S", 0.01)
     monkeypatch.setattr(watchdog, "IDLE_INTERVAL_S", 0.01)
     client = Client(Settings(OFTEN), "t", reports=False)
@@ -117,13 +121,13 @@ def test_what_a_callback_raises_meanwhile_is_kept_for_the_loop(monkeypatch: pyte
 
     client._user_stats = interrupted
     wait_until("it is kept", lambda: isinstance(client._callback_error, KeyboardInterrupt))
-    assert client.watchdog.call(int, "7", timeout_s=10) == 7, "the thread goes on"
+    assert client.watchdog.call(int, "7", timeout_s=10) == 7, "the thread continues"
     client.retire()
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="the host's clocks: Linux")
-def test_a_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the broker's does: by CLOCK_BOOTTIME, which goes on there, and not by time.monotonic(), which stands still."""
+def test_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker's timeout continues, so the age uses CLOCK_BOOTTIME, and not time.monotonic(), which stops."""
     transactional = TransactionalProducer(Settings(OFTEN), "t")
     with_a_client(transactional)
     slept, now = 0.0, time.clock_gettime

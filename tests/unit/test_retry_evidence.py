@@ -1,4 +1,4 @@
-"""The signs that a request of a transaction may have been sent twice, and the healthy cases that show none."""
+"""Evidence that a request of a transaction may have been sent twice, and healthy cases without evidence."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ REALISTIC: dict[str, Any] = {
 
 
 def statistics(end_txn: int = 0, epoch: int = 0, **coordinator: Any) -> Statistics:
-    """A snapshot; keywords change the transaction coordinator's entry."""
+    """Return a snapshot; keywords change the transaction coordinator's entry."""
     made = copy.deepcopy(REALISTIC)
     made["eos"]["producer_epoch"] = epoch
     made["brokers"][COORDINATOR]["req"]["EndTxn"] = end_txn
@@ -113,7 +113,7 @@ BOOTSTRAP, ORDINARY, CONNECTED_AT = "127.0.0.1:9092/bootstrap", "127.0.0.1:9092/
 
 
 def of_broker(name: str, **entry: Any) -> Statistics:
-    """A snapshot in which this broker's entry is changed, and nothing was sent to the transaction coordinator."""
+    """Return a snapshot with a changed entry of this broker and no requests to the transaction coordinator."""
     made = copy.deepcopy(REALISTIC)
     made["brokers"][name] |= entry
     made["brokers"][COORDINATOR]["req"] = {}
@@ -121,8 +121,10 @@ def of_broker(name: str, **entry: Any) -> Statistics:
 
 
 def counted(ts: int, sent: int = 1, changes: dict[str, dict[str, Any] | None] | None = None) -> Statistics:
-    """A snapshot made at so many microseconds, when each request of a transaction had been sent so often, all on
-    connections that are up since CONNECTED_AT; `changes` of entries by their names, None removes one."""
+    """Return a snapshot of the time `ts` in microseconds, with each request of a transaction sent `sent` times.
+
+    All connections are up since CONNECTED_AT. `changes` maps names of entries to changes; None removes an entry.
+    """
     made = copy.deepcopy(REALISTIC)
     made["ts"] = ts
     brokers = made["brokers"]
@@ -139,8 +141,8 @@ def counted(ts: int, sent: int = 1, changes: dict[str, dict[str, Any] | None] | 
     return decode_statistics(json.dumps(made))
 
 
-def suspected(call: str, before: Statistics | None) -> RetryEvidence:
-    """After one transaction in which this call took from second 5 to second 5.4."""
+def after_slow_call(call: str, before: Statistics | None) -> RetryEvidence:
+    """Return the evidence after a transaction in which this call lasted from second 5 to second 5.4."""
     evidence = RetryEvidence(one_clock=True)
     if before is not None:
         evidence.add_statistics(before)
@@ -152,8 +154,8 @@ def suspected(call: str, before: Statistics | None) -> RetryEvidence:
     return evidence
 
 
-def took(evidence: RetryEvidence, call: str, took_ms: float) -> None:
-    """A call with no statistics behind it: what is slow stays a suspect, and is convicted by default."""
+def make_call(evidence: RetryEvidence, call: str, took_ms: float) -> None:
+    """Make a call without later statistics: if slow, it counts as a retry."""
     evidence.begin_call()
     evidence.return_from(call, took_ms, 0.0)
     if evidence.has_undecided_calls:
@@ -161,7 +163,7 @@ def took(evidence: RetryEvidence, call: str, took_ms: float) -> None:
 
 
 def healthy() -> RetryEvidence:
-    """After a first, unremarkable snapshot."""
+    """Return the evidence after a first snapshot without any sign of a retry."""
     evidence = RetryEvidence()
     evidence.add_statistics(statistics())
     assert evidence.reason is None
@@ -171,7 +173,7 @@ def healthy() -> RetryEvidence:
 # ---- decoding ----------------------------------------------------------------------------------------------
 
 
-def test_statistics_give_the_producers_epoch_and_the_coordinators_counters() -> None:
+def test_statistics_contain_epoch_and_coordinator_counters() -> None:
     decoded = decode_statistics(json.dumps(REALISTIC))
     assert (decoded.eos.producer_id, decoded.eos.producer_epoch) == (4007, 3)
     coordinator = decoded.brokers[COORDINATOR]
@@ -180,7 +182,7 @@ def test_statistics_give_the_producers_epoch_and_the_coordinators_counters() -> 
     assert decoded.brokers[BOOTSTRAP].nodeid == -1
 
 
-def test_librdkafka_itself_sends_statistics_that_can_be_decoded() -> None:
+def test_real_statistics_of_librdkafka_can_be_decoded() -> None:
     texts: list[str] = []
     quiet = logging.getLogger("test.quiet")
     quiet.disabled = True
@@ -194,12 +196,12 @@ def test_librdkafka_itself_sends_statistics_that_can_be_decoded() -> None:
         }
     )
 
-    def has_told_of_its_brokers() -> bool:
-        # The first text may come before the bootstrap broker is added.
+    def has_reported_its_brokers() -> bool:
+        # The first report may come before the bootstrap broker is added.
         producer.poll(0.05)
         return bool(texts) and "127.0.0.1:1/bootstrap" in texts[-1]
 
-    wait_until("statistics with the bootstrap broker", has_told_of_its_brokers, 20)
+    wait_until("statistics with the bootstrap broker", has_reported_its_brokers, 20)
     decoded = decode_statistics(texts[-1])
     assert (decoded.eos.producer_id, decoded.eos.producer_epoch) == (-1, -1), "before the init"
     assert COORDINATOR in decoded.brokers
@@ -212,35 +214,35 @@ def test_librdkafka_itself_sends_statistics_that_can_be_decoded() -> None:
 def test_five_hundred_healthy_transactions_give_no_reason() -> None:
     evidence = RetryEvidence()
     for number in range(1, 501):
-        took(evidence, "send_offsets", 37)  # the slowest healthy call that was seen
+        make_call(evidence, "send_offsets", 37)  # the slowest healthy call measured
         evidence.expect_end_txn()
         evidence.add_statistics(statistics(end_txn=number - 1))  # EndTxn is on its way
-        took(evidence, "commit", 37)
+        make_call(evidence, "commit", 37)
         evidence.add_statistics(statistics(end_txn=number))
     assert evidence.reason is None
 
 
 def test_more_requests_of_other_kinds_are_no_sign() -> None:
-    """AddPartitionsToTxn alone is sent again on CONCURRENT_TRANSACTIONS: healthy in 8 % of transactions."""
+    """librdkafka repeats AddPartitionsToTxn after CONCURRENT_TRANSACTIONS, in 8 % of healthy transactions."""
     evidence = healthy()
     evidence.add_statistics(statistics(req={"EndTxn": 0, "AddPartitionsToTxn": 20, "AddOffsetsToTxn": 10}))
     assert evidence.reason is None
 
 
-def test_an_empty_transaction_that_sent_no_end_is_no_sign() -> None:
+def test_empty_transaction_without_end_txn_is_no_sign() -> None:
     evidence = healthy()
     evidence.expect_end_txn()
     evidence.add_statistics(statistics(end_txn=0))
     assert evidence.reason is None
 
 
-def test_the_bootstrap_connection_may_come_and_go() -> None:
+def test_changes_of_the_bootstrap_connection_are_no_sign() -> None:
     evidence = healthy()
     evidence.add_statistics(of_broker(BOOTSTRAP, disconnects=5, connects=5))
     assert evidence.reason is None
 
 
-def test_what_happens_during_the_init_is_no_sign() -> None:
+def test_changes_during_the_init_are_no_sign() -> None:
     evidence = RetryEvidence()
     evidence.add_statistics(statistics(epoch=-1))
     evidence.add_statistics(statistics(epoch=-1, connects=9, disconnects=8, req_timeouts=7, end_txn=6))
@@ -255,9 +257,9 @@ def test_what_happens_during_the_init_is_no_sign() -> None:
 def test_cut_after_add_partitions_shows_in_the_connection() -> None:
     evidence = healthy()
     evidence.add_statistics(statistics(connects=2, disconnects=1))
-    took(evidence, "send_offsets", 1.3)
+    make_call(evidence, "send_offsets", 1.3)
     evidence.expect_end_txn()
-    took(evidence, "commit", 0.3)
+    make_call(evidence, "commit", 0.3)
     assert evidence.reason is not None
     assert "connection to the transaction coordinator was lost" in evidence.reason
 
@@ -270,12 +272,12 @@ def test_cut_after_add_partitions_shows_in_the_connection() -> None:
         *[pytest.param("commit", ms, id=f"EndTxn-{ms}") for ms in (83, 107, 132)],
     ],
 )
-def test_a_cut_after_any_other_request_is_seen_by_time_alone(call: str, took_ms: float) -> None:
-    """The statistics need not show it: the broker's handle may be rebuilt, and its counters start again."""
+def test_cut_after_any_other_request_is_detected_by_its_duration(call: str, took_ms: float) -> None:
+    """The statistics may not show it: a recreated broker handle restarts its counters."""
     evidence = healthy()
     evidence.add_statistics(of_broker(ORDINARY, connects=1, disconnects=0, req={}))
     assert evidence.reason is None
-    took(evidence, call, took_ms)
+    make_call(evidence, call, took_ms)
     assert evidence.reason is not None
     assert evidence.reason.startswith(f"{call} took {took_ms} ms: it may have been sent twice")
 
@@ -287,8 +289,8 @@ def test_extra_end_txn_is_evidence_in_the_first_statistics() -> None:
     assert evidence.reason == "2 EndTxn requests for 1 transactions"
 
 
-def test_a_connection_lost_in_the_init_is_no_sign() -> None:
-    """A cluster that has just made its transaction log loses it once."""
+def test_connection_lost_during_the_init_is_no_sign() -> None:
+    """A cluster that has just created its transaction log closes the connection once."""
     evidence = RetryEvidence()
     evidence.add_statistics(statistics(disconnects=1))
     evidence.begin_transaction()
@@ -298,7 +300,7 @@ def test_a_connection_lost_in_the_init_is_no_sign() -> None:
     assert evidence.reason is not None
 
 
-def test_a_lost_connection_is_a_sign_even_in_the_first_snapshot() -> None:
+def test_lost_connection_in_the_first_snapshot_is_a_sign() -> None:
     evidence = RetryEvidence()
     evidence.begin_transaction()
     evidence.add_statistics(statistics(disconnects=1))
@@ -310,69 +312,69 @@ def test_a_lost_connection_is_a_sign_even_in_the_first_snapshot() -> None:
     [{"disconnects": 1}, {"connects": 2}, {"connects": 0}, {"req_timeouts": 1}],
     ids=["disconnected", "connected again", "counters started again", "not answered"],
 )
-def test_each_change_of_the_coordinators_connection_is_a_sign(changed: dict[str, int]) -> None:
+def test_change_of_the_coordinator_connection_is_a_sign(changed: dict[str, int]) -> None:
     evidence = healthy()
     evidence.add_statistics(statistics(**changed))
     assert evidence.reason is not None
     assert "coordinator" in evidence.reason
 
 
-def test_a_vanished_coordinator_entry_is_a_sign() -> None:
+def test_vanished_coordinator_entry_is_a_sign() -> None:
     evidence = healthy()
-    evidence.add_statistics(counted(BEHIND, changes={COORDINATOR: None}))
+    evidence.add_statistics(counted(AFTER, changes={COORDINATOR: None}))
     assert evidence.reason == "the transaction coordinator's entry vanished from the statistics"
 
 
-def test_a_lost_connection_to_an_ordinary_broker_is_a_sign() -> None:
+def test_lost_connection_to_an_ordinary_broker_is_a_sign() -> None:
     """TxnOffsetCommit goes to the group's coordinator, over an ordinary broker's connection."""
     evidence = healthy()
     evidence.add_statistics(of_broker(ORDINARY, disconnects=1))
     assert evidence.reason == "the connection to 127.0.0.1:9092/1 was lost"
 
 
-def test_the_first_reason_stays() -> None:
+def test_first_reason_is_kept() -> None:
     evidence = healthy()
-    took(evidence, "commit", 90)
+    make_call(evidence, "commit", 90)
     evidence.add_statistics(statistics(disconnects=1))
     assert evidence.reason is not None
     assert evidence.reason.startswith("commit took 90 ms")
 
 
-# ---- a slow call, judged by the statistics behind it ---------------------------------------------------------
+# ---- a slow call, decided by the statistics after it -------------------------------------------------------
 
 SLOW_CALLS = pytest.mark.parametrize("call", ["send_offsets", "commit"])
-BEFORE, INSIDE, BEHIND = 4_900_000, 5_200_000, 5_500_000
+BEFORE, INSIDE, AFTER = 4_900_000, 5_200_000, 5_500_000
 
 
 @SLOW_CALLS
-def test_a_slow_call_is_acquitted_by_right_counts_on_the_same_connections(call: str) -> None:
-    evidence = suspected(call, counted(BEFORE, 0))
+def test_right_counts_on_the_same_connections_clear_a_slow_call(call: str) -> None:
+    evidence = after_slow_call(call, counted(BEFORE, 0))
     assert evidence.has_undecided_calls
-    evidence.add_statistics(counted(BEHIND))
+    evidence.add_statistics(counted(AFTER))
     assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
-def test_add_offsets_that_was_answered_and_sent_again_is_no_sign() -> None:
-    """The markers of the transaction before were being written: CONCURRENT_TRANSACTIONS."""
-    evidence = suspected("send_offsets", counted(BEFORE, 0))
+def test_repeated_add_offsets_after_an_answer_is_no_sign() -> None:
+    """The broker answers CONCURRENT_TRANSACTIONS while it writes the markers of the previous transaction."""
+    evidence = after_slow_call("send_offsets", counted(BEFORE, 0))
     again = {COORDINATOR: {"txretries": 2, "req": {"EndTxn": 1, "AddOffsetsToTxn": 3}}}
-    evidence.add_statistics(counted(BEHIND, changes=again))
+    evidence.add_statistics(counted(AFTER, changes=again))
     assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
 @SLOW_CALLS
-def test_statistics_from_inside_a_call_decide_nothing(call: str) -> None:
-    """They may be older than the cut: the first copy is counted, the second not sent yet."""
-    evidence = suspected(call, counted(BEFORE, 0))
+def test_statistics_made_during_a_call_decide_nothing(call: str) -> None:
+    """Such statistics may be older than the cut: they count the first copy, and the second is not sent yet."""
+    evidence = after_slow_call(call, counted(BEFORE, 0))
     evidence.add_statistics(counted(INSIDE))
     assert evidence.has_undecided_calls
     evidence.add_statistics(counted(5_400_000))
-    assert evidence.has_undecided_calls, "at the very moment at which it returned"
-    evidence.add_statistics(counted(BEHIND))
+    assert evidence.has_undecided_calls, "made at the moment of the return"
+    evidence.add_statistics(counted(AFTER))
     assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
-GONE, AGAIN = "is no longer known", "is another one"
+UNKNOWN_NOW, REPLACED = "is no longer known", "is another one"
 
 
 @pytest.mark.parametrize(
@@ -380,8 +382,8 @@ GONE, AGAIN = "is no longer known", "is another one"
     [
         ("commit", {COORDINATOR: {"req": {"EndTxn": 2}}}, "EndTxn"),
         ("commit", {COORDINATOR: {"req": {"EndTxn": 0}}}, "EndTxn was sent 0 times instead of 1"),
-        ("commit", {COORDINATOR: {"stateage": 100_000}}, f"the connection to {COORDINATOR} {AGAIN}"),
-        ("commit", {COORDINATOR: {"state": "TRY_CONNECT"}}, f"the connection to {COORDINATOR} {AGAIN}"),
+        ("commit", {COORDINATOR: {"stateage": 100_000}}, f"the connection to {COORDINATOR} {REPLACED}"),
+        ("commit", {COORDINATOR: {"state": "TRY_CONNECT"}}, f"the connection to {COORDINATOR} {REPLACED}"),
         ("commit", {COORDINATOR: None}, "vanished"),
         (
             "send_offsets",
@@ -391,22 +393,22 @@ GONE, AGAIN = "is no longer known", "is another one"
         ("send_offsets", {COORDINATOR: {"req_timeouts": 1}}, "timed out"),
         ("send_offsets", {ORDINARY: {"req": {"TxnOffsetCommit": 2}}}, "TxnOffsetCommit was sent 2 times"),
         ("send_offsets", {"other:1/2": {"req": {"TxnOffsetCommit": 1}}}, "TxnOffsetCommit was sent 2 times"),
-        # The handle was made anew: its counters began again, and the second copy is the one that is owed.
-        ("send_offsets", {ORDINARY: {"stateage": 100_000}}, f"the connection to {ORDINARY} {AGAIN}"),
-        ("send_offsets", {ORDINARY: {"state": "DOWN"}}, f"the connection to {ORDINARY} {AGAIN}"),
+        # The broker handle was recreated: its counters restarted, and the one counted request is the second copy.
+        ("send_offsets", {ORDINARY: {"stateage": 100_000}}, f"the connection to {ORDINARY} {REPLACED}"),
+        ("send_offsets", {ORDINARY: {"state": "DOWN"}}, f"the connection to {ORDINARY} {REPLACED}"),
         (
             "send_offsets",
             {ORDINARY: None, "renamed:9092/1": {"req": {"TxnOffsetCommit": 1}, "state": "UP"}},
             "renamed:9092/1 was unknown before it",
         ),
         ("send_offsets", {ORDINARY: None}, "TxnOffsetCommit was sent 0 times"),
-        ("commit", {ORDINARY: None}, f"{ORDINARY} {GONE}"),
+        ("commit", {ORDINARY: None}, f"{ORDINARY} {UNKNOWN_NOW}"),
         ("commit", {ORDINARY: {"disconnects": 1}}, "was lost"),
     ],
 )
-def test_a_slow_call_is_convicted_by(call: str, changes: dict[str, Any], because: str) -> None:
-    evidence = suspected(call, counted(BEFORE, 0))
-    evidence.add_statistics(counted(BEHIND, changes=changes))
+def test_slow_call_counts_as_a_retry_with_its_reason(call: str, changes: dict[str, Any], because: str) -> None:
+    evidence = after_slow_call(call, counted(BEFORE, 0))
+    evidence.add_statistics(counted(AFTER, changes=changes))
     assert evidence.reason is not None
     assert because in evidence.reason
     assert not evidence.has_undecided_calls
@@ -416,43 +418,41 @@ UNKNOWN = {"nodeid": 2, "state": "INIT", "connects": 0}
 
 
 @pytest.mark.parametrize(
-    ("now", "acquitted"),
+    ("now", "cleared"),
     [
         ({"connects": 1, "disconnects": 0}, True),
         ({"connects": 2, "disconnects": 0}, False),
         ({"connects": 1, "disconnects": 1}, False),
     ],
 )
-def test_the_first_send_offsets_may_connect_to_the_groups_coordinator_once(
-    now: dict[str, Any], acquitted: bool
-) -> None:
+def test_first_send_offsets_may_connect_to_the_group_coordinator(now: dict[str, Any], cleared: bool) -> None:
     before = {ORDINARY: {"req": {}}, "other:1/2": UNKNOWN}
-    behind = {ORDINARY: {"req": {}}, "other:1/2": {"state": "UP", "req": {"TxnOffsetCommit": 1}} | now}
-    evidence = suspected("send_offsets", counted(BEFORE, 0, before))
-    evidence.add_statistics(counted(BEHIND, changes=behind))
-    assert (evidence.reason is None) is acquitted
+    later = {ORDINARY: {"req": {}}, "other:1/2": {"state": "UP", "req": {"TxnOffsetCommit": 1}} | now}
+    evidence = after_slow_call("send_offsets", counted(BEFORE, 0, before))
+    evidence.add_statistics(counted(AFTER, changes=later))
+    assert (evidence.reason is None) is cleared
 
 
-def test_without_statistics_from_before_a_slow_call_nothing_acquits_it() -> None:
-    """A handle that was made anew inside the call looks like one that was there all the time."""
-    evidence = suspected("send_offsets", None)
+def test_slow_call_without_earlier_statistics_is_a_retry() -> None:
+    """A broker handle recreated during the call looks like one that existed all the time."""
+    evidence = after_slow_call("send_offsets", None)
     evidence.add_statistics(counted(INSIDE))
-    evidence.add_statistics(counted(BEHIND))
+    evidence.add_statistics(counted(AFTER))
     assert evidence.reason is not None
     assert "there are no statistics from before it" in evidence.reason
 
 
-def test_statistics_of_a_call_that_still_runs_are_not_those_from_before_it() -> None:
-    """The connection broke early in the call, and what came since knows only the next one."""
+def test_statistics_made_during_a_call_are_not_from_before_it() -> None:
+    """The connection broke early in the call, and later statistics know only the next connection."""
     evidence = RetryEvidence(one_clock=True)
     evidence.add_statistics(counted(BEFORE, 0))
     evidence.begin_call()
     evidence.add_statistics(counted(INSIDE, 0, {ORDINARY: {"stateage": 100_000}}))
     evidence.return_from("send_offsets", 600, 5.4)
-    offsets_only = {COORDINATOR: {"req": {"AddOffsetsToTxn": 1}}, ORDINARY: {"stateage": BEHIND - INSIDE + 100_000}}
-    evidence.add_statistics(counted(BEHIND, 1, offsets_only))
+    offsets_only = {COORDINATOR: {"req": {"AddOffsetsToTxn": 1}}, ORDINARY: {"stateage": AFTER - INSIDE + 100_000}}
+    evidence.add_statistics(counted(AFTER, 1, offsets_only))
     assert evidence.reason is not None
-    assert AGAIN in evidence.reason
+    assert REPLACED in evidence.reason
 
 
 def test_send_offsets_is_decided_while_the_commit_runs() -> None:
@@ -462,8 +462,8 @@ def test_send_offsets_is_decided_while_the_commit_runs() -> None:
     evidence.return_from("send_offsets", 400, 5.4)
     evidence.begin_call()
     evidence.expect_end_txn()
-    evidence.add_statistics(counted(BEHIND, 1, {COORDINATOR: {"req": {"AddOffsetsToTxn": 1}}}))
-    assert not evidence.has_undecided_calls, "EndTxn is not its request"
+    evidence.add_statistics(counted(AFTER, 1, {COORDINATOR: {"req": {"AddOffsetsToTxn": 1}}}))
+    assert not evidence.has_undecided_calls, "EndTxn is not a request of send_offsets"
     evidence.return_from("commit", 400, 5.8)
     assert evidence.has_undecided_calls
     evidence.add_statistics(counted(5_900_000))
@@ -471,7 +471,7 @@ def test_send_offsets_is_decided_while_the_commit_runs() -> None:
 
 
 def test_missing_statistics_or_another_clock_count_as_a_retry() -> None:
-    evidence = suspected("commit", counted(BEFORE, 0))
+    evidence = after_slow_call("commit", counted(BEFORE, 0))
     evidence.stop_waiting()
     assert evidence.reason == (
         "commit took 400 ms: it may have been sent twice; a late copy will find a new epoch and be refused "
@@ -506,17 +506,17 @@ def test_five_hundred_transactions_with_a_far_broker_give_no_reason() -> None:
 
 @pytest.mark.parametrize("call", ["send_offsets", "commit"])
 @pytest.mark.parametrize("backoff_ms", [50, 100, 250, 500])
-def test_the_fastest_retry_is_eighty_percent_of_the_backoff(call: str, backoff_ms: int) -> None:
+def test_call_of_eighty_percent_of_the_backoff_may_be_a_retry(call: str, backoff_ms: int) -> None:
     evidence = RetryEvidence(backoff_ms)
-    took(evidence, call, 0.8 * backoff_ms - 0.5)
+    make_call(evidence, call, 0.8 * backoff_ms - 0.5)
     assert evidence.reason is None
-    took(evidence, call, 0.8 * backoff_ms)
+    make_call(evidence, call, 0.8 * backoff_ms)
     assert evidence.reason is not None
 
 
 def test_long_backoff_does_not_hide_a_txn_offset_commit_retry() -> None:
     evidence = RetryEvidence(1_000)
-    took(evidence, "commit", 508)
+    make_call(evidence, "commit", 508)
     assert evidence.reason is None, "EndTxn itself waits for retry.backoff.ms"
-    took(evidence, "send_offsets", 505)
+    make_call(evidence, "send_offsets", 505)
     assert evidence.reason is not None

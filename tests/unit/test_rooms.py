@@ -1,4 +1,4 @@
-"""The rooms of the package: imports point downward only, and what a Spark executor loads has no Kafka client."""
+"""The layers of the package: imports point downward only, and Spark executors load no Kafka client."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import eos
 PACKAGE = Path(eos.__file__).parent
 MODULES = [*PACKAGE.rglob("*.py"), *PACKAGE.parent.joinpath("spark_connector").rglob("*.py")]
 
-# A room, and those above it in this table that it may import from, with all that is inside them; codes, errors, log and
-# signals are everybody's.
+# Each package, and the packages earlier in this table from which it may import; all may import codes, errors, log and
+# signals.
 BELOW = {
     "log": "",
     "errors": "",
@@ -53,7 +53,7 @@ def is_in(module: str, rooms: set[str]) -> bool:
 
 
 def modules_of(path: Path) -> Iterator[str]:
-    """What it imports when it runs, as names of modules; what a module gives is among them by its dotted name."""
+    """Return the names of modules that the file imports at run time, without imports for type checkers."""
     tree = ast.parse(path.read_text())
     guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     for_types = {id(n) for one in guarded for n in ast.walk(one)}
@@ -68,28 +68,28 @@ def modules_of(path: Path) -> Iterator[str]:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """What it needs of eos when it runs."""
+    """Return the modules of eos that the file imports at run time."""
     return (name for name in modules_of(path) if name.startswith("eos."))
 
 
-def test_no_module_leads_back_to_itself() -> None:
-    """Nor where the import is inside a function."""
+def test_modules_have_no_import_cycle() -> None:
+    """Imports inside functions count too."""
     dotted = {path: path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".") for path in MODULES}
     paths = {name.removesuffix(".__init__"): path for path, name in dotted.items()}
     needs = {name: set(modules_of(path)) & paths.keys() for name, path in paths.items()}
-    tuple(graphlib.TopologicalSorter(needs).static_order())  # CycleError, with the way around
+    tuple(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError with the cycle
 
 
 @pytest.mark.parametrize("room", BELOW)
-def test_a_room_imports_from_those_below_it_alone(room: str) -> None:
+def test_package_imports_only_from_packages_below_it(room: str) -> None:
     paths = sorted((PACKAGE / room.replace(".", "/")).rglob("*.py")) or [PACKAGE / f"{room}.py"]
     allowed = {room, "codes", "errors", "log", "signals", *BELOW[room].split()}
     above = {f"{path.name} -> {module}" for path in paths for module in imports_of(path) if not is_in(module, allowed)}
     assert above == set()
 
 
-def test_every_room_is_in_the_table_and_none_names_one_behind_it() -> None:
-    """So there are no circles."""
+def test_table_has_every_package_and_no_cycle() -> None:
+    """Each package may import only from packages listed before it."""
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert there - {"__init__"} == {room.partition(".")[0] for room in BELOW}
     assert {path.stem for path in (PACKAGE / "kafka").iterdir()} <= {"__init__", "__pycache__", "client", "admin"}
@@ -99,8 +99,8 @@ def test_every_room_is_in_the_table_and_none_names_one_behind_it() -> None:
         before |= {room, room.partition(".")[0]}
 
 
-def test_app_and_encoding_import_msgspec_and_sortedcontainers_alone() -> None:
-    """Imports inside functions count too: a Kafka client must not be needed. Type checkers bring typing_extensions."""
+def test_app_and_encoding_import_only_msgspec_and_sortedcontainers() -> None:
+    """Imports inside functions count too: no Kafka client may be needed. typing_extensions is for type checkers."""
     others = set()
     for path in [PACKAGE / "records.py", *(PACKAGE / "app").glob("*.py"), *(PACKAGE / "encoding").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -116,13 +116,13 @@ def test_app_and_encoding_import_msgspec_and_sortedcontainers_alone() -> None:
 @pytest.mark.parametrize(
     "module", ["eos.app.definition", "eos.engine.handling", "spark_connector.apply", "eos.testing"]
 )
-def test_what_runs_an_app_without_a_cluster_loads_no_kafka_client(module: str) -> None:
+def test_module_for_offline_runs_loads_no_kafka_client(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m.split('.')[0] in ('confluent_kafka', 'kafka')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 
 
-def test_who_only_reads_with_spark_loads_nothing_of_the_sink() -> None:
+def test_spark_source_loads_nothing_of_the_sink() -> None:
     code = (
         "import sys, spark_connector.source; print({'pyarrow', 'numpy', 'kafka', 'confluent_kafka'} & set(sys.modules))"
     )

@@ -1,4 +1,4 @@
-"""Where a group's partitions begin, without a broker."""
+"""Start offsets of a group's partitions, without a broker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def starts(committed: dict[tuple[str, int], int]) -> StartOffsets:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the notes say; `meanwhile` is called while they are read."""
+    """Script the places topic: `found` are its notes, and `meanwhile` runs while they are read."""
     said: dict[str, Any] = {"found": {}, "meanwhile": lambda: None}
 
     def noted(_settings: Settings, _group: str, asked: Collection[tuple[str, int]], *_: object) -> dict[Any, int]:
@@ -44,7 +44,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_offset_committed_between_two_queries_is_not_forgotten(
     notes: dict[str, Any],
 ) -> None:
-    """Seen with a worker that stood still behind the first one: it ended with 66, and took its supervisor along."""
+    """A worker that paused after the first query ended with 66 and stopped its supervisor."""
     committed = {ZERO: -1001, ONE: 5}
     notes["found"] = {ZERO: 1_700_000_000_000}
     notes["meanwhile"] = lambda: committed.update({ZERO: 7})
@@ -54,7 +54,7 @@ def test_offset_committed_between_two_queries_is_not_forgotten(
     assert {p: tp.offset for p, tp in asked.find([ZERO, ONE]).items()} == {ZERO: 7, ONE: 5}
 
 
-def test_a_place_that_is_still_missing_behind_its_note_was_forgotten(notes: dict[str, Any]) -> None:
+def test_offset_still_missing_despite_its_note_was_lost(notes: dict[str, Any]) -> None:
     committed = {ZERO: -1001, ONE: -1001}
     notes["found"] = {ZERO: 1_700_000_000_000, ONE: 1_700_000_000_000}
     notes["meanwhile"] = lambda: committed.update({ZERO: 7})
@@ -62,5 +62,5 @@ def test_a_place_that_is_still_missing_behind_its_note_was_forgotten(notes: dict
         starts(committed).find([ZERO, ONE])
 
 
-def test_without_a_note_a_partition_begins_by_the_reset(notes: dict[str, Any]) -> None:
+def test_partition_without_a_note_starts_by_the_reset_policy(notes: dict[str, Any]) -> None:
     assert starts({ZERO: -1001}).find([ZERO])[ZERO].offset == OFFSET_BEGINNING

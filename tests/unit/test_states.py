@@ -1,4 +1,4 @@
-"""Which call is legal in which state: every cell of the table, written here a second time."""
+"""Legal calls in each state: every cell of the table, listed independently of the code."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def machine_in(state: State) -> Machine:
     return machine
 
 
-def test_the_matrix_holds_every_state_and_every_event_once() -> None:
+def test_matrix_holds_every_state_and_event_once() -> None:
     assert {cell[:2] for cell in cells()} == set(itertools.product(State, Event))
     assert len(cells()) == len(State) * len(Event) == 88
 
 
 @pytest.mark.parametrize(("before", "event", "after"), [cell for cell in cells() if cell[2]])
-def test_a_legal_call_moves(before: State, event: Event, after: State) -> None:
+def test_legal_call_changes_the_state(before: State, event: Event, after: State) -> None:
     machine = machine_in(before)
     machine.fire(event)
     assert machine.state is after
 
 
 @pytest.mark.parametrize(("before", "event"), [cell[:2] for cell in cells() if not cell[2]])
-def test_an_illegal_call_raises_and_changes_nothing(before: State, event: Event) -> None:
+def test_illegal_call_raises_and_changes_nothing(before: State, event: Event) -> None:
     machine = machine_in(before)
     with pytest.raises(IllegalState) as raised:
         machine.fire(event)
@@ -72,24 +72,24 @@ def reachable_from(start: State) -> set[State]:
     return seen
 
 
-def test_a_new_machine_is_uninitialised_and_reaches_every_state() -> None:
+def test_new_machine_is_uninitialised_and_can_reach_every_state() -> None:
     start = Machine().state
     assert start is State.UNINITIALISED
     assert reachable_from(start) == set(State)
 
 
 @pytest.mark.parametrize("state", list(State), ids=lambda state: state.value)
-def test_from_every_state_there_is_a_way_back_to_ready(state: State) -> None:
+def test_ready_is_reachable_from_every_state(state: State) -> None:
     assert State.READY in reachable_from(state)
 
 
-def test_only_the_clusters_own_answer_or_a_failure_leaves_an_open_commit() -> None:
+def test_open_commit_ends_only_by_an_answer_or_a_failure() -> None:
     leaving = {event for (before, event), after in TABLE.items() if before is State.COMMITTING and after is not before}
     assert leaving == {Event.ENDED, Event.FAIL_ABORTABLE, Event.FENCE, Event.FAIL}
 
 
 @pytest.mark.parametrize("state", list(State), ids=lambda state: state.value)
-def test_a_producer_is_replaced_in_any_state_but_an_open_transaction(state: State) -> None:
+def test_producer_is_replaceable_unless_a_transaction_is_open(state: State) -> None:
     may_be_replaced = (state, Event.REPLACE) in TABLE
     assert may_be_replaced == (state not in OPEN and state is not State.UNINITIALISED)
     assert len(OPEN) == 4

@@ -1,4 +1,4 @@
-"""How a loop of one's own is stopped: from its body, by signals, from another thread; and that it must be started."""
+"""Stopping an own loop: from its body, by signals, and before it has started."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_stop_in_the_body_ends_after_the_open_transaction() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_loop_that_waits_for_records(number: signal.Signals) -> None:
-    class Ears(Listener):
+def test_signal_ends_a_loop_that_waits_for_records(number: signal.Signals) -> None:
+    class SignalWhenIdle(Listener):
         def on_idle(self) -> None:
             if session.counters.records_in == len(ALL):
                 signal.raise_signal(number)
 
     script, before = Script(), signal.getsignal(number)
-    session = TransactSession(SETTINGS, ["in"], listener=Ears(), world=script.world)
+    session = TransactSession(SETTINGS, ["in"], listener=SignalWhenIdle(), world=script.world)
     with session, session.stopping_on_signals():
         for txn in session:
             for record in txn.records:
@@ -40,7 +40,7 @@ def test_a_signal_ends_a_loop_that_waits_for_records(number: signal.Signals) -> 
     assert signal.getsignal(number) is before
 
 
-def test_a_second_signal_gives_the_open_transaction_up() -> None:
+def test_second_signal_aborts_the_open_transaction() -> None:
     script = Script()
     with (
         pytest.raises(Temporary, match=r"requested a second time.*: the open transaction was given up"),
@@ -54,7 +54,7 @@ def test_a_second_signal_gives_the_open_transaction_up() -> None:
     assert (script.visible, script.committed, script.calls[-1]) == ([], -1001, "abort")
 
 
-def test_the_first_signal_behind_a_stop_of_the_code_is_no_second_one() -> None:
+def test_first_signal_after_stop_does_not_abort() -> None:
     script = Script()
     with TransactSession(SETTINGS, ["in"], world=script.world) as session, session.stopping_on_signals():
         for txn in session:
@@ -66,8 +66,8 @@ def test_the_first_signal_behind_a_stop_of_the_code_is_no_second_one() -> None:
 
 
 def test_applications_timer_is_restored_after_a_signal() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: received.append(number))
     try:
         signal.setitimer(signal.ITIMER_REAL, 50)
         with TransactSession(SETTINGS, ["in"], world=Script().world) as session:
@@ -79,13 +79,13 @@ def test_applications_timer_is_restored_after_a_signal() -> None:
                 assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
             assert 30 < signal.getitimer(signal.ITIMER_REAL)[0] <= 50
             signal.raise_signal(signal.SIGALRM)
-        assert heard == [signal.SIGALRM] * 2
+        assert received == [signal.SIGALRM] * 2
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
-def test_what_a_poll_brings_behind_a_stop_begins_no_transaction() -> None:
+def test_records_polled_during_a_stop_begin_no_transaction() -> None:
     script = Script()
     session = TransactSession(SETTINGS, ["in"], world=script.world)
     with session:
@@ -101,18 +101,18 @@ def test_what_a_poll_brings_behind_a_stop_begins_no_transaction() -> None:
     assert "begin" not in script.calls
 
 
-def test_signals_are_refused_where_none_comes() -> None:
+def test_stopping_on_signals_is_refused_outside_the_main_thread() -> None:
     session = TransactSession(SETTINGS, ["in"], world=Script().world)
 
-    def hear() -> None:
+    def handle_signals() -> None:
         with session.stopping_on_signals():
             pass
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(IllegalState, match=r"call `session.stop\(\)`"):
-        pool.submit(hear).result()
+        pool.submit(handle_signals).result()
 
 
-def test_a_loop_of_a_session_that_is_not_started_or_closed_says_how_it_is() -> None:
+def test_loop_of_an_unstarted_or_closed_session_is_refused() -> None:
     session = TransactSession(SETTINGS, ["in"], world=Script().world)
     with pytest.raises(IllegalState, match="not started, or closed: `with TransactSession"):
         next(session)

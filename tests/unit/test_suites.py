@@ -1,4 +1,4 @@
-"""What the suites run of what there is: which changes ask for deep tests, which tests stay together."""
+"""The test suites: which changes select deep tests, and which tests run in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """One commit, with a file `a`."""
+    """Return a repository of one commit with a file `a`."""
     git(tmp_path, "init", "-q")
     (tmp_path / "a").write_text("1")
     commit(tmp_path)
@@ -29,8 +29,8 @@ def repository(tmp_path: Path) -> Path:
 
 
 def git(where: Path, *arguments: str) -> str:
-    who = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
-    return subprocess.run(["git", *who, *arguments], cwd=where, check=True, capture_output=True, text=True).stdout
+    identity = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
+    return subprocess.run(["git", *identity, *arguments], cwd=where, check=True, capture_output=True, text=True).stdout
 
 
 def commit(where: Path) -> str:
@@ -41,7 +41,7 @@ def commit(where: Path) -> str:
 
 @pytest.fixture
 def suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
-    """Runs suites in place of ours, each a program of Python; returns the exit code."""
+    """Return a function that runs Python programs in place of the suites and returns the exit code."""
 
     def run(**programs: str) -> int:
         made = [Suite(name, 0, commands=((sys.executable, "-c", code),)) for name, code in programs.items()]
@@ -53,40 +53,40 @@ def suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
     return run
 
 
-def test_every_suite_is_run_whatever_fails_and_the_table_says_which(
+def test_all_suites_run_and_the_table_names_failed_ones(
     suites: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ran = [tmp_path / "1st", tmp_path / "2nd"]
     first, second = (f"import pathlib; print('said'); pathlib.Path({str(path)!r}).touch()" for path in ran)
     assert suites(first=f"{first}; exit(3)", second=second) == 1
     assert all(path.exists() for path in ran)
-    told = capfd.readouterr().out
-    assert told.count("said") == 1, "who failed is heard"
-    assert re.findall(r"^(\w+) failed$", told, re.MULTILINE) == ["first"]
+    output = capfd.readouterr().out
+    assert output.count("said") == 1, "only the output of the failed suite is shown"
+    assert re.findall(r"^(\w+) failed$", output, re.MULTILINE) == ["first"]
 
 
 @pytest.mark.usefixtures("suites")
-def test_what_failed_stands_below_the_table_with_its_reason(
+def test_failed_tests_are_listed_with_their_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a long output, only the end may be kept."""
+    """The list comes after the table, because only the end of a long output may be kept."""
     (tmp_path / "test_it.py").write_text("def test_sum():\n    assert sum([1, 1]) == 3, 'no [sum]'\n")
     monkeypatch.setattr(runner, "TALLIES", tmp_path)
     monkeypatch.setattr(runner, "SUITES", (Suite("mine", 0, paths=(str(tmp_path / "test_it.py"),)),))
     assert runner.main(["test"]) == 1
-    told = capfd.readouterr().out
-    assert re.search(r"mine failed\nmine: \S*test_it.py::test_sum: AssertionError: no \[sum\]", told)
+    output = capfd.readouterr().out
+    assert re.search(r"mine failed\nmine: \S*test_it.py::test_sum: AssertionError: no \[sum\]", output)
 
 
 @pytest.mark.parametrize(("arguments", "said"), [(["nope"], "no mode nope"), (["test", "nope"], "no suite nope")])
-def test_what_does_not_exist_is_answered_with_what_does(
+def test_unknown_mode_or_suite_lists_the_known_ones(
     arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert runner.main(arguments) == 64
     assert f"there is {said}: " in capfd.readouterr().out
 
 
-def test_a_suite_over_its_budget_has_not_failed(suites: Callable[..., int]) -> None:
+def test_suite_over_its_budget_does_not_fail(suites: Callable[..., int]) -> None:
     assert suites(slow="pass") == 0
 
 
@@ -99,7 +99,7 @@ def test_a_suite_over_its_budget_has_not_failed(suites: Callable[..., int]) -> N
         (("broker", "state", "shim"), ["unit", "broker, shim", "state", "containers", "spark"]),
     ],
 )
-def test_suites_that_share_brokers_and_are_equally_deep_are_run_as_one(deep: tuple[str, ...], names: list[str]) -> None:
+def test_suites_of_equal_depth_that_share_brokers_run_together(deep: tuple[str, ...], names: list[str]) -> None:
     suites = [suite for suite in SUITES if not suite.commands]
     depths = {suite.name: "deep" if suite.name in deep else "test" for suite in suites}
     made = list(joined(suites, depths))
@@ -111,7 +111,7 @@ def test_suites_that_share_brokers_and_are_equally_deep_are_run_as_one(deep: tup
 
 
 @pytest.mark.parametrize(
-    ("changed", "asked"),
+    ("changed", "selected"),
     [
         (["docs/howto/shim.md", "README.md", "tests/unit/test_cli.py"], set()),
         (["eos/shim/chain.py"], {"shim"}),
@@ -123,11 +123,11 @@ def test_suites_that_share_brokers_and_are_equally_deep_are_run_as_one(deep: tup
         (["a/new/folder"], EVERY),
     ],
 )
-def test_a_change_asks_for_the_deep_tests_of_the_suites_that_show_it(changed: list[str], asked: set[str]) -> None:
-    assert set(deep_for(changed)) == asked
+def test_change_selects_deep_tests_of_the_affected_suites(changed: list[str], selected: set[str]) -> None:
+    assert set(deep_for(changed)) == selected
 
 
-def test_every_path_of_the_tables_is_there() -> None:
+def test_paths_in_the_tables_exist() -> None:
     named = [path.partition("::")[0] for path in DEEP]
     assert [path for path in named if not (ROOT / path).exists()] == []
     assert [path for suite in SUITES for path in suite.paths if not (ROOT / path).exists()] == []
@@ -190,13 +190,13 @@ def test_stateful_run_makes_broker_tests_deep(tmp_path: Path) -> None:
     assert len(collect(tmp_path, "broker", MARKED, "-m", "deep", **{STATEFUL: "1"})) == 5
 
 
-def test_every_folder_of_tests_is_in_a_suite() -> None:
+def test_test_folders_belong_to_a_suite() -> None:
     folders = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
     paths = [path for suite in SUITES for path in suite.paths]
     assert [folder for folder in folders if not any(f"{folder}/".startswith(f"{path}/") for path in paths)] == []
 
 
-def test_what_changed_is_what_differs_from_the_commit_that_landed(repository: Path) -> None:
+def test_changes_are_relative_to_the_landed_commit(repository: Path) -> None:
     landed = git(repository, "rev-parse", "HEAD").strip()
     (repository / ".ci").mkdir()
     (repository / LANDED).write_text(landed)
@@ -207,7 +207,7 @@ def test_what_changed_is_what_differs_from_the_commit_that_landed(repository: Pa
 
 
 @pytest.mark.parametrize("landed", ["", "0" * 40], ids=["no base", "a base that is not in the history"])
-def test_without_a_base_everything_is_run(landed: str, repository: Path) -> None:
+def test_everything_runs_without_a_base_commit(landed: str, repository: Path) -> None:
     (repository / ".ci").mkdir()
     (repository / LANDED).write_text(landed)
     changed, why = since_the_last_landing(repository)
@@ -215,7 +215,7 @@ def test_without_a_base_everything_is_run(landed: str, repository: Path) -> None
     assert "everything" in why
 
 
-def test_tests_that_share_fixtures_of_a_module_stay_together() -> None:
+def test_tests_that_share_module_fixtures_stay_together() -> None:
     assert unit_of("tests/broker/test_security.py::test_a[x]") == "tests/broker/test_security.py"
     assert unit_of("tests/broker/test_topic.py::test_a[x]") == "tests/broker/test_topic.py::test_a[x]"
     assert unit_of("tests/unit/test_cli.py::test_a") == "tests/unit/test_cli.py"

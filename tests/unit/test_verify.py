@@ -1,4 +1,4 @@
-"""Lineage and what `eos verify` makes of it: a filtered input differs from a lost output, and each damage is named."""
+"""Lineage and `eos verify`: a filtered input is not a lost output, and each kind of damage is reported."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_counts_continue_after_the_last_commit() -> None:
 
 
 def test_counts_restart_after_commit_of_another_client() -> None:
-    """As confluent-kafka tells what Kafka Streams wrote beside an offset: with what lies behind it in memory."""
+    """confluent-kafka returns offset metadata of Kafka Streams with the memory after its end, which is not UTF-8."""
 
     class ReadTooFar:
         offset = 7
@@ -165,12 +165,12 @@ def test_lineage_refuses_batch_function() -> None:
 
 # ---- judging ---------------------------------------------------------------------------------------------------
 
-PER_INPUT = (1, 0, 2, 1, 0, 0, 3)  # outputs of inputs 0.. of each partition, and so on again
+PER_INPUT = (1, 0, 2, 1, 0, 0, 3)  # number of outputs of each input of a partition, repeated
 COUNT = 21
 
 
 class History:
-    """Two input partitions of 21 records each, some filtered, two output partitions; all of it well."""
+    """A correct history: two input partitions of 21 records each, some filtered, and two output partitions."""
 
     def __init__(self) -> None:
         self.inputs = [(p, o) for p in range(2) for o in range(COUNT)]
@@ -186,23 +186,25 @@ class History:
         self.begins = {("in", 0): 0, ("in", 1): 0}
         self.output_begins = {("out", 0): 0, ("out", 1): 0}
         self.compacted: tuple[str, ...] = ()
-        self.lane: Callable[[Source], int] = lambda source: source.partition
+        self.output_partition: Callable[[Source], int] = lambda source: source.partition
         self.unmarked = 0
 
     def judged(self) -> Verification:
         inputs = log_of("in", self.inputs).inputs()
         headers: list[bytes | None] = [encode(source) for source in self.sources]
         headers += [None] * self.unmarked
-        lanes = [self.lane(source) for source in self.sources] + [0] * self.unmarked
-        marks, unmarked = extract_marks(log_of("out", list(zip(lanes, range(len(lanes)), strict=True)), headers))
+        output_partitions = [self.output_partition(source) for source in self.sources] + [0] * self.unmarked
+        marks, unmarked = extract_marks(
+            log_of("out", list(zip(output_partitions, range(len(output_partitions)), strict=True)), headers)
+        )
         assert len(unmarked) == self.unmarked
         return judge(inputs, marks, self.committed, self.begins, self.output_begins, self.compacted)
 
-    def cut(self, lane: int, count: int) -> list[Source]:
-        """As retention does: the oldest outputs of an output partition are gone. Returns them."""
-        gone = [source for source in self.sources if self.lane(source) == lane][:count]
+    def cut(self, output_partition: int, count: int) -> list[Source]:
+        """Remove the oldest outputs of an output partition, as retention does, and return them."""
+        gone = [source for source in self.sources if self.output_partition(source) == output_partition][:count]
         self.sources = [source for source in self.sources if source not in gone]
-        self.output_begins["out", lane] = count
+        self.output_begins["out", output_partition] = count
         return gone
 
     def index(self, partition: int, offset: int, i: int) -> int:
@@ -218,8 +220,8 @@ def history() -> History:
     return History()
 
 
-def log_of(topic: str, places: list[tuple[int, int]], headers: list[bytes | None] | None = None) -> Log:
-    columns = np.array(places, np.int64).reshape(-1, 2)
+def log_of(topic: str, positions: list[tuple[int, int]], headers: list[bytes | None] | None = None) -> Log:
+    columns = np.array(positions, np.int64).reshape(-1, 2)
     return Log(
         topics=(topic,),
         topic=np.zeros(len(columns), np.int32),
@@ -355,7 +357,7 @@ def test_no_lineage_examines_nothing_and_does_not_hold(history: History) -> None
 
 
 def by_copy(source: Source) -> int:
-    """Outputs of one input in different output partitions."""
+    """Return the output partition by copy, so that the outputs of one input are in different partitions."""
     return source.i % 2
 
 
@@ -381,24 +383,24 @@ def test_loss_after_removed_outputs_is_found(history: History) -> None:
 
 def test_possible_loss_in_truncated_partition_is_not_decided(history: History) -> None:
     history.cut(0, 5)
-    history.drop(1, 9, 1)  # out[0] shows nothing of in[1]: this one may have been there
+    history.drop(1, 9, 1)  # out[0] shows no output of in[1], so it may have held this one
     found = history.judged()
     assert found.report.ok, str(found.report)
     assert any(note.startswith("in[1]: 1 of its output numbers are not visible") for note in found.notes)
 
 
 def test_input_with_one_copy_removed_is_not_incomplete(history: History) -> None:
-    history.lane = by_copy
+    history.output_partition = by_copy
     history.cut(0, 10)
     found = history.judged()
     assert found.report.ok, str(found.report)
     assert found.report["atomic"].examined < 12
-    history.drop(1, 20, 1)  # far above the cut
+    history.drop(1, 20, 1)  # far after the cut
     assert history.judged().report.violated == ("no_losses", "atomic")
 
 
 def test_empty_truncated_partition_cannot_be_decided(history: History) -> None:
-    history.lane = by_copy
+    history.output_partition = by_copy
     assert history.cut(1, 100)
     found = history.judged()
     assert found.report.ok, str(found.report)
@@ -425,16 +427,19 @@ def test_all_outputs_removed_by_retention_is_no_violation(history: History) -> N
 
 @pytest.mark.parametrize("cuts", [(6, 14), (20, 3)])
 def test_most_truncated_partition_limits_what_is_decided(history: History, cuts: tuple[int, int]) -> None:
-    history.lane = lambda source: source.number % 2
-    for lane, count in enumerate(cuts):
-        history.cut(lane, count)
+    history.output_partition = lambda source: source.number % 2
+    for output_partition, count in enumerate(cuts):
+        history.cut(output_partition, count)
     assert history.judged().report.ok
-    kept = [[s.number for s in history.sources if (s.partition, s.number % 2) == (1, lane)] for lane in range(2)]
+    kept = [
+        [s.number for s in history.sources if (s.partition, s.number % 2) == (1, output_partition)]
+        for output_partition in range(2)
+    ]
     assert history.judged().outputs == 21 - max(numbers[0] for numbers in kept)
 
 
 def test_removal_of_other_outputs_hides_no_loss(history: History) -> None:
-    history.lane = by_copy
+    history.output_partition = by_copy
     history.output_begins["out", 1] = 5
     history.drop(0, 9, 1)
     found = history.judged()
@@ -467,7 +472,7 @@ def test_outputs_before_counting_show_that_none_was_removed(history: History) ->
     history.sources = [s if s.partition or s.offset < 7 else s._replace(number=s.number - 7) for s in history.sources]
     history.cut(0, 2)
     assert history.judged().report.ok
-    history.drop(0, 7, 0)  # the first that was counted
+    history.drop(0, 7, 0)  # the first counted output
     assert "no_losses" in history.judged().report.violated
 
 
@@ -480,13 +485,13 @@ def test_note_names_a_few_of_many_truncated_partitions(history: History) -> None
 
 
 def test_outputs_of_compacted_topic_are_not_decided(history: History) -> None:
-    history.lane = by_copy
+    history.output_partition = by_copy
     history.compacted = ("out",)
     assert history.judged() == History().judged()  # nothing is missing
     history.drop(0, 9, 1)
     found = history.judged()
     assert found.report.ok, str(found.report)
-    assert found.outputs == 21  # of the other input partition
+    assert found.outputs == 21  # outputs of the other input partition
     assert found.notes == ("in[0]: 1 of its output numbers are not visible, and out is compacted: not decided",)
 
 
@@ -505,32 +510,32 @@ def test_outputs_of_compacted_inputs_are_not_unexpected(history: History) -> Non
 
 @st.composite
 def histories(draw: st.DrawFn) -> History:
-    """Exact outputs in three output partitions, in which the two input partitions' outputs are mixed."""
+    """Draw a correct history: the outputs of two input partitions, mixed in three output partitions."""
     history = History()
-    lanes: dict[Source, int] = {}
+    output_partitions: dict[Source, int] = {}
     queues: list[list[Source]] = []
     for p in range(2):
         made = draw(st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=1, max_size=8))
         queues.append([])
         for o, outputs in enumerate(made):
-            for i, lane in enumerate(outputs):
+            for i, output_partition in enumerate(outputs):
                 source = Source("in", p, o, i, len(outputs), len(queues[p]))
-                lanes[source] = lane
+                output_partitions[source] = output_partition
                 queues[p].append(source)
         history.committed["in", p] = Committed(len(made), Tally(0, len(made), len(queues[p])))
     history.inputs = [(p, o) for p in range(2) for o in range(history.committed["in", p].offset)]
     turns = draw(st.permutations([p for p, queue in enumerate(queues) for _ in queue]))
     history.sources = [queues[p].pop(0) for p in turns]
-    history.lane = lanes.__getitem__
-    history.output_begins = {("out", lane): 0 for lane in range(3)}
+    history.output_partition = output_partitions.__getitem__
+    history.output_begins = {("out", output_partition): 0 for output_partition in range(3)}
     return history
 
 
 def remove_prefixes(history: History, draw: st.DrawFn) -> None:
-    for lane in range(3):
-        here = sum(history.lane(source) == lane for source in history.sources)
-        # Mostly a few: what is left of all three decides what can be decided.
-        history.cut(lane, draw(st.integers(0, min(here, 2)) | st.integers(0, here)))
+    for output_partition in range(3):
+        here = sum(history.output_partition(source) == output_partition for source in history.sources)
+        # Mostly a few: outputs must remain in all three partitions for a decision.
+        history.cut(output_partition, draw(st.integers(0, min(here, 2)) | st.integers(0, here)))
     for place, at in history.committed.items():
         begin = history.begins[place] = draw(st.integers(0, at.offset))
         history.inputs = [(p, o) for p, o in history.inputs if p != place[1] or o >= begin]
@@ -550,9 +555,9 @@ def test_retention_alone_never_violates(data: st.DataObject) -> None:
 def test_unexplained_loss_is_always_found(data: st.DataObject) -> None:
     history = data.draw(histories())
     remove_prefixes(history, data.draw)
-    # One that stands behind another one of its input partition in each output partition that was cut.
-    ahead = {p: [next((s for s in history.sources if s.partition == p and history.lane(s) == lane), None)
-                 for (_, lane), begin in history.output_begins.items() if begin] for p in range(2)}  # fmt: skip
+    # A victim has an earlier output of its input partition in each truncated output partition.
+    ahead = {p: [next((s for s in history.sources if s.partition == p and history.output_partition(s) == to), None)
+                 for (_, to), begin in history.output_begins.items() if begin] for p in range(2)}  # fmt: skip
     victims = [s for s in history.sources if all(first and first.number < s.number for first in ahead[s.partition])]
     assume(victims)
     victim = data.draw(st.sampled_from(victims))
@@ -564,19 +569,19 @@ def test_unexplained_loss_is_always_found(data: st.DataObject) -> None:
 
 
 class Cluster:
-    """A stand-in for eos.testing.history: topics of one partition from which retention removes while they are read."""
+    """Stands for eos.testing.history: topics of one partition, with retention that removes records during reading."""
 
     def __init__(self) -> None:
-        self.places = {"in": [(0, o) for o in range(9)], "out": [(0, o) for o in range(9)]}
+        self.positions = {"in": [(0, o) for o in range(9)], "out": [(0, o) for o in range(9)]}
         self.policies: dict[str, str | None] = {"in": "delete", "out": "delete"}
         self.removed_before_reading = 0
-        self.strangers = 0  # behind the outputs
+        self.unmarked = 0  # outputs without lineage, after the others
 
     def committed_with_metadata(self, *_: Any) -> Mapping[tuple[str, int], tuple[int, str]]:
         return {("in", 0): (9, '{"lineage": [0, 9, 9]}')}
 
     def beginnings(self, _: str, topics: list[str], config: Any) -> dict[tuple[str, int], int]:
-        return {(topic, 0): self.places[topic][0][1] for topic in topics}
+        return {(topic, 0): self.positions[topic][0][1] for topic in topics}
 
     def end_offsets(self, *_: Any) -> Ends:
         return Ends({("out", 0): 9}, {("out", 0): 9})
@@ -585,13 +590,13 @@ class Cluster:
         return {topic: self.policies[topic] for topic in topics}
 
     def read_topic(self, _: str, topics: list[str], **__: Any) -> Log:
-        self.places[topics[0]] = self.places[topics[0]][self.removed_before_reading :]
-        places = self.places[topics[0]]
-        headers: list[bytes | None] = [encode(Source("in", 0, o, 0, 1, o)) for _, o in places]
+        self.positions[topics[0]] = self.positions[topics[0]][self.removed_before_reading :]
+        positions = self.positions[topics[0]]
+        headers: list[bytes | None] = [encode(Source("in", 0, o, 0, 1, o)) for _, o in positions]
         if topics == ["out"]:
-            places = [*places, *((0, 9 + number) for number in range(self.strangers))]
-            headers += [None] * self.strangers
-        return log_of(topics[0], places, headers)
+            positions = [*positions, *((0, 9 + number) for number in range(self.unmarked))]
+            headers += [None] * self.unmarked
+        return log_of(topics[0], positions, headers)
 
 
 @pytest.fixture
@@ -615,7 +620,7 @@ def test_output_without_lineage_leaves_unexpected_undecided(
         return {v.rule for v in verify("servers", ["in"], ["out"], "group").report.verdicts}
 
     alone = rules()
-    cluster.strangers = 1
+    cluster.unmarked = 1
     assert alone - rules() == {"no_unexpected_outputs"}
     found = verify("servers", ["in"], ["out"], "group")
     assert found.report.ok
@@ -624,12 +629,12 @@ def test_output_without_lineage_leaves_unexpected_undecided(
     assert note.endswith("whether they have an input is not decided")
     assert _print_result(found, "group", ["out"], None) == 0
     assert "holds; some checks are undecided" in " ".join(capsys.readouterr().out.split())
-    cluster.strangers = 7
+    cluster.unmarked = 7
     assert "(out[0]@9, out[0]@10, out[0]@11, ...)" in verify("servers", ["in"], ["out"], "group").notes[0]
 
 
 def test_cleanup_policy_of_topic_is_used(cluster: Cluster) -> None:
-    del cluster.places["out"][4], cluster.places["in"][6]
+    del cluster.positions["out"][4], cluster.positions["in"][6]
     assert verify("servers", ["in"], ["out"], "group").report.violated == (
         "all_inputs_counted",
         "no_losses",
@@ -684,10 +689,10 @@ def test_progress_bar_is_shown_on_terminal_only() -> None:
             assert time.monotonic() < deadline, seen
             if select.select([ours], [], [], 1)[0]:
                 seen += os.read(ours, 65_536).decode()
-        told, _ = shown.communicate("\n", 60)
+        output, _ = shown.communicate("\n", 60)
         assert shown.returncode == 0
-        assert "400 inputs and 4 outputs of group g examined: holds" in told
-        assert "reading" not in told, "the bar is for the person, what was found for the pipe"
+        assert "400 inputs and 4 outputs of group g examined: holds" in output
+        assert "reading" not in output, "the progress bar is for the terminal only"
     finally:
         shown.kill()
         shown.wait()
@@ -695,14 +700,14 @@ def test_progress_bar_is_shown_on_terminal_only() -> None:
 
 
 def test_wait_for_open_transaction_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told = [0.0], list[str]()
+    now, reported = [0.0], list[str]()
     held, free = Ends({("out", 0): 5}, {("out", 0): 9}), Ends({("out", 0): 9}, {("out", 0): 9})
-    asked = [held] * 9
+    answers = [held] * 9
 
     def sleep(_: float) -> None:
         now[0] += 0.3
 
-    monkeypatch.setattr("eos.testing.history.end_offsets", lambda *_: asked.pop() if asked else free)
+    monkeypatch.setattr("eos.testing.history.end_offsets", lambda *_: answers.pop() if answers else free)
     monkeypatch.setattr("eos.testing.verify.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    assert verifying._readable_ends("", ["out"], None, 60.0, told.append) == {("out", 0): 9}
-    assert told == ["a transaction is open on out[0]: waiting up to 60 s for its end"]
+    assert verifying._readable_ends("", ["out"], None, 60.0, reported.append) == {("out", 0): 9}
+    assert reported == ["a transaction is open on out[0]: waiting up to 60 s for its end"]

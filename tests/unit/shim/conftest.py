@@ -1,4 +1,4 @@
-"""How hypothesis runs here: without a deadline; with EOS_FUZZ_EXAMPLES=50000 it searches for long."""
+"""Hypothesis settings of the shim's tests: no deadline; EOS_FUZZ_EXAMPLES=50000 makes a long search."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kafka.protocol.producer import ProduceRequest, ProduceResponse
 
 from eos.shim.wire import api
 
-# More than the usual number of examples, for a search that takes long.
+# A larger number of examples, for a long search.
 FUZZ_EXAMPLES = int(os.environ.get("EOS_FUZZ_EXAMPLES", "0"))
 
 RESPONSES: dict[int, Any] = {
@@ -31,7 +31,7 @@ _INTS = {"int8": 7, "int16": 15, "int32": 31, "int64": 63}
 
 
 def values(field: Any, version: int) -> st.SearchStrategy[Any]:
-    """Any value of a field of kafka-python's schema."""
+    """Draw any value of a field of kafka-python's schema."""
     if field.name == "host":
         return _HOSTS
     if field.name == "port":
@@ -69,13 +69,13 @@ def instances(draw: st.DrawFn, field: Any, version: int) -> Any:
 
 
 def framed(message: Any, correlation_id: int = 7, **header: Any) -> bytes:
-    """A message of kafka-python's, as it is on the wire."""
+    """Return a message of kafka-python as wire bytes."""
     message.with_header(correlation_id=correlation_id, **header)
     return bytes(message.encode(header=True, framed=True))
 
 
 def producing(version: int, transactional_id: str | None, data: Mapping[str, Mapping[int, bytes | None]]) -> Any:
-    """A Produce request; `data`: by topic and partition its batches."""
+    """Return a Produce request; `data` has the batches by topic and partition."""
     topic = ProduceRequest.TopicProduceData
     topics = []
     for name, partitions in data.items():
@@ -87,19 +87,19 @@ def producing(version: int, transactional_id: str | None, data: Mapping[str, Map
 
 @st.composite
 def frames(draw: st.DrawFn, cls: Any, version: int) -> bytes:
-    """A whole response frame, as it is on the wire."""
+    """Return a whole response frame as wire bytes."""
     return framed(draw(instances(_Top(cls), version)), draw(st.integers(0, 2**31 - 1)))
 
 
 @st.composite
 def requests(draw: st.DrawFn, cls: Any, version: int) -> bytes:
-    """A whole request frame of some client, as it is on the wire."""
+    """Return a whole request frame of a client as wire bytes."""
     message = draw(instances(_Top(cls), version))
     return framed(message, draw(st.integers(0, 2**31 - 1)), client_id=draw(st.none() | _TEXT))
 
 
 class _Top:
-    """A message class as if it were a field."""
+    """Return a field that stands for a message class."""
 
     def __init__(self, cls: Any) -> None:
         self.fields, self.data_class = cls._struct.fields, cls
@@ -110,7 +110,7 @@ def decoded(cls: Any, version: int, frame: bytes) -> dict[str, Any]:
 
 
 def with_unknown_tag(frame: bytes, at: int = -1) -> bytes:
-    """The frame with a tagged field nobody knows in place of the empty tag section at `at`."""
+    """Return the frame with an unknown tagged field in place of the empty tag section at `at`."""
     at %= len(frame)
     assert frame[at] == 0
     body = frame[4:at] + b"\x01\x63\x03abc" + frame[at + 1 :]

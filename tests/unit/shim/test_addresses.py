@@ -1,4 +1,4 @@
-"""Rewriting addresses: every API that carries them, in every version, changes them and nothing else."""
+"""Rewriting of addresses: in every API and version that has them, only addresses change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.shim.messages import FUZZ_EXAMPLES, RESPONSES, decoded, framed, 
 
 pytestmark = pytest.mark.takes(85)
 
-# The same examples every time: each check demands that some of them have what it is about.
+# The same examples every time, because each check requires that some of them contain its subject.
 FEW = settings(
     max_examples=FUZZ_EXAMPLES or 15,
     derandomize=not FUZZ_EXAMPLES,
@@ -43,7 +43,7 @@ def translate(node_id: int, host: str, port: int) -> tuple[str, int]:
 
 
 def translated(node: Any) -> Any:
-    """What kafka-python should decode from the rewritten frame."""
+    """Return the message that kafka-python should decode from the rewritten frame."""
     if isinstance(node, list):
         return [translated(item) for item in node]
     if not isinstance(node, dict):
@@ -66,7 +66,7 @@ def test_rewrite_replaces_addresses_only(key: int, version: int) -> None:
         made = rewrite(frame, found, api.is_flexible(key, version), translate)
         assert decoded(RESPONSES[key], version, made) == translated(decoded(RESPONSES[key], version, frame))
         assert int.from_bytes(made[:4], "big") == len(made) - 4
-        # An address replaced by itself gives the very same bytes: the rest was not so much as re-encoded.
+        # An address replaced by itself gives the same bytes, so nothing was re-encoded.
         assert rewrite(frame, found, api.is_flexible(key, version), lambda _, host, port: (host, port)) == frame
         seen.append(len(found.spots))
 
@@ -82,7 +82,7 @@ def test_rewrite_keeps_unknown_tagged_fields(key: int, version: int) -> None:
     @given(frames(RESPONSES[key], version))
     def check(frame: bytes) -> None:
         if key in (api.PRODUCE, api.FETCH) and found_in(key, version, frame).spots:
-            return  # its last byte belongs to the last endpoint then: covered by the next test
+            return  # the last byte belongs to the last endpoint, which the next test covers
         tagged = with_unknown_tag(frame)
         made = rewrite(tagged, found_in(key, version, tagged), True, translate)
         assert made.endswith(b"\x01\x63\x03abc")
@@ -179,10 +179,10 @@ def test_streamed_fetch_keeps_its_length_and_hides_endpoints(version: int) -> No
             assert passed == frame
             return
         hidden.append(len(found.spots))
-        # kafka-python keeps unknown tags apart: what is known is the same, without endpoints.
+        # kafka-python keeps unknown tags separately: the known fields are equal, without endpoints.
         expected = decoded(cls, version, frame) | {"node_endpoints": None}
         assert decoded(cls, version, passed) | {"node_endpoints": None} == expected
-        assert passed[found.inside.size_at - 1] == 0x7F, "the tag passed before its size was known"
+        assert passed[found.inside.size_at - 1] == 0x7F, "the tag was forwarded before its size was known"
         assert passed[found.inside.value_at : found.inside.end].strip(b"\0") == b""
 
     check()
@@ -283,7 +283,7 @@ def test_address_across_two_pieces_is_found_in_time() -> None:
 
 
 def test_address_missed_by_a_layout_is_found() -> None:
-    # A Metadata response with an upstream address in a place that no version has: behind everything else.
+    # A Metadata response with an upstream address after all fields, where no version has one.
     cls = RESPONSES[api.METADATA]
     message = cls(version=1, brokers=[], controller_id=1, topics=[])
     frame = framed(message, 1) + string("kafka-a", False) + b"\0\0\x23\x84"

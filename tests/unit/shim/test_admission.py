@@ -1,4 +1,4 @@
-"""Who may connect, for how long without a word, and how far a client that does not take its answers is read."""
+"""Admission: which clients may connect, idle timeouts, and the limit for clients that do not read responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNANSWERED = 40
 
 
 async def ended(reader: asyncio.StreamReader, answered: int = 0) -> bool:
-    """Whether no more than so many bytes of answers came before the end."""
+    """Return whether at most this many bytes of responses arrived before the end."""
     try:
         return len(await reader.read()) == answered
     except ConnectionError:
@@ -78,7 +78,7 @@ def test_connection_without_login_is_closed_in_time(
 
 
 def test_connection_waiting_for_its_broker_is_not_idle(caplog: pytest.LogCaptureFixture) -> None:
-    """A first JoinGroup may wait for minutes, and a broker that stands still lets nobody in."""
+    """A first JoinGroup may wait for minutes, and a paused broker admits no client."""
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
         clients = []
@@ -87,7 +87,9 @@ def test_connection_waiting_for_its_broker_is_not_idle(caplog: pytest.LogCapture
             clients[-1][1].write(frame(kind, 1))
         assert await ended(clients[-1][0], 9)
         looks = [link.timeout_check for link in shim._links]
-        await until(lambda: not set(looks) & {link.timeout_check for link in shim._links})  # it was looked once more
+        await until(
+            lambda: not set(looks) & {link.timeout_check for link in shim._links}
+        )  # the timeout was checked again
         assert shim.connections == 2
 
     run(
@@ -179,7 +181,7 @@ def test_address_limit_closes_connection_without_login_first(first: int, caplog:
             await asks(strangers[-1], first)
         strangers.append(await connect_from(shim, "127.0.0.2"))
         assert await ended(strangers[0 if first == api.SASL_HANDSHAKE else 3][0])
-        for _ in range(4):  # what an address gives back it may have again
+        for _ in range(4):  # a closed connection frees its address's share
             other = await connect_from(shim, "127.0.0.3")
             await asks(other)
             other[1].close()
@@ -276,7 +278,7 @@ def test_requests_sent_before_disconnect_reach_the_broker(secure: bool, tmp_path
     async def work(shim: Shim, broker: FakeBroker) -> None:
         _, writer = await asyncio.open_connection(*shim.addresses[0], ssl=trusting)
 
-        def produce(number: int) -> bytes:  # v3 with acks=0: nobody answers
+        def produce(number: int) -> bytes:  # v3 with acks=0: there is no response
             return struct.pack(">ihhihhhii", 22, api.PRODUCE, 3, number, -1, -1, 0, 100, 0)
 
         writer.write(b"".join(produce(number) for number in range(count)))
@@ -296,7 +298,7 @@ def test_requests_sent_before_disconnect_reach_the_broker(secure: bool, tmp_path
 
 @pytest.mark.parametrize("leaves", ["reset", "stays"])
 def test_client_gets_a_turn_next_to_one_that_sends_thousands(leaves: str) -> None:
-    """A turn of the loop is a share of frames, not all that was read; nor is the end of a connection."""
+    """Each turn of the loop handles a share of the frames, also after the end of a connection."""
 
     count, turn, handled = 25_000, 0, Counter[int]()  # how many of its requests in each turn of the loop
 
@@ -333,7 +335,7 @@ def test_client_gets_a_turn_next_to_one_that_sends_thousands(leaves: str) -> Non
 
 
 class Large(Meddling):
-    """Gives an answer of 20 KB to each request."""
+    """A broker that answers each request with 20 KB."""
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         exchange.answer = answer(exchange.correlation_id, bytes(20_000))
@@ -360,7 +362,7 @@ def test_client_that_reads_no_own_responses_is_paused() -> None:
                 await asyncio.sleep(0)
             assert link.client._transport is not None
             assert link.client._transport.get_write_buffer_size() < 3 * MIB
-            # And it goes on once answers are taken.
+            # Reading continues after the client has read its responses.
             got, most = b"", link.client._transport.get_write_buffer_size() + 2 * MIB
             while len(got) < most:
                 got += await loop.sock_recv(client, MIB)
@@ -414,7 +416,7 @@ class Answers(Meddling):
 
 
 def unfinished_head() -> bytes:
-    """Of a Produce with a tag of 120 KB before its acks."""
+    """Return the start of a Produce request with a tag of 120 KB before its acks."""
     tags = b"\1\x63" + uvarint(120_000)
     return struct.pack(">ihhih", 600_000, api.PRODUCE, 9, 1, -1) + tags + bytes(119_000)
 
@@ -429,7 +431,7 @@ HOLDING = {
 
 @pytest.mark.parametrize("held", HOLDING)
 def test_memory_limit_closes_longest_holders_first(held: str, caplog: pytest.LogCaptureFixture) -> None:
-    """But not one that waits for its answer, nor one with a large request."""
+    """A client that waits for its response or sends a large request is not disconnected."""
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
         memory = shim._memory = MemoryBudget(4 * MIB, 100)

@@ -1,4 +1,4 @@
-"""Error answers are what a broker's would be: every client's decoder reads them, and they name the same partitions."""
+"""Error responses equal those of a broker: decoders of clients accept them, and they name the same partitions."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_error_response_names_the_partitions_of_the_request(name: str, version: 
     per_partition = name in ("Produce", "Fetch", "OffsetCommit", "TxnOffsetCommit", "AddPartitionsToTxn")
     assert codes == [CODE] * (2 if per_partition else 1)
     answer = messages.RESPONSES[request.API_KEY].decode(made, version=version, header=True, framed=True)
-    # Decoded and encoded again it is the same: nothing was left over and nothing is missing.
+    # Decoding and encoding gives the same bytes: no byte is missing or left over.
     assert framed(answer, CORRELATION) == made
     if (name, version) == ("OffsetCommit", 2):
         with pytest.raises(messages.Unanswerable):

@@ -1,4 +1,4 @@
-"""What a client can make the shim read, keep and say is bounded: whatever it sends, and however it is cut."""
+"""Bounds on what the shim reads, keeps and logs for a client, for any request in any chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def produce_head(version: int, behind: bytes, client_id: bytes = b"") -> bytes:
     return struct.pack(">ihhih", 90 << 20, api.PRODUCE, version, 1, len(client_id)) + client_id + behind
 
 
-# A Produce's head.
+# The head of a Produce request.
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_produce_with_endless_head_is_malformed_early(behind: bytes, reason: str
 
 
 class Counted(bytes):
-    """Knows how often it was looked at, and how many bytes were."""
+    """A buffer that counts its reads and the bytes read."""
 
     looks = 0
 
@@ -79,7 +79,7 @@ def test_acks_reader_continues_where_it_stopped() -> None:
         found.append(reader.read(Counted(whole[:end]), 0))
     assert found[-1] == -1
     assert set(found[:-1]) == {None}
-    # Two or three for each new byte: of the field that is not whole yet.
+    # Two or three reads for each new byte, all of the incomplete field.
     assert Counted.looks < 4 * len(whole)
 
 
@@ -160,7 +160,7 @@ def test_each_large_whole_frame_takes_one_turn() -> None:
 
 
 def test_splitter_counts_held_bytes() -> None:
-    """Of a frame that is collected, and of one whose head has not come whole."""
+    """Holds for a collected frame and for a frame whose head is incomplete."""
     frame = framed(b"x" * 100)
     collecting = FrameSplitter(12, 1 << 20, lambda data, pos: lambda frame: frame)
     opening = FrameSplitter(12, 1 << 20, lambda data, pos: UNCHANGED if len(data) - pos > 90 else None)
@@ -204,7 +204,7 @@ def test_memory_budget_evicts_longest_above_share(
 
 
 def test_memory_budget_measures_again_before_eviction() -> None:
-    """A socket that takes what waited for it says so to nobody."""
+    """A socket that takes waiting bytes notifies no one."""
     memory, evicted, held = MemoryBudget(300, 2), list[int](), [200] * 2
     accounts = [memory.open(lambda n=n: held[n], lambda n=n: evicted.append(n)) for n in range(2)]  # type: ignore[misc]
     accounts[0].count()
@@ -246,7 +246,9 @@ def test_control_limit_applies_to_all_requests_but_produce() -> None:
         else:
             with pytest.raises(ProtocolError, match=f"{api.api_name(key)} v3: {size} bytes exceed the limit"):
                 pipeline.request(exchange, size)
-    assert callable(pipeline.response(Exchange(connection, api.METADATA, 9, 1), 900_000)), "answers are the broker's"
+    assert callable(pipeline.response(Exchange(connection, api.METADATA, 9, 1), 900_000)), (
+        "responses of the broker are not limited"
+    )
 
 
 def test_pipeline_caches_only_versions_that_kafka_has() -> None:
@@ -345,7 +347,7 @@ def test_oversized_request_is_not_decoded(frame: bytes) -> None:
 
 
 def test_null_transactional_id_is_malformed() -> None:
-    """Brokers refuse it; the page of the trace would have no name to show."""
+    """Brokers refuse an empty name, and the page of the trace could not show it."""
     payload = struct.pack(">hhih", api.END_TXN, 1, 1, -1) + b"\xff\xff" + struct.pack(">qhb", 1, 1, 1)
     with pytest.raises(Malformed, match="null"):
         decode.request_steps(api.END_TXN, 1, framed(payload), 0.0)

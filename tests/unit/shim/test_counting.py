@@ -1,4 +1,4 @@
-"""What the metrics count: ends and errors as the client's own library understands its answers."""
+"""The metrics: transaction ends and errors are counted as the client's library decodes its responses."""
 
 from __future__ import annotations
 

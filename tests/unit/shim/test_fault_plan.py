@@ -1,4 +1,4 @@
-"""Rules without a network: which request is struck, the same in every run, and what a plan says at its end."""
+"""Fault rules without a network: which requests they match, the same in every run, and the plan's final report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONNECTION = Connection(1, "client", "broker 2", 2)
 
 
 def struck(plan: Plan, count: int) -> list[list[int]]:
-    """Per rule the numbers of the requests, out of `count`, that it strikes."""
+    """Return per rule the numbers of the matched requests out of `count`."""
     found: list[list[int]] = []
     for progress in plan.progress:
         hits = []
@@ -70,12 +70,12 @@ def test_rule_matches_if_all_conditions_match(conditions: dict[str, object], fit
 def test_rule_beside_another_counts_other_partitions_later() -> None:
     lost, beside = Plan([Rule("Produce", "reset"), Rule("Produce", "reset", beside=1)]).progress
     one, other = (RequestFacts(0, partitions=frozenset({f"out-{number}"})) for number in range(2))
-    assert not lost.is_on_other_partitions(other), "nothing was struck yet"
+    assert not lost.is_on_other_partitions(other), "no request was matched yet"
     lost.first = one
     assert lost.is_on_other_partitions(other)
     assert not lost.is_on_other_partitions(one)
     assert not lost.is_on_other_partitions(RequestFacts(0, partitions=one.partitions | other.partitions))
-    assert not lost.is_on_other_partitions(RequestFacts(0)), "of a request that names none nobody knows"
+    assert not lost.is_on_other_partitions(RequestFacts(0)), "unknown for a request without partitions"
     assert (lost.number, beside.rule.beside) == (1, 1)
 
 

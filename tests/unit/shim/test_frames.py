@@ -1,4 +1,4 @@
-"""The frame reader: however a stream is cut into chunks, the same frames come out, and unasked bytes unchanged."""
+"""The frame reader: any division into chunks gives the same frames, and other bytes pass unchanged."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_splitter_output_does_not_depend_on_chunks(kinds: list[tuple[bytes, str]
     data = b"".join(framed(payload) for payload, _ in kinds)
     out = b""
     for chunk in cut(data, steps):
-        # As a connection reads: into memory that the next chunk overwrites.
+        # Like a connection, read into memory that the next chunk overwrites.
         buffer = bytearray(chunk)
         out += b"".join(splitter.feed(memoryview(buffer)))
         buffer[:] = b"\xee" * len(chunk)

@@ -1,4 +1,4 @@
-"""What a client can say and what it is: the guard judges the records and the login, not what a request calls itself."""
+"""The guard decides by the records and the login, not by what a request claims."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def produce(name: str | None, topics: dict[str, list[bytes]]) -> bytes:
 
 
 def judged(frame: bytes) -> list[int] | None:
-    """The error per partition, None if it passes."""
+    """Return the error per partition, or None if the guard passes the request."""
     job, asked = GuardJob(Policy(transactional_topics=("guarded",))), Exchange(CONNECTION, api.PRODUCE, 9, 7)
     made = job.request(asked, frame)
     if asked.answer is None:

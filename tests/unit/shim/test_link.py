@@ -1,4 +1,4 @@
-"""A job may answer a request itself: the client gets all answers in the order of its requests."""
+"""Jobs that answer requests themselves: the client gets all responses in the order of its requests."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def run(
     jobs: tuple[Job, ...] = (),
     **settings: Any,
 ) -> Any:
-    """What `work` gives, with a shim between it and a broker."""
+    """Run `work` with a shim between it and a broker, and return its result."""
 
     async def inside(broker: FakeBroker) -> Any:
         told = {"drain_timeout_s": 0.2} | settings
@@ -161,7 +161,7 @@ def test_protocol_error_of_a_job_closes_the_connection() -> None:
 
 
 class Keeping(asyncio.Transport):
-    """Sends nothing, and keeps what it was given as it is, as asyncio does since Python 3.12."""
+    """A transport that sends nothing and keeps its buffers without a copy, like asyncio since Python 3.12."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Keeping(asyncio.Transport):
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200_000)), min_size=2, max_size=12))
 def test_unsent_bytes_survive_the_next_read(reads: list[tuple[int, int]]) -> None:
-    """Of whichever connection: they all read into one buffer."""
+    """All connections read into one buffer."""
     buffer, pipeline = ReadBuffer(), Pipeline([], 1 << 30)
     links = [a_link(pipeline, number, buffer) for number in range(3)]
     transports = [Keeping() for _ in links]
@@ -209,7 +209,7 @@ def test_unsent_bytes_survive_the_next_read(reads: list[tuple[int, int]]) -> Non
         links[at].client.buffer_updated(len(chunk))
         sent[at] += chunk
     assert [b"".join(transport.held_bytes) for transport in transports] == sent
-    # A side that does not read must not hold a whole buffer for each small piece it did not take.
+    # A side that does not read must not keep a whole buffer for each small unsent piece.
     for transport in transports:
         assert sum(isinstance(piece, memoryview) for piece in transport.held_bytes) <= 1
 
@@ -230,7 +230,7 @@ def test_link_counts_unsent_and_unhandled_bytes() -> None:
     link.client.resume_from(PauseReason.CONNECTING)
     assert len(early) <= comes(frame(FORWARDED, 2)) < 3_000
     upstream.held_bytes.clear()
-    # A view keeps all of the buffer that was read into.
+    # A view would keep the whole read buffer.
     assert comes(frame(FORWARDED, 3, bytes(100_000))) >= len(link.client._buffer.view)
     upstream.held_bytes.clear()
     link.upstream.resume_writing()
@@ -244,7 +244,7 @@ def test_link_counts_unsent_and_unhandled_bytes() -> None:
 
 
 def test_early_requests_are_sent_first_upstream() -> None:
-    """An event loop may read although it was paused (Python 3.11.2 does, when the pause comes with the connection)."""
+    """An event loop may read despite a pause (Python 3.11.2 does, if paused when the connection is made)."""
 
     async def early_and_later(shim: Shim, broker: FakeBroker) -> bytes:
         began = shim.link_opened
@@ -267,7 +267,7 @@ def test_early_requests_are_sent_first_upstream() -> None:
 
 
 def test_small_responses_do_not_wait_for_delayed_acks() -> None:
-    """Nagle's algorithm and a delayed ACK cost 40 ms for each Produce whose answer comes behind another's."""
+    """Nagle's algorithm and a delayed ACK cost 40 ms for each Produce response that follows another."""
 
     async def delays(shim: Shim, broker: FakeBroker) -> list[int]:
         reader, writer = await connect(shim)
@@ -284,7 +284,7 @@ def test_small_responses_do_not_wait_for_delayed_acks() -> None:
 
 @pytest.mark.usefixtures("uncollected")
 def test_closed_link_is_freed_without_garbage_collection() -> None:
-    """Else the links of a thousand clients stay in memory until it comes, and the next thousand come on top."""
+    """Otherwise links of a thousand former clients would stay in memory until the timeout."""
     links: list[weakref.ref[Link]] = []
 
     async def come_and_go(shim: Shim, broker: FakeBroker) -> None:
@@ -341,7 +341,7 @@ def test_closed_tls_link_is_freed_without_garbage_collection(aborted: bool, tmp_
 
 @pytest.mark.parametrize("gone", ["client", "upstream"])
 def test_bytes_for_a_closed_side_are_dropped(gone: str) -> None:
-    """Its transport is forgotten then, which must not be taken for one that is still to come."""
+    """A closed transport must not be mistaken for one that is not connected yet."""
     link = a_link(Pipeline([], 1 << 30))
     transports = {"client": Keeping(), "upstream": Keeping()}
     link.client._transport, link.upstream._transport = transports.values()

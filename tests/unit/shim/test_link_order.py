@@ -1,4 +1,4 @@
-"""What a link's lanes hold, what streams past them, and the ends of either side: in order, whole, and never stuck.
+"""Order in a link: held and streamed frames and the end of either side stay in order, whole and never stuck.
 
 Without sockets: the transports here note what asyncio's would be told, and refuse what those refuse.
 """
@@ -28,7 +28,7 @@ UNCHANGED, HELD, ANSWERED, RESET, ANSWER_HELD = 36, 37, 38, 39, 40
 
 
 class Noted(Keeping):
-    """One that takes everything, and notes the end of its half."""
+    """A transport that accepts all bytes and records the end of its half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class Noted(Keeping):
         self.ended = True
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self if name == "socket" else default  # told how to close
+        return self if name == "socket" else default  # asyncio sets options on it before the close
 
     def setsockopt(self, *option: Any) -> None:
         pass
 
 
 class Holding(Job):
-    """Holds requests or answers by their API, as faults do; `asked` and `held` in order."""
+    """A job that holds requests or responses by API, as faults do; `asked` and `held` are in order."""
 
     def __init__(self) -> None:
         self.has_request: list[Exchange] = []
@@ -87,7 +87,7 @@ class Holding(Job):
 
 
 class Wired:
-    """A link whose sides are read and written here."""
+    """A link whose sides the test reads and writes."""
 
     def __init__(self, job: Job | None = None, port: int = 1) -> None:
         self.job = Holding()
@@ -144,9 +144,9 @@ def test_held_and_streamed_frames_keep_order_after_client_eof(
         if ends_once_in and wired.link.has_request and chance.random() < 1 / (4 * ends_once_in):
             ended = True
             assert wired.link.can_send_requests
-            assert wired.link.client.eof_received(), "a client that ended its half is still to be answered"
+            assert wired.link.client.eof_received(), "a client that ended its half still gets its responses"
             break
-        # All that came, up to the first that is held, and nothing that is not whole behind it.
+        # All frames up to the first held one, and no incomplete frame after it.
         assert wired.broker.sent == leaving(frames, fed, wired.job.held, left)
     assert wired.broker.sent == leaving(frames, fed, wired.job.held, left)
     assert wired.broker.ended is ended
@@ -159,13 +159,13 @@ def test_held_and_streamed_frames_keep_order_after_client_eof(
 
 
 def leaving(frames: list[tuple[int, bytes]], fed: int, held: list[HeldFrame], released: list[HeldFrame]) -> bytes:
-    """What must have left of the first `fed` bytes."""
+    """Return the bytes of the first `fed` that must have been forwarded."""
     expected, at, number = b"", 0, 0
     for key, made in frames:
         came = made[: max(0, fed - at)]
         at += len(made)
         if key == UNCHANGED:
-            # Its head is looked at first.
+            # The head of the frame is examined first.
             expected += came if len(came) >= 12 else b""
         elif key == HELD and len(came) == len(made):
             if not any(held[number] is each for each in released):
@@ -177,7 +177,7 @@ def leaving(frames: list[tuple[int, bytes]], fed: int, held: list[HeldFrame], re
 
 @pytest.mark.parametrize("action", ["delay", "duplicate"])
 def test_released_request_arrives_after_client_eof(action: str) -> None:
-    """The connection to the broker has an end then that nothing can be written behind."""
+    """The connection to the broker has an end of file, after which nothing can be written."""
     plan = Plan([Rule("EndTxn", action, seconds=0 if action == "delay" else None, side="broker")])
     end_txn = encoded(requests(api.END_TXN, 1))
     arrived = list[bytes]()
@@ -271,7 +271,7 @@ def test_stop_completes_a_request_in_progress() -> None:
 def test_stop_waits_for_rest_of_request_without_response() -> None:
     wired = Wired()
     sent = produce_request(9, None, {"a": {0: b"records" * 100}})
-    acks_at = sent.index(b"\0\xff\xff") + 1  # behind the transactional.id, which is null
+    acks_at = sent.index(b"\0\xff\xff") + 1  # after the transactional.id, which is null
     sent = sent[:acks_at] + b"\0\0" + sent[acks_at + 2 :]
     wired.client_sends(sent[:200])
     wired.link.drain()

@@ -1,4 +1,4 @@
-"""The trace's lines never hold up the traffic."""
+"""The printer of trace lines never delays the traffic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_printer_reports_the_number_of_dropped_lines() -> None:
     for number in range(100):
         printer.print(f"{number}")
     stream.opened.set()
-    # The queue empties at its own pace: offer lines until one went in and said what was dropped before it.
+    # The queue drains in its own time: offer lines until one is accepted and reports the dropped ones.
     while "lines dropped" not in stream.getvalue():
         printer.print("last")
     printer.close()

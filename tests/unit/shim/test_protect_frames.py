@@ -1,4 +1,4 @@
-"""The frames of protect: what is replaced, what stays byte for byte, and answers as a broker gives them."""
+"""The frames of protect: replaced fields, unchanged bytes, and responses like those of a broker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def encoded(request: Any) -> bytes:
 
 
 def records(*sequences: int, count: int = 3, gzip: bool = False, size: int = 20) -> bytes:
-    """One batch of `count` records per sequence, in one records field."""
+    """Return a records field with one batch of `count` records per sequence."""
     made = b""
     for sequence in sequences:
         builder = MemoryRecordsBuilder(2, int(gzip), 1 << 20)
@@ -376,11 +376,11 @@ def test_missing_protection_is_logged_once_and_queried_again(caplog: pytest.LogC
         assert job.wants_versions_again
     assert len(caplog.records) == 1
     job.on_broker_versions({"broker 1": None, "broker 2": OFFERS})
-    assert job.wants_versions_again, "an old broker that is restarted is old until it says otherwise"
+    assert job.wants_versions_again, "a restarted broker counts as old until it reports newer versions"
     job.on_broker_versions({"broker 1": OFFERS, "broker 2": OFFERS})
     assert not job.wants_versions_again
     job.on_broker_versions({"broker 1": None})
-    assert job.active, "and stays"
+    assert job.active, "protection stays active"
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_missing_protection_is_logged_once_and_queried_again(caplog: pytest.LogC
 )
 def test_identity_before_protection_is_unchanged_until_init(key: int, version: int) -> None:
     job = ProtectJob()
-    job.machine.note_init("t", NEW, 1)  # as a journal restores it: its client went on without protection
+    job.machine.note_init("t", NEW, 1)  # as restored from a journal, while its client continued without protection
     job.on_broker_versions({"broker 1": None})
     job.on_broker_versions({"broker 1": OFFERS})
     assert asked(job, key, version) == (encoded(requests(key, version)), None)
@@ -397,7 +397,7 @@ def test_identity_before_protection_is_unchanged_until_init(key: int, version: i
     assert job.request(exchange, frame) == frame
     job.response(exchange, translate.init_response(77, 4, Identity(OLD[0], OLD[1] + 1)))
     passed, answer = asked(job, key, version)
-    assert (passed, answer is None) == (b"", False), "the identity before is over"
+    assert (passed, answer is None) == (b"", False), "the previous identity is no longer valid"
 
 
 def test_required_protection_forwards_nothing_without_it() -> None:

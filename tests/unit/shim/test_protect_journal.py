@@ -1,4 +1,4 @@
-"""The journal of identity pairs: what a restarted shim knows, and what it must not believe."""
+"""The journal of identity pairs: what a restarted shim restores, and what it must not trust."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pair(name: str, real: Identity = R) -> Pair:
 
 
 def written(path: Path, *lines: Pair | str) -> list[Pair]:
-    """What a shim finds that starts after one that wrote these lines was killed."""
+    """Return what a shim restores that starts after a kill of one that wrote these lines."""
     first = Journal(path)
     for line in lines:
         if isinstance(line, str):
@@ -89,7 +89,7 @@ def test_journal_in_use_is_refused(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(1, 9), max_size=3)), max_size=8), st.booleans())
 def test_restored_client_continues(transactions: list[tuple[bool, list[int]]], renews: bool) -> None:
-    """The same transactions in one machine and in one that is stored and restored after each of them."""
+    """Run the same transactions in one machine and in another that is stored and restored after each."""
 
     def outcome(restarts: bool) -> list[object]:
         machine, virtual, sequence, seen = Machine(), V, 0, list[object]()
@@ -116,7 +116,7 @@ def test_restored_client_continues(transactions: list[tuple[bool, list[int]]], r
 
 
 def _again(call: Callable[..., Any], *arguments: Any) -> Any:
-    """As a live client does: a refusal that is no fence is answered by the same request."""
+    """Send as a live client does: it repeats a request that is refused without a fence."""
     try:
         return call(*arguments)
     except Refused as refused:

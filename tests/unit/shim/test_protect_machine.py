@@ -1,4 +1,4 @@
-"""The rules of docs/explanation/protect.md, one by one, on the machine alone."""
+"""The rules of docs/explanation/protect.md, one by one, tested on the state machine alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def real(epoch: int) -> Identity:
 
 
 class Client:
-    """One transactional.id "t", initialised over connection A at epoch 7; short calls with defaults."""
+    """A client with the transactional.id "t", initialised over connection A at epoch 7; short calls with defaults."""
 
     def __init__(self) -> None:
         self.machine = Machine()
@@ -44,7 +44,7 @@ class Client:
         return self.machine.check_open("t", virtual, connection, mark)
 
     def write(self, first: int, connection: int = A, records: int = 1, broker: int = 0, partition=P0) -> int:  # type: ignore[no-untyped-def]
-        """The sequence upstream."""
+        """Return the upstream sequence."""
         written = [Written(partition, first, records)]
         identity, bases = self.machine.check_produce("t", V, connection, broker, written)
         assert identity == self.machine.real("t")
@@ -299,7 +299,7 @@ def test_outdated_init_response_is_ignored(client: Client) -> None:
     assert client.machine.real("t") == real(9)
 
 
-# A client that asks for its next identity (KIP-360).
+# A client that requests its next identity (KIP-360).
 
 
 def test_bump_in_a_transaction_uses_the_real_identity(client: Client) -> None:
@@ -352,9 +352,9 @@ def test_abort_of_a_renewing_client_ends_its_identity(renewing: Client) -> None:
     ):
         refused(INVALID_PRODUCER_EPOCH, call)
     assert machine.check_end("t", U, A, False, "end") == end
-    assert machine.note_end("t", end, real(9)), "the first answer was lost: it is told again"
+    assert machine.note_end("t", end, real(9)), "the first response was lost: it is sent again"
     assert machine.renew("t", U, A) == real(9)
-    assert not machine.note_end("t", end, real(9)), "an answer that was overtaken"
+    assert not machine.note_end("t", end, real(9)), "an outdated response"
     assert renewing.add(virtual=real(9)) == real(9)
 
 
@@ -385,7 +385,7 @@ def test_described_identity_is_shown_in_virtual_epochs(client: Client, ahead: in
     assert client.machine.identity_to_show("t", Identity(5000, 9), "Ongoing") == Identity(5000, 9), (
         "another producer id"
     )
-    assert client.machine.identity_to_show("u", real(9), "Ongoing") == real(-1), "an id whose client nobody here knows"
+    assert client.machine.identity_to_show("u", real(9), "Ongoing") == real(-1), "an id of an unknown client"
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -474,7 +474,9 @@ def test_challenge_data_of_a_connection_is_bounded(client: Client) -> None:
         refused(CONCURRENT_TRANSACTIONS, lambda n=number: client.machine.check_open("t", V, B, n, Authority.UNKNOWN))  # type: ignore[misc]
     kept = client.machine._challenged[B]
     assert 100 < sum(map(len, kept.values())) <= 300
-    assert client.machine.check_open("t", V, B, 0, Authority.UNKNOWN) == real(7), "the first are asked again first"
+    assert client.machine.check_open("t", V, B, 0, Authority.UNKNOWN) == real(7), (
+        "the oldest ids are checked again first"
+    )
     for number in range(200):
         client.machine.note_init(f"t{number}", V, A)
         call = lambda n=number: client.machine.check_open(f"t{n}", V, B, "add", Authority.UNKNOWN)  # type: ignore[misc] # noqa: E731

@@ -1,4 +1,4 @@
-"""A Produce goes on as soon as its head tells how: the same bytes as if it were collected, however it is cut."""
+"""Produce requests are forwarded once their head is complete, with the same bytes as if they were collected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPES: dict[str, dict[str, dict[int, bytes | None]]] = {
 
 
 class Passed:
-    """Requests through the reader and protection, chunk by chunk out of one buffer that is used again."""
+    """Pass requests through the reader and protection, in chunks from one reused buffer."""
 
     def __init__(self, upstream: Identity = NEW, known: bool = True, before: Sequence[Job] = ()) -> None:
         self.job = ProtectJob()
@@ -58,7 +58,7 @@ class Passed:
         return self.pipeline.request(self.exchanges[-1], size + 4)
 
     def feed(self, chunk: bytes) -> bytes:
-        """What went on, copied before the buffer is overwritten as the next read does."""
+        """Return the forwarded bytes, copied before the next read overwrites the buffer."""
         self._buffer[: len(chunk)] = chunk
         made = b"".join(self.splitter.feed(self._buffer[: len(chunk)]))
         self._buffer[: len(chunk)] = b"\xee" * len(chunk)
@@ -120,7 +120,7 @@ def test_damaged_produce_stream_equals_the_whole_frame(version: int, shape: str,
             passed.feed(chunk)
     except ProtocolError:
         return
-    # Whatever was read, nothing but identity, sequence and checksum of a batch is another one.
+    # In any division, only identity, sequence and checksum of a batch change.
     different = [at for at, (old, new) in enumerate(zip(frame, passed.out, strict=False)) if old != new]
     assert len(passed.out) in (0, len(frame))
     allowed = 4 + 14
@@ -174,13 +174,13 @@ def test_response_job_sees_responses_of_protection(step: int) -> None:
     assert dict(counting.errors) == {("Produce", "INVALID_PRODUCER_EPOCH"): 1}
 
 
-# What a Produce that is still on its way does to its transaction, and its transaction to it.
+# A Produce in progress and its transaction.
 
 LATER = Identity(NEW.producer_id, NEW.epoch + 1)
 
 
 def again(passed: Passed, frame: bytes, connection: int) -> tuple[bytes, bytes | None]:
-    """The same request on another connection: what goes upstream, and what it is answered."""
+    """Send the same request on another connection, and return the upstream bytes and the response."""
     exchange = Exchange(Connection(connection, "c", "b", 0), api.PRODUCE, 9, 77)
     handling: Any = passed.pipeline.request(exchange, len(frame))
     return bytes(handling.feed(frame)), exchange.answer
@@ -199,7 +199,7 @@ def error(answer: bytes | None) -> int:
 @pytest.mark.parametrize("renews", [True, False])
 @pytest.mark.parametrize("end", ["commit", "abort", "init"])
 def test_produce_keeps_its_identity_if_transaction_ends_meanwhile(end: str, renews: bool) -> None:
-    """The broker refuses it by that: none of it can come into the transaction that is open then."""
+    """The broker refuses it by this identity, so no record can enter the transaction open at that time."""
     passed = Passed()
     machine, (known,) = passed.job.machine, passed.job.machine._known.values()
     known.renews = renews
@@ -216,7 +216,7 @@ def test_produce_keeps_its_identity_if_transaction_ends_meanwhile(end: str, rene
     request = translate.read_produce(frame, 9, len(frame))
     assert passed.out == translate.rewrite_produce(frame, request, NEW, {("a", 3): 0})
     assert passed.splitter.between_frames
-    # The next one on this connection is judged anew.
+    # The next request on this connection is decided independently.
     _, answer = again(passed, frame, 1)
     assert error(answer) == (47 if end == "init" or (end == "abort" and renews) else 19)
 
@@ -236,13 +236,13 @@ def test_interrupted_produce_counts_once_after_a_retry(renews: bool) -> None:
     assert (sequences(sent), answer) == ([0], None)
     machine.note_end("t", machine.check_end("t", OLD, 1, True, "end"), LATER)
     machine.check_open("t", OLD, 1, "next")
-    # Three records: what comes next is 0 upstream, and nothing was counted twice.
+    # Three records: the next sequence upstream is 0, and no record was counted twice.
     sent, _ = again(passed, produce_request(9, "t", {"a": {3: records(3)}}), 2)
     assert sequences(sent) == [0]
 
 
 def test_refused_produce_stays_refused_until_its_end() -> None:
-    """The connection it came on may be trusted by then; what was swallowed of it is gone."""
+    """Its connection may be trusted by then, but the discarded bytes are lost."""
     passed = Passed()
     machine, (known,) = passed.job.machine, passed.job.machine._known.values()
     known.trusted[("produce", 0)] = 2

@@ -1,4 +1,4 @@
-"""Any request of the transaction protocol, as any client may send it: only what has to changes, and none breaks it."""
+"""Requests of the transaction protocol from any client: only the necessary fields change, and none fails."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_damaged_request_never_breaks_protection(key: int, version: int, journal
 
 @pytest.mark.parametrize(("key", "version"), [case for case in CASES if case[0] in (api.INIT_PRODUCER_ID, api.END_TXN)])
 def test_damaged_response_never_breaks_protection(key: int, version: int, journal: Journal) -> None:
-    """EndTxn went upstream as v5, and its answer comes back in the client's version."""
+    """EndTxn goes upstream as v5, and its response returns in the client's version."""
     answered = messages.RESPONSES[key]
     upstream = translate.END_TXN_VERSION if key == api.END_TXN else version
     intact = set[bool]()
@@ -119,7 +119,7 @@ def test_damaged_response_never_breaks_protection(key: int, version: int, journa
 
 @given(st.binary(max_size=40))
 def test_transactional_id_that_is_not_text_is_protected(raw: bytes) -> None:
-    """Brokers take any bytes for a transactional.id."""
+    """Brokers accept any bytes as a transactional.id."""
     body = len(raw).to_bytes(2, "big") + raw + (1).to_bytes(8, "big") + (1).to_bytes(2, "big") + b"\1"
     payload = api.END_TXN.to_bytes(2, "big") + b"\0\1" + bytes(4) + b"\xff\xff" + body
     frame = len(payload).to_bytes(4, "big") + payload
@@ -130,7 +130,7 @@ def test_transactional_id_that_is_not_text_is_protected(raw: bytes) -> None:
 
 
 def test_journal_skips_ids_that_are_not_text(tmp_path: Path) -> None:
-    """Found by fuzzing: such a client lost its connection with each answer."""
+    """Found by fuzzing: each response closed the connection of such a client."""
     name = b"t-\xff\xfe".decode("utf-8", "surrogateescape")
     journal = Journal(tmp_path / "journal")
     job = protecting(journal, name, "text")

@@ -1,4 +1,4 @@
-"""Whether clients would be served is found out without clients: behind a load balancer that asks first, none comes."""
+"""Readiness is checked without clients: a load balancer sends none before the shim is ready."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def come(shim: Shim) -> None:
-    """A client that asks, and stays until it is sent away."""
+    """Connect as a client, send a request, and stay until the shim closes the connection."""
     reader, writer = await asyncio.open_connection(*shim.addresses[0])
     writer.write(bytes.fromhex("0000000a00120000000000010000"))  # ApiVersions v0
     assert await reader.read() == b""
@@ -46,7 +46,7 @@ def test_shim_is_ready_again_when_a_broker_returns() -> None:
         with FakeBroker(port=broker.port):
             await until(lambda: shim.not_ready_reason is None)
         assert shim.connections_made == made
-        # And a second time.
+        # Check a second time.
         await come(shim)
         assert shim.not_ready_reason == "no broker can be reached"
         with FakeBroker(port=broker.port):

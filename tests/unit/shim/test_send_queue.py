@@ -1,4 +1,4 @@
-"""What is held keeps everything behind it, in order, and nothing before it."""
+"""The send queue: a held frame holds all later frames, in order, and no earlier one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trace makes of requests and answers: the steps, the transactions they belong to, and the page."""
+"""The trace: steps decoded from requests and responses, their transactions, and the HTML page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.unit.shim.messages import framed, producing
 
 
 class Wire:
-    """Feeds a TraceJob with what kafka-python encodes; `steps` are those it told."""
+    """A TraceJob that is fed frames encoded by kafka-python; `steps` are the emitted steps."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -100,7 +100,7 @@ class Wire:
         return self.answer(self.ask(request), answer)
 
     def produce(self, index: int, records: bytes, version: int = 9, offset: int = 0, error: int = 0) -> Step:
-        """To a partition of `out`."""
+        """Produce to a partition of `out`."""
         asked = self.ask(producing(version, "t", {"out": {index: records}}))
         result = ProduceResponse.TopicProduceResponse
         answered = result.PartitionProduceResponse(
@@ -124,7 +124,7 @@ def wire() -> Wire:
 def batch(
     producer_id: int, epoch: int, sequence: int, records: int, body: bytes, control: bool = False, offset: int = 77
 ) -> bytes:
-    """A record batch whose records are `body`; the checksum is nobody's business here."""
+    """Return a record batch whose records are `body`, with an arbitrary checksum."""
     after_length = struct.pack(
         ">ibIhiqqqhii", 0, 2, 0, 0x30 if control else 0x10, records - 1, 0, 0, producer_id, epoch, sequence, records
     )
@@ -218,7 +218,7 @@ def test_step_without_response_has_no_answer(wire: Wire) -> None:
     wire.job.connection_closed(wire.connection)
     (step,) = wire.steps
     assert step.errors == [NO_ANSWER]
-    assert wire.history.transactions[0].state == "open", "nobody knows whether it was committed"
+    assert wire.history.transactions[0].state == "open", "the outcome is unknown"
 
 
 def test_transactions_are_separated_by_ends_and_inits(wire: Wire) -> None:
@@ -234,7 +234,7 @@ def test_transactions_are_separated_by_ends_and_inits(wire: Wire) -> None:
     fenced = wire.end(epoch=5, error=47)
     wire.end(epoch=6)
     assert [each.state for each in wire.history.transactions] == ["committed", "aborted", "abandoned", "committed"]
-    assert fenced.transaction == 3, "what a fenced producer still says belongs to its own transaction"
+    assert fenced.transaction == 3, "later steps of a fenced producer belong to its own transaction"
     assert wire.history.counts == {"committed": 2, "aborted": 1, "abandoned": 1, "steps": 11, "errors": 1}
 
 
@@ -276,7 +276,7 @@ def test_history_keeps_only_the_last_transactions(wire: Wire) -> None:
 
 
 def fetched(data: bytes) -> bytes:
-    """A Fetch response v4 with one partition of `out`."""
+    """Return a Fetch response v4 with one partition of `out`."""
     partition = struct.pack(">ihqq", 3, 0, 9, 9) + b"\xff\xff\xff\xff" + len(data).to_bytes(4, "big") + data
     body = bytes(4) + bytes(4) + b"\0\0\0\1" + b"\0\3out" + b"\0\0\0\1" + partition
     return len(body).to_bytes(4, "big") + body
@@ -288,7 +288,7 @@ def test_fetched_marker_is_added_once_to_its_transaction() -> None:
         wire.produce(3, two, offset=10 * number)
         wire.end(commit=commit)
     wire.produce(3, two, offset=30)
-    # What a reader from the beginning gets: the marker of the second one, that of somebody else, one cut short.
+    # The markers that a reader from the beginning gets: of the second transaction, of another producer, and a cut one.
     frame = fetched(
         batch(4000, 5, 0, 2, b"xx", offset=10)
         + batch(4000, 5, -1, 1, marker(False), control=True, offset=12)
@@ -366,7 +366,7 @@ def test_page_is_self_contained_and_escapes_names(wire: Wire, tmp_path: Path) ->
     )
     assert "<script" not in made
     assert "&lt;script&gt;&amp;" in made
-    assert "http" not in made, "something is loaded from elsewhere"
+    assert "http" not in made, "the page loads an external resource"
     assert "more steps" in made
     assert made.count("<svg") == 3
     file = tmp_path / "trace.html"

@@ -1,4 +1,4 @@
-"""Bytes no decoder reads: what only counts or breaks lets them pass, the guard ends the connection."""
+"""Undecodable bytes: counting and fault jobs pass them, and the guard closes the connection."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def exchange(key: int, version: int) -> Exchange:
 
 
 def unnamed_end() -> bytes:
-    """Brokers take any bytes for a transactional.id."""
+    """Brokers accept any bytes as a transactional.id."""
     request = EndTxnRequest(version=1, transactional_id="xyz", producer_id=1, producer_epoch=0, committed=True)
     return framed(request, client_id="c").replace(b"xyz", b"\xff\xfe\xfd")
 
@@ -91,7 +91,7 @@ def test_guard_ignores_metadata_that_is_too_new() -> None:
 
 @st.composite
 def damaged(draw: st.DrawFn, key: int) -> tuple[int, bytes]:
-    """A request in any version, with some bytes changed or its end lost, or nothing but noise behind its head."""
+    """Draw a request in any version with changed bytes, a lost end, or noise after its head."""
     cls = CLASSES[key]
     version = draw(st.integers(0, cls.max_version + 1))
     head = struct.pack(">hhi", key, version, 7)
@@ -101,7 +101,7 @@ def damaged(draw: st.DrawFn, key: int) -> tuple[int, bytes]:
     made = bytearray(draw(requests(cls, version)))
     made = made[: draw(st.integers(12, len(made)))]
     for _ in range(draw(st.integers(0, 3))):
-        # Most often a length: null, none, or far too much.
+        # Most often a length: null, zero, or far too large.
         made[draw(st.integers(4, len(made) - 1))] = draw(st.sampled_from((0xFF, 0, 0x80)) | st.integers(0, 255))
     return version, bytes(made)
 

@@ -1,4 +1,4 @@
-"""ApiVersions offers what broker and shim both know, and says so to clients that are newer than both."""
+"""ApiVersions offers the versions that broker and shim both know, also to clients newer than both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eos.shim.wire import api
 from tests.unit.shim.messages import framed
 
 NEWEST = api.NEWEST[api.API_VERSIONS]
-READ = min(NEWEST, ApiVersionsResponse.max_version)  # version 5 changes the request alone
+READ = min(NEWEST, ApiVersionsResponse.max_version)  # version 5 changes only the request
 ranges = st.dictionaries(
     st.integers(0, 120), st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=100
 )

@@ -1,4 +1,4 @@
-"""The table of broker answers: each code once, success only where it is success, and nothing unknown is success."""
+"""The table of broker answers: each code has one row, and only two codes mean success."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from spark_connector import answers
 from spark_connector.answers import Answer, judge
 
 
-def test_each_code_has_one_row_and_only_two_are_success() -> None:
+def test_code_has_one_row_and_only_two_codes_are_success() -> None:
     codes = [code for row in answers._ROWS.values() for code in row]
     assert len(codes) == len(set(codes)) > 30
     assert [code for code in range(-1, 200) if judge(code) is Answer.DONE] == [0, 46]
 
 
-def test_what_kafkas_own_clients_retry_is_retried() -> None:
-    """Every error that kafka-python calls retriable and that these requests can be answered with."""
-    # Of followers, groups, fetch and share sessions, controllers, elections, topic ids.
+def test_errors_retried_by_kafka_clients_are_retried() -> None:
+    """Compare with every retriable error of kafka-python that can answer these requests."""
+    # Codes of followers, groups, fetch and share sessions, controllers, elections and topic ids.
     elsewhere = {9, 41, 70, 71, 72, 80, 83, 84, 88, 100, 103, 106, 122, 123}
     retriable = [code for code in CODES if error_name(code) in RETRIABLE]
     assert len(retriable) > 15
@@ -36,5 +36,5 @@ def test_what_kafkas_own_clients_retry_is_retried() -> None:
         (199, Answer.REFUSED),
     ],
 )
-def test_an_answer_is_what_kafka_means_by_it(code: int, answer: Answer) -> None:
+def test_code_is_judged_by_its_meaning_in_kafka(code: int, answer: Answer) -> None:
     assert judge(code) is answer

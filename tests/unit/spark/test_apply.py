@@ -1,4 +1,4 @@
-"""An App's functions over Arrow batches, without Spark: rows in, rows out, and what a failure tells the driver."""
+"""An App's functions over Arrow batches, without Spark: input rows, output rows, and failures sent to the driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Order(msgspec.Struct):
 
 
 def rows(*records: Record) -> pa.RecordBatch:
-    """As Spark's Kafka source gives them."""
+    """Return the records as rows of Spark's Kafka source."""
     columns = {
         "key": pa.array([r.key for r in records], pa.binary()),
         "value": pa.array([r.value for r in records], pa.binary()),
@@ -43,7 +43,7 @@ def rows(*records: Record) -> pa.RecordBatch:
 
 
 def run(app: App, *records: Record, batch_most: int = 5_000) -> list[dict[str, Any]]:
-    """The rows that an executor makes of these; the App travels there as Spark sends it."""
+    """Return the output rows of an executor, to which the App is pickled as Spark would do it."""
     apply: Apply = cloudpickle.loads(cloudpickle.dumps(Apply(app, batch_most)))
     return [row for batch in apply(iter([rows(*records)])) for row in batch.to_pylist()]
 
@@ -52,7 +52,7 @@ def numbered(topic: str, count: int, **fields: Any) -> list[Record]:
     return [Record(topic, 0, 10 + n, value=b'{"number": %d}' % n, **fields) for n in range(count)]
 
 
-def test_outputs_keep_the_order_of_their_records_and_of_each_record_s_own() -> None:
+def test_outputs_keep_the_order_of_records_and_within_each_record() -> None:
     app = App("order")
 
     @app.process("in", to="out")
@@ -64,7 +64,7 @@ def test_outputs_keep_the_order_of_their_records_and_of_each_record_s_own() -> N
     assert found == [f"{n} {which}".encode() for n in range(300) for which in ("first", "second")]
 
 
-def test_a_record_arrives_as_a_worker_would_read_it() -> None:
+def test_function_receives_the_record_a_worker_would_read() -> None:
     app = App("reads")
     seen: list[Record] = []
 
@@ -77,12 +77,12 @@ def test_a_record_arrives_as_a_worker_would_read_it() -> None:
         Record("in", 2, 5, 1_700_000_000_123, b"k", b"v", [("h", b"\x00"), ("none", None)]),
         Record("in", 2, 6, -1, None, None),
     ]
-    # In this process, so that `seen` is the one here.
+    # In this process, so that `seen` is filled here.
     list(Apply(app, 100)(iter([rows(*records)])))
     assert seen == records
 
 
-def test_an_output_becomes_a_row_with_all_that_the_sink_needs() -> None:
+def test_output_becomes_a_row_with_all_columns_of_the_sink() -> None:
     app = App("writes")
 
     @app.process("in", to=["out", "other"])
@@ -126,7 +126,7 @@ def test_topic_has_its_function_and_batch_size_is_limited() -> None:
 
 
 def failure_of(app: App, *records: Record) -> tuple[Exception, str]:
-    """What the driver makes of the text that Spark brings it."""
+    """Return the error and traceback that the driver decodes from Spark's text."""
     with pytest.raises(ExecutorFailure) as raised:
         run(app, *records)
     text = f"Job aborted: ...\n  File x, line 3\nspark_connector.failures.ExecutorFailure: {raised.value}\n{{more}}"
@@ -153,7 +153,7 @@ def test_poison_record_reaches_the_driver_with_position_and_traceback() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_exit_of_a_task_s_function_is_a_poison_record_too(asynchronous: bool) -> None:
+def test_exit_in_a_function_is_a_poison_record(asynchronous: bool) -> None:
     app = App("leaves")
 
     async def leaves_later(order: Order) -> str:
@@ -169,7 +169,7 @@ def test_exit_of_a_task_s_function_is_a_poison_record_too(asynchronous: bool) ->
     assert "sys.exit(0)" in trace
 
 
-def test_a_value_that_does_not_decode_and_a_failing_batch_are_named_too() -> None:
+def test_decode_error_and_failed_batch_name_their_records() -> None:
     app = App("poison2")
 
     @app.process("in", to="out")
@@ -182,12 +182,12 @@ def test_a_value_that_does_not_decode_and_a_failing_batch_are_named_too() -> Non
 
     error, trace = failure_of(app, Record("in", 1, 8, value=b"{"))
     assert "one failed on in[1]@8: DecodeError: expected Order as JSON" in str(error)
-    assert trace == "", "no frame of the user's"
+    assert trace == "", "no frame is of user code"
     error, _ = failure_of(app, *numbered("many", 4))
     assert "many failed on one of 4 records (many[0]@10..13): KeyError: 'k'" in str(error)
 
 
-def test_a_wrong_app_is_a_configuration_error_and_not_about_the_record() -> None:
+def test_undeclared_output_topic_is_a_configuration_error() -> None:
     app = App("wrong")
 
     @app.process("in", to="out")
@@ -199,11 +199,11 @@ def test_a_wrong_app_is_a_configuration_error_and_not_about_the_record() -> None
     assert "is not in its to=" in str(error)
 
 
-def test_a_text_without_our_line_is_nobody_s_error() -> None:
+def test_text_without_a_failure_line_is_no_executor_failure() -> None:
     assert failures.from_text("java.lang.OutOfMemoryError: eos-failure of something") is None
 
 
-def test_the_policies_of_a_worker_hold_record_by_record() -> None:
+def test_policies_apply_to_each_record_as_in_a_worker() -> None:
     app = App("policies")
 
     def picky(record: Record) -> bytes | None:
@@ -223,12 +223,12 @@ def test_the_policies_of_a_worker_hold_record_by_record() -> None:
         assert found[1]["value"] == b'{"number": 1}'
 
 
-def test_a_record_that_fails_once_and_is_tried_again_has_one_output() -> None:
+def test_retried_record_has_one_output() -> None:
     app = App("again")
     tries: list[int] = []
 
     @app.process("in", to="out", on_error=retry(3, backoff_ms=1))
-    def moody(record: Record) -> bytes | None:
+    def fails_twice(record: Record) -> bytes | None:
         tries.append(record.offset)
         if tries.count(record.offset) < 3 and record.offset == 12:
             raise OSError("not now")
@@ -239,12 +239,12 @@ def test_a_record_that_fails_once_and_is_tried_again_has_one_output() -> None:
     assert tries == [10, 11, 12, 12, 12, 13, 14]
 
 
-def test_hooks_run_around_a_task_and_an_async_function_keeps_the_order() -> None:
+def test_hooks_run_around_a_task_and_async_outputs_keep_order() -> None:
     app = App("hooks")
     events: list[str] = []
     app.on_start(lambda: events.append("start"))
     app.on_stop(lambda: events.append("stop"))
-    # Each waits for the one behind it: one at a time, none would ever end.
+    # Each record waits for the next one: run one at a time, none would ever end.
     done = [asyncio.Event() for _ in range(6)]
     done[5].set()
 
@@ -257,10 +257,10 @@ def test_hooks_run_around_a_task_and_an_async_function_keeps_the_order() -> None
 
     batches = Apply(app, 100)(iter([rows(*numbered("in", 5))]))
     assert [row["value"] for batch in batches for row in batch.to_pylist()] == [b"%d" % n for n in range(5)]
-    assert events == ["start", "done 4", "done 3", "done 2", "done 1", "done 0", "stop"], "they run at once"
+    assert events == ["start", "done 4", "done 3", "done 2", "done 1", "done 0", "stop"], "the records run concurrently"
 
 
-def test_a_start_hook_that_fails_is_temporary_and_no_record_is_touched() -> None:
+def test_failed_start_hook_is_temporary_and_no_record_runs() -> None:
     app = App("hook")
 
     @app.on_start
@@ -269,7 +269,7 @@ def test_a_start_hook_that_fails_is_temporary_and_no_record_is_touched() -> None
 
     @app.process("in", to="out")
     def never(order: Order) -> str:
-        raise AssertionError("a record was touched")
+        raise AssertionError("a record was processed")
 
     error, trace = failure_of(app, *numbered("in", 1))
     assert type(error) is Temporary

@@ -1,4 +1,4 @@
-"""Claims: a partition is granted once per epoch, to those who know the key, and never for an epoch that is over."""
+"""Claims: a partition is granted once per epoch, only to a task with the key, and never for a past epoch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def server() -> Iterator[ClaimServer]:
     server.close()
 
 
-def test_a_second_claim_poisons_the_epoch_and_the_next_one_is_clean() -> None:
+def test_second_claim_poisons_only_its_epoch() -> None:
     claims = Claims()
     claims.begin(ONE)
     assert claims.claim(ONE, 0, "a") is None
@@ -47,7 +47,7 @@ def test_a_second_claim_poisons_the_epoch_and_the_next_one_is_clean() -> None:
     assert claims.end() == (frozenset({0}), None)
 
 
-def test_a_straggler_of_another_epoch_gets_nothing_and_harms_nothing() -> None:
+def test_late_task_of_another_epoch_is_refused_without_effect() -> None:
     claims = Claims()
     assert "is over" in str(claims.claim(ONE, 0, "early"))
     claims.begin(TWO)
@@ -56,7 +56,7 @@ def test_a_straggler_of_another_epoch_gets_nothing_and_harms_nothing() -> None:
     assert "is over" in str(claims.claim(TWO, 0, "late"))
 
 
-def test_a_call_that_asks_again_has_its_grant_and_nobody_else_has_it() -> None:
+def test_repeated_call_keeps_its_grant_and_another_is_refused() -> None:
     claims = Claims()
     claims.begin(ONE)
     assert [claims.claim(ONE, 0, "a", "its call") for _ in range(3)] == [None] * 3
@@ -64,10 +64,10 @@ def test_a_call_that_asks_again_has_its_grant_and_nobody_else_has_it() -> None:
     assert "given up" in str(claims.claim(ONE, 0, "a", "its call"))
     claims.begin(TWO)
     assert claims.claim(TWO, 0, "a") is None
-    assert "again by a" in str(claims.claim(TWO, 0, "a")), "without a name it is not the same call"
+    assert "again by a" in str(claims.claim(TWO, 0, "a")), "a call without a name is a new call"
 
 
-def test_of_many_at_once_one_is_granted(server: ClaimServer) -> None:
+def test_one_of_many_concurrent_claims_is_granted(server: ClaimServer) -> None:
     server.claims.begin(ONE)
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda i: server.office.claim(ONE, i % 4, f"task {i}"), range(40)))
@@ -76,8 +76,8 @@ def test_of_many_at_once_one_is_granted(server: ClaimServer) -> None:
     assert server.claims.poison is not None
 
 
-def test_all_tasks_of_a_large_cluster_may_ask_at_once(server: ClaimServer) -> None:
-    """More than are heard at once, and more than a short queue of the kernel holds."""
+def test_all_tasks_of_a_large_cluster_can_claim_at_once(server: ClaimServer) -> None:
+    """More tasks than the server serves at once, and than a short accept queue of the kernel holds."""
     server.claims.begin(ONE)
     tasks = 6 * claims_module._MOST
     together = threading.Barrier(tasks)
@@ -91,35 +91,33 @@ def test_all_tasks_of_a_large_cluster_may_ask_at_once(server: ClaimServer) -> No
     assert server.claims.end() == (frozenset(range(tasks)), None)
 
 
-def test_a_task_whose_answer_is_lost_asks_again_and_has_its_grant(
-    server: ClaimServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_task_repeats_its_claim_after_a_lost_answer(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.claims.begin(ONE)
     claim, asked = server.claims.claim, []
 
-    def lost_at_first(*question: Any) -> str | None:
+    def lose_first_answers(*question: Any) -> str | None:
         answer = claim(*question)
         asked.append(question)
         if len(asked) < 3:
             raise ConnectionResetError("the answer is lost")
         return answer
 
-    monkeypatch.setattr(server.claims, "claim", lost_at_first)
+    monkeypatch.setattr(server.claims, "claim", lose_first_answers)
     assert server.office.claim(ONE, 0, "a") is None
     assert len(asked) == 3
-    assert "claimed by a and again by a" in str(server.office.claim(ONE, 0, "a")), "the next call is another one"
+    assert "claimed by a and again by a" in str(server.office.claim(ONE, 0, "a")), "a second call is refused"
 
 
-def test_who_does_not_know_the_key_is_not_answered(server: ClaimServer) -> None:
+def test_caller_without_the_key_gets_no_answer(server: ClaimServer) -> None:
     server.claims.begin(ONE)
-    stranger = dataclasses.replace(server.office, key=b"guessed")
+    unauthenticated = dataclasses.replace(server.office, key=b"guessed")
     with pytest.raises(Unreachable):
-        stranger.claim(ONE, 0, "stranger", deadline_s=0.5)
+        unauthenticated.claim(ONE, 0, "task", deadline_s=0.5)
     assert server.claims.end() == (frozenset(), None)
 
 
-def test_an_answer_of_somebody_else_is_none() -> None:
-    """A port that another program has by now must not grant anything."""
+def test_answer_of_another_program_is_refused() -> None:
+    """Another program that has reused the port cannot grant a claim."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def serve() -> None:
@@ -140,17 +138,17 @@ def claimed(server: ClaimServer, share: int) -> str | None:
     return server.office.claim(ONE, share, f"task {share}")
 
 
-def test_silent_callers_hold_up_nobody_and_are_given_up(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_callers_block_no_one_and_are_disconnected(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims_module, "_PATIENCE_S", 0.3)
-    answer, heard, at_once = server._answer, set(), []
+    answer, serving, at_once = server._answer, set(), []
 
     async def counted(connection: socket.socket) -> None:
-        heard.add(connection)
-        at_once.append(len(heard))
+        serving.add(connection)
+        at_once.append(len(serving))
         try:
             await answer(connection)
         finally:
-            heard.remove(connection)
+            serving.remove(connection)
 
     monkeypatch.setattr(server, "_answer", counted)
     server.claims.begin(ONE)
@@ -164,19 +162,19 @@ def test_silent_callers_hold_up_nobody_and_are_given_up(server: ClaimServer, mon
             while caller.recv(64):  # TimeoutError: its connection was not closed
                 pass
     assert max(at_once) == claims_module._MOST
-    assert threading.active_count() < claims_module._MOST, "nobody has a thread of his own"
+    assert threading.active_count() < claims_module._MOST, "connections have no thread of their own"
 
 
-def test_a_process_without_files_left_answers_when_it_has_some_again() -> None:
-    """In a process of its own: other threads of this one need files."""
+def test_server_recovers_from_too_many_open_files() -> None:
+    """Run in another process, because other threads of this one need files."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as another:
         another.submit(claim_without_files).result(60)
 
 
 def claim_without_files() -> None:
-    """One failed accept must not be the last."""
-    told = threading.Event()
-    pytest.MonkeyPatch().setattr("spark_connector.claims.log.warning", lambda *_, **__: told.set())
+    """Check that the server accepts connections again after a failed accept."""
+    warned = threading.Event()
+    pytest.MonkeyPatch().setattr("spark_connector.claims.log.warning", lambda *_, **__: warned.set())
     server = ClaimServer("127.0.0.1", "127.0.0.1")
     server.claims.begin(ONE)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -185,20 +183,20 @@ def claim_without_files() -> None:
         os.close(free := os.dup(0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))  # one for the caller's socket, none to accept it
         asking = pool.submit(claimed, server, 0)
-        assert told.wait(30), "nothing was said of it"
+        assert warned.wait(30), "no warning was logged"
         assert not asking.done()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert asking.result(timeout=30) is None
 
 
-def test_a_driver_that_is_not_there_ends_the_claim_with_a_sentence() -> None:
+def test_unreachable_driver_ends_the_claim_with_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(Unreachable, match=rf"no answer at 127\.0\.0\.1:{port} within 0 s .*eos\.spark\.claims\.port"):
         ClaimOffice("127.0.0.1", port, b"key").claim(ONE, 0, "a", deadline_s=0.3)
 
 
-def test_the_port_that_was_asked_for_is_listened_on_or_one_behind_it() -> None:
+def test_server_listens_on_the_configured_port_or_a_later_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = ClaimServer("127.0.0.1", "127.0.0.1", port)
@@ -206,7 +204,7 @@ def test_the_port_that_was_asked_for_is_listened_on_or_one_behind_it() -> None:
         assert port < server.office.port <= port + 16
 
 
-def test_an_address_that_is_not_this_machines_is_named() -> None:
+def test_foreign_bind_address_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match=r"at 192\.0\.2\.1:\d+: .*spark\.driver\.bindAddress"):
         ClaimServer("driver", "192.0.2.1")
 
@@ -223,5 +221,5 @@ def test_an_address_that_is_not_this_machines_is_named() -> None:
         ),
     ],
 )
-def test_claims_are_listened_for_where_sparks_driver_listens(settings: dict[str, str], place: tuple[str, str]) -> None:
+def test_claim_server_listens_where_the_driver_listens(settings: dict[str, str], place: tuple[str, str]) -> None:
     assert place_of(settings.get) == place

@@ -1,4 +1,4 @@
-"""A group of Spark's: its records in order, whatever order they came in, and what their key remembers."""
+"""Groups of Spark: records are processed in order after a shuffle, and state is kept by key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SOURCE = pa.schema(
 
 
 class State_:
-    """As GroupState is to a function: one tuple, or none."""
+    """Stands for Spark's GroupState: one tuple or none."""
 
     def __init__(self) -> None:
         self.held: tuple[Any, ...] | None = None
@@ -81,7 +81,7 @@ def rows_of(*values: str, first: int = 0, key: bytes | None = b"k") -> list[dict
 
 
 def run(app: keyed.Keyed, state: State_, rows: list[dict[str, Any]]) -> list[bytes]:
-    """In the order in which a shuffle may bring them, and in several frames; as each task, a copy of the function."""
+    """Run a copy of the function, as each task does, over shuffled rows in several frames."""
     (packed,) = keyed.pack(iter([pa.RecordBatch.from_pylist(rows, SOURCE)]))
     records = packed.column("record").to_pylist()
     assert len(set(packed.column("place").to_pylist())) == 1
@@ -110,10 +110,10 @@ def test_record_without_key_fails_and_error_names_its_position() -> None:
     assert run(keyed.Keyed(app_of(), 100), state, rows_of("x", key=None)) == []
     with pytest.raises(ExecutorFailure, match=r"visit failed on in\[1\]@9: ValueError: bad"):
         run(keyed.Keyed(app_of("stop"), 100), state, rows_of("x", "bad", first=8))
-    assert not state.exists, "nothing of a batch that fails"
+    assert not state.exists, "a failed batch stores no state"
 
 
-def test_outputs_are_the_same_behind_the_way_through_spark() -> None:
+def test_outputs_round_trip_through_spark_columns() -> None:
     sends: list[Send] = [("out", b"v", None, 3, 7, [("h", b"\xff"), ("n", None)]), ("out", None, b"k", -1, 0, None)]
     packed = pa.RecordBatch.from_pydict({"sends": pa.array([keyed._encode(sends)], pa.binary())})
     (out,) = keyed.unpack(iter([packed]))

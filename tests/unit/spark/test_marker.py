@@ -1,4 +1,4 @@
-"""The decision about a batch: every case of marker and checkpoint, and what is said."""
+"""The decision about a batch: every combination of marker and checkpoint, with its error message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def at(batch: int, query: str = MINE, adopted: int | None = None) -> Marker:
 
 
 WRITE, ADOPT, ALREADY = Decision.WRITE, Decision.ADOPT, Decision.ALREADY
-# The marker, the batch the query is at, the digest of its offsets, adopt_at -> what to do, or words of the refusal.
+# The marker, the query's batch, the digest of its offsets, adopt_at -> the decision, or words of the error.
 CASES = [
     (None, 0, SAME, None, WRITE),
     (None, 1, SAME, None, "no marker of this sink"),
@@ -32,7 +32,7 @@ CASES = [
     (at(9), 7, SAME, None, "behind Kafka, whose last batch is 9"),
     (at(5), 7, SAME, None, "ahead of Kafka, whose last batch is 5"),
     (at(9), 7, SAME, 7, ADOPT),
-    # adopt_at stays in the program: it must not swallow a restored checkpoint later on.
+    # adopt_at stays in the program, so it must not adopt a second time after a checkpoint is restored later.
     (at(9, adopted=7), 7, SAME, 7, "adopt_at=7 was used already"),
     (at(7, adopted=7), 7, DIFFERENT, 7, "adopt_at=7 was used already"),
     (at(7, OTHER), 8, SAME, None, "belongs to query query-2, which wrote batch 7 last"),
@@ -44,7 +44,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("marker", "batch", "offsets", "adopt_at", "expected"), CASES)
-def test_a_batch_is_written_once_or_refused(
+def test_batch_is_written_once_or_refused(
     marker: Marker | None, batch: int, offsets: str, adopt_at: int | None, expected: Decision | str
 ) -> None:
     if isinstance(expected, Decision):
@@ -54,20 +54,20 @@ def test_a_batch_is_written_once_or_refused(
             decide(marker, MINE, batch, offsets, adopt_at)
 
 
-def test_a_marker_comes_back_as_it_was_written() -> None:
+def test_marker_round_trips() -> None:
     whole = Marker(MINE, 3, 10, SAME, None, ("a", "b"), "run-1")
     for marker in (at(3), at(3, adopted=2), Marker("", "2013-01-01", 5, ""), whole):
         assert Marker.decode(marker.encode()) == marker
 
 
-def test_a_marker_of_the_version_before_says_nothing_of_topics() -> None:
+def test_marker_of_version_1_has_no_topics() -> None:
     before = b'{"version": 1, "query": "query-1", "batch": 7, "rows": 10, "offsets": "digest-1", "adopted": null}'
     assert Marker.decode(before) == at(7)
     assert decide(Marker.decode(before), MINE, 7, SAME, None, ["anywhere"]) is ALREADY
 
 
-def test_a_batch_that_went_to_another_topic_is_not_this_one() -> None:
-    """Two sinks of one id in a micro-batch: behind a restart the second one's rows would count as written."""
+def test_marker_of_another_topic_is_refused() -> None:
+    """Two sinks share an id in a micro-batch: after a restart the second one's rows would count as written."""
     found = Marker(MINE, 7, 10, SAME, None, ("a",))
     assert decide(found, MINE, 7, SAME, None, ["a"]) is ALREADY
     assert decide(found, MINE, 7, SAME, None, ["a", "b"]) is ALREADY
@@ -85,11 +85,11 @@ def test_marker_ignores_unknown_fields_and_refuses_newer_versions() -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"{}", b"[1]", b'{"version": 3}', b'{"version": 2, "run": "r"}', b"\xff"])
-def test_what_is_no_marker_is_not_taken_for_one(value: bytes) -> None:
+def test_invalid_marker_is_refused(value: bytes) -> None:
     with pytest.raises(ValueError):
         Marker.decode(value)
 
 
-def test_the_keys_of_streams_and_writes_never_meet() -> None:
+def test_keys_of_streams_and_writes_are_distinct() -> None:
     keys = [sink_key("a"), sink_key("a", "b"), sink_key("a", ""), sink_key('a", "batch": "b'), sink_key("a/b")]
     assert len(set(keys)) == len(keys)

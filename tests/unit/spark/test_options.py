@@ -1,4 +1,4 @@
-"""Settings of Spark's under which one batch could be made of two runs of a task: refused, by name."""
+"""Spark settings that could mix two runs of a task in one batch are refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKSUM = "spark.sql.shuffle.orderIndependentChecksum"
         (f"{CHECKSUM}.enableFullRetryOnMismatch", "False", "true"),
     ],
 )
-def test_what_would_mix_two_runs_of_a_task_is_refused_in_one_sentence(name: str, unsafe: str, safe: str) -> None:
+def test_setting_that_could_mix_task_runs_is_refused(name: str, unsafe: str, safe: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         refuse_unsafe({name: unsafe}.get)
     said = str(refused.value)
@@ -29,5 +29,5 @@ def test_what_would_mix_two_runs_of_a_task_is_refused_in_one_sentence(name: str,
     refuse_unsafe({name: safe}.get)
 
 
-def test_an_older_spark_does_not_know_all_of_them() -> None:
+def test_unset_spark_settings_are_accepted() -> None:
     refuse_unsafe({}.get)

@@ -1,4 +1,4 @@
-"""What goes through the shuffle: every row once, in order, in values of a bounded size."""
+"""Packed values in the shuffle: every row once, in order, in values of bounded size."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ KIND = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
 def rows(targets: list[int], size: int = 3) -> pa.RecordBatch:
-    """Row i has the value i, and behind it what does not compress, every fifth none; every third no key, every fourth
-    headers, every second a timestamp."""
+    """Return rows whose value is the row number and incompressible bytes.
+
+    Every fifth value is null, every third key is null, every fourth row has headers and every second a timestamp.
+    """
     count, noise = len(targets), random.Random(1).randbytes
     columns: dict[str, Any] = {
         TARGET: pa.array(targets, pa.int32()),
@@ -49,7 +51,7 @@ def rows(targets: list[int], size: int = 3) -> pa.RecordBatch:
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 9))
 @settings(max_examples=200, deadline=None)
-def test_every_row_comes_out_once_and_in_order_in_its_share(targets: list[int], shares: int, start: int) -> None:
+def test_row_is_unpacked_once_and_in_order_in_its_share(targets: list[int], shares: int, start: int) -> None:
     given_rows = rows(targets).slice(min(start, len(targets) - 1))
     packed = pack_rows(given_rows, shares, 7)
     assert packed.column(ORDER).to_pylist() == list(range(7, 7 + packed.num_rows))
@@ -69,12 +71,12 @@ def test_many_bytes_become_several_values_of_half_a_megabyte_at_most() -> None:
     assert 250_000 < max(sizes) < 500_000
     pieces = list(unpack(packed))
     assert sum(piece.num_rows for piece in pieces) == 20_000
-    # Where a target has many rows a value holds those of one, and goes where its share does.
+    # A target with many rows has values of its own, and each value has the share of its target.
     assert [set(numbers(piece, TARGET)) for piece in pieces] == [{0}, {0}, {1}, {1}, {2}, {2}, {3}, {3}]
     assert packed.column(SHARE).to_pylist() == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_a_large_batch_is_packed_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batch_is_packed_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SLICE_BYTES", 100_000)
     whole = rows([i % 7 for i in range(9_000)], size=100)
     before, most, found = pa.total_allocated_bytes(), 0, []
@@ -86,7 +88,7 @@ def test_a_large_batch_is_packed_a_slice_at_a_time(monkeypatch: pytest.MonkeyPat
         del packed
     assert len(found) == 9_000
     assert whole.nbytes > 1_000_000
-    # A slice as values, twice: the buffer that they were written to grows by doubling.
+    # Twice the size of a slice, because the output buffer grows by doubling.
     assert 100_000 < most < 300_000
     for target in range(7):
         assert [row for row in found if row[TARGET] == target] == whole.to_pylist()[target::7]
@@ -94,9 +96,7 @@ def test_a_large_batch_is_packed_a_slice_at_a_time(monkeypatch: pytest.MonkeyPat
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=8), st.integers(1, 3_000))
 @settings(max_examples=200, deadline=None)
-def test_small_batches_are_packed_together_and_large_ones_apart(
-    lengths: list[tuple[int, bool]], slice_bytes: int
-) -> None:
+def test_small_batches_are_joined_and_large_ones_are_split(lengths: list[tuple[int, bool]], slice_bytes: int) -> None:
     batches = []
     for number, (length, nowhere) in enumerate(lengths):
         batch = rows([number] * length)
@@ -113,7 +113,7 @@ def test_small_batches_wait_for_each_other() -> None:
     assert [part.num_rows for part in slices(iter([small] * 50))] == [1_000]
 
 
-def test_what_compresses_well_comes_in_fewer_values() -> None:
+def test_compressible_rows_are_packed_in_fewer_values() -> None:
     same = pa.record_batch(
         {
             TARGET: pa.array([0] * 30_000, pa.int32()),
@@ -124,14 +124,14 @@ def test_what_compresses_well_comes_in_fewer_values() -> None:
     first, *others = [packed.num_rows for packed in pack_partition(iter([same] * 3), 1, 0)]
     assert first > 5
     assert others == [1, 1]
-    # Noise behind it is taken for what was before it, for one slice.
+    # For one slice, incompressible rows are packed by the ratio of the previous rows.
     noise = rows([0] * 20_000, size=150)
     counts = [packed.num_rows for packed in pack_partition(iter([same, noise, noise]), 1, 0)]
     assert counts[:2] == [first, 1]
     assert counts[2] > 5
 
 
-def test_what_was_packed_is_written_with_its_nulls_and_timestamps() -> None:
+def test_packed_rows_are_written_with_nulls_and_timestamps() -> None:
     whole, now_ms = rows([0] * 50), 1_800_000_000_000
     packed = pack_rows(whole, 1, 0)
     (batch,) = encode(next(unpack(packed)), Identity(1, 0), 0, now_ms=now_ms)
@@ -180,7 +180,7 @@ def test_task_returns_all_rows_or_reports_too_many(targets: list[int], most_byte
         assert [batch.column(SHARE).to_pylist() for batch in got] == [[TOO_MUCH]]
 
 
-def test_a_task_with_too_many_rows_reads_no_further() -> None:
+def test_task_stops_reading_after_too_many_rows() -> None:
     read = []
 
     def packed() -> Iterator[pa.RecordBatch]:

@@ -1,4 +1,4 @@
-"""Files that settings name travel as what they hold: an executor cannot see them."""
+"""Files named in settings are sent to executors by content, because executors cannot read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_connector.pem import contents
 CERTIFICATE = "-----BEGIN CERTIFICATE-----\n{0}\n-----END CERTIFICATE-----\n"
 
 
-def test_no_setting_names_a_file_any_more(tmp_path: Path) -> None:
+def test_settings_contain_file_contents_instead_of_paths(tmp_path: Path) -> None:
     files = {"ssl.ca.location": "ca", "ssl.certificate.location": "own", "ssl.key.location": "key"}
     for name in files.values():
         (tmp_path / name).write_text(name.upper())
@@ -29,14 +29,14 @@ def test_no_setting_names_a_file_any_more(tmp_path: Path) -> None:
     }
     java = java_consumer(settings)
     assert (java["ssl.truststore.certificates"], java["ssl.keystore.key"]) == ("CA", "KEY")
-    # What asks the coordinator from the driver may see a file that was replaced meanwhile.
+    # Queries from the driver keep the path, so that they use a replaced file.
     assert options.settings["ssl.ca.location"] == settings["ssl.ca.location"]
 
 
-def test_a_folder_is_all_of_its_certificates_once_each(tmp_path: Path) -> None:
+def test_folder_is_sent_as_its_distinct_certificates(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.crt").write_text(CERTIFICATE.format(name))
-    os.symlink("a.crt", tmp_path / "5ed36f99.0")  # as c_rehash makes them
+    os.symlink("a.crt", tmp_path / "5ed36f99.0")  # a link like those of c_rehash
     (tmp_path / "README").write_text("about them")
     assert contents({"ssl.ca.location": str(tmp_path)}) == {
         "ssl.ca.pem": "\n".join(CERTIFICATE.format(name) for name in "ab")
@@ -44,10 +44,10 @@ def test_a_folder_is_all_of_its_certificates_once_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ssl.ca.location", "ssl.key.location", "https.ca.location"])
-def test_a_file_that_is_not_there_is_refused_by_its_setting(name: str, tmp_path: Path) -> None:
+def test_missing_file_error_names_the_setting(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=rf"^{name}=.*nowhere.pem cannot be read: .*No such file"):
         contents({name: str(tmp_path / "nowhere.pem")})
 
 
-def test_what_the_machine_itself_trusts_stays_the_machines() -> None:
+def test_probing_for_system_certificates_is_kept() -> None:
     assert contents({"ssl.ca.location": "probe"}) == {"ssl.ca.location": "probe"}

@@ -1,4 +1,4 @@
-"""Where a row goes: what its topic, its partition, its key and else its value say, as Java's client would send it."""
+"""Placing of rows: by topic, partition, key or value, as the Java client places them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch(rows: Sequence[tuple[Any, ...]], *names: str) -> pa.RecordBatch:
 
 
 def expected(places: Places, key: bytes | None, topic: str | None, partition: int | None) -> int | None:
-    """None: any of the topic."""
+    """Return the expected target, or None if any partition of the topic is right."""
     counts, first = dict(places.topics), 0
     for name, count in places.topics:
         if name == topic:
@@ -45,12 +45,12 @@ def expected(places: Places, key: bytes | None, topic: str | None, partition: in
 
 @given(some_rows, st.integers(0, 9))
 @settings(max_examples=200, deadline=None)
-def test_a_row_goes_where_its_columns_say_and_nowhere_else(rows: list[Any], start: int) -> None:
+def test_row_is_placed_by_its_columns(rows: list[Any], start: int) -> None:
     start = min(start, len(rows) - 1)
     whole = batch(rows, "key", "value", "topic", "partition").slice(start)
     found = [row for part in TWO.place(whole) for row in part.to_pylist()]
     wanted = [(expected(TWO, key, topic, at), key, value, topic, at) for key, value, topic, at in rows[start:]]
-    wanted.sort(key=lambda row: row[0] == 8)  # those that belong nowhere come behind
+    wanted.sort(key=lambda row: row[0] == 8)  # refused rows come last
     assert len(found) == len(wanted)
     for row, (target, key, value, topic, at) in zip(found, wanted, strict=True):
         assert (row["key"], row["value"]) == (key, value)
@@ -66,7 +66,7 @@ def test_a_row_goes_where_its_columns_say_and_nowhere_else(rows: list[Any], star
 
 @given(st.lists(some_bytes, min_size=1, max_size=40))
 @settings(max_examples=100, deadline=None)
-def test_without_a_key_the_value_decides_and_always_alike(values: list[bytes | None]) -> None:
+def test_row_without_a_key_is_placed_by_its_value(values: list[bytes | None]) -> None:
     once, again = (list(ONE.place(batch([(value,) for value in order], "value"))) for order in (values, values[::-1]))
     assert [row["key"] for row in once[0].to_pylist()] == [None] * len(values)
     assert once[0].column(TARGET).to_pylist() == again[0].column(TARGET).to_pylist()[::-1]
@@ -79,7 +79,7 @@ def test_rows_without_a_key_are_spread() -> None:
 
 
 @pytest.mark.parametrize("kind", [pa.large_binary(), pa.binary()])
-def test_a_key_is_hashed_alike_however_arrow_holds_it(kind: Any) -> None:
+def test_key_hash_does_not_depend_on_the_arrow_type(kind: Any) -> None:
     keys = [b"key-%d" % n for n in range(100)]
     columns = {"key": pa.array(keys, kind), "value": pa.array([b"v"] * 100, kind)}
     (placed,) = ONE.place(pa.record_batch(columns))

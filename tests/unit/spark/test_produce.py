@@ -1,4 +1,4 @@
-"""The Produce request that copies its records once: byte for byte what kafka-python makes of it."""
+"""The Produce request that copies its records once: byte for byte equal to kafka-python's encoding."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def encoded(request: ProduceRequest, version: int, framed: bool) -> bytes:
     return bytes(request.encode(header=True, framed=framed))
 
 
-# Where the varint of the length takes a byte more.
+# Sizes at which the varint of the length takes one more byte.
 @pytest.mark.parametrize("size", [1, 126, 127, 128, 16_382, 16_383, 16_384, 2_097_151])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_it_is_what_kafka_python_makes_of_it(version: int, size: int) -> None:
+def test_request_equals_the_encoding_of_kafka_python(version: int, size: int) -> None:
     records = b"0123456789" * (size // 10) + b"x" * (size % 10)
     batch = Batch((records[:61], memoryview(records)[61:]), 0, 1)
     ours = encoded(Produce("sink-1", "flights", 3, batch), version, framed=True)
@@ -43,7 +43,7 @@ def test_it_is_what_kafka_python_makes_of_it(version: int, size: int) -> None:
 
 @given(st.text(min_size=1, max_size=9), st.integers(0, 2**31 - 1), st.lists(st.binary(max_size=200), max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_whatever_it_holds(topic: str, partition: int, pieces: list[bytes]) -> None:
+def test_request_with_any_content_equals_kafka_pythons(topic: str, partition: int, pieces: list[bytes]) -> None:
     batch = Batch(tuple(pieces), 0, 1)
     for version in VERSIONS:
         for framed in (True, False):
@@ -51,7 +51,7 @@ def test_whatever_it_holds(topic: str, partition: int, pieces: list[bytes]) -> N
             assert ours == encoded(theirs(topic, partition, b"".join(pieces)), version, framed)
 
 
-def test_it_can_be_encoded_again() -> None:
+def test_request_can_be_encoded_twice() -> None:
     """A request that was waiting for its connection is encoded when it is sent."""
     request = Produce("sink-1", "flights", 3, Batch((b"records",), 0, 1))
     assert encoded(request, 11, framed=True) == encoded(request, 11, framed=True)

@@ -1,4 +1,4 @@
-"""Which batches the driver tries to write itself, by what the ones before were."""
+"""Which batches the driver tries to write itself, given the previous batches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from spark_connector.run import Run, sink
 
 
 def note(recent: Recent, small: bool, gives_up: bool = False) -> bool:
-    """One batch; whether the driver tried it."""
+    """Note one batch, and return whether the driver tried it."""
     tried = recent.tries
     recent.note(small, tried, by_driver=tried and not gives_up)
     return tried
 
 
-def test_the_first_batch_and_one_behind_a_large_one_are_not_tried() -> None:
+def test_first_batch_and_batch_after_a_large_one_are_not_tried() -> None:
     recent = Recent()
     assert [note(recent, small) for small in (True, True, False, True, True)] == [False, True, True, False, True]
 
@@ -30,10 +30,10 @@ def test_batches_small_only_when_compressed_are_tried_less_often() -> None:
     assert tried == [1, 3, 6, 11, 20, 37, 70, 135, 200, 265, 330, 395]
     while not note(recent, small=True):
         pass
-    assert note(recent, small=True), "one that the driver wrote ends the pauses"
+    assert note(recent, small=True), "a batch written by the driver ends the pauses"
 
 
-def test_the_setting_reaches_the_sink_of_an_app(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_bytes_setting_reaches_the_sink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink_module, "exactly_once_sink", lambda **given: given["settings"])
     app = App("app")
     app.process("in", to="out")(lambda value: value)

@@ -1,4 +1,4 @@
-"""Record batches: what kafka-python's reader makes of them is what went in, whatever it is."""
+"""Record batches: kafka-python's reader returns exactly the encoded rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def decoded(batches: list[Batch]) -> list[tuple[Any, Any, Any, Any]]:
 
 @given(records, st.integers(400, 5_000), st.sampled_from(["none", "gzip"]))
 @settings(max_examples=150, deadline=None)
-def test_what_is_read_is_what_was_written(rows: list[Any], target_bytes: int, compression: str) -> None:
+def test_encoded_rows_round_trip(rows: list[Any], target_bytes: int, compression: str) -> None:
     batches = list(
         encode(columns(rows), IDENTITY, 5, compression=compression, target_bytes=target_bytes, now_ms=NOW_MS)
     )
@@ -70,7 +70,7 @@ def test_what_is_read_is_what_was_written(rows: list[Any], target_bytes: int, co
 
 @given(records, st.integers(0, 30))
 @settings(max_examples=50, deadline=None)
-def test_a_slice_of_a_column_is_encoded_as_its_copy(rows: list[Any], start: int) -> None:
+def test_slice_of_a_column_is_encoded_like_its_copy(rows: list[Any], start: int) -> None:
     start = min(start, len(rows) - 1)
     whole = columns(rows)
     assert list(encode(whole.slice(start), IDENTITY, 0)) == list(encode(columns(rows[start:]), IDENTITY, 0))
@@ -78,7 +78,7 @@ def test_a_slice_of_a_column_is_encoded_as_its_copy(rows: list[Any], start: int)
 
 @given(st.lists(records, min_size=1, max_size=4), st.sampled_from(["none", "gzip"]), st.integers(400, 5_000))
 @settings(max_examples=100, deadline=None)
-def test_rows_in_several_pieces_are_encoded_as_if_they_were_in_one(
+def test_rows_in_several_chunks_are_encoded_like_one_chunk(
     parts: list[list[Any]], compression: str, target_bytes: int
 ) -> None:
     table = pa.Table.from_batches([columns(part) for part in parts])
@@ -89,7 +89,7 @@ def test_rows_in_several_pieces_are_encoded_as_if_they_were_in_one(
     assert decoded(pieces) == decoded(expected)
 
 
-def test_more_records_than_the_table_of_their_numbers_has() -> None:
+def test_batch_with_more_records_than_the_offset_table_is_encoded() -> None:
     count = 3 * len(recordbatch._OFFSETS.sizes)
     rows = pa.record_batch({"key": pa.nulls(count, pa.binary()), "value": pa.array([b""] * count, pa.binary())})
     (batch,) = encode(rows, IDENTITY, 0, max_bytes=4_000_000, target_bytes=4_000_000, now_ms=NOW_MS)
@@ -98,7 +98,7 @@ def test_more_records_than_the_table_of_their_numbers_has() -> None:
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("length", [100, 5_000])
-def test_no_batch_is_above_the_limit(compression: str, length: int) -> None:
+def test_batch_size_is_within_the_limit(compression: str, length: int) -> None:
     noise = np.random.default_rng(1).integers(0, 256, (3_000, length), np.uint8)
     rows = pa.record_batch(
         {"key": pa.array([None] * 3_000, pa.binary()), "value": pa.array([row.tobytes() for row in noise], pa.binary())}
@@ -106,11 +106,11 @@ def test_no_batch_is_above_the_limit(compression: str, length: int) -> None:
     batches = list(encode(rows, IDENTITY, 0, compression=compression, max_bytes=100_000))
     assert max(len(batch.data) for batch in batches) <= 100_000
     assert sum(batch.records for batch in batches) == 3_000
-    # And what fits is used: a batch per record would be correct too.
+    # Batches are also well filled: one batch per record would pass the checks above.
     assert len(batches) < 3_000 * (length + 60) / 60_000 + 2
 
 
-def test_a_record_above_the_limit_is_refused_unless_it_fits_compressed() -> None:
+def test_oversized_record_is_refused_unless_it_fits_compressed() -> None:
     zeros = columns([(None, bytes(50_000), None, None)])
     with pytest.raises(RecordTooLarge, match=r"max\.message\.bytes=10000"):
         list(encode(zeros, IDENTITY, 0, max_bytes=10_000))
@@ -118,7 +118,7 @@ def test_a_record_above_the_limit_is_refused_unless_it_fits_compressed() -> None
     assert len(batch.data) < 10_000
 
 
-def test_the_checksum_covers_everything_behind_it() -> None:
+def test_checksum_covers_all_bytes_after_it() -> None:
     (batch,) = encode(columns([(b"k", b"v", None, 1)]), IDENTITY, 0, compression="lz4")
     (stored,) = struct.unpack_from(">I", batch.data, 17)
     assert stored == crc32c(batch.data[21:])
@@ -126,7 +126,7 @@ def test_the_checksum_covers_everything_behind_it() -> None:
     assert len(batch.data) > HEADER.size
 
 
-def test_the_same_rows_give_the_same_bytes() -> None:
+def test_encoding_is_deterministic() -> None:
     rows = columns([(b"%d" % i, b"v" * i, None, i) for i in range(100)])
     for compression in COMPRESSIONS:
         first, second = (list(encode(rows, IDENTITY, 0, compression=compression)) for _ in range(2))
@@ -135,13 +135,13 @@ def test_the_same_rows_give_the_same_bytes() -> None:
 
 @given(st.lists(st.none() | st.binary(max_size=50), max_size=50))
 @settings(max_examples=200, deadline=None)
-def test_a_key_is_hashed_as_the_java_client_does(keys: list[bytes | None]) -> None:
+def test_key_hash_equals_the_java_clients(keys: list[bytes | None]) -> None:
     expected = [None if key is None else murmur2(key) & 0xFFFFFFFF for key in keys]
     found = murmur2_column(pa.array(keys, pa.binary())).to_pylist()
     assert [None if number is None else number & 0xFFFFFFFF for number in found] == expected
 
 
-def test_the_sequence_behind_the_largest_is_0() -> None:
+def test_sequence_wraps_to_0_after_the_largest() -> None:
     rows = columns([(None, b"v", None, 1)] * 3)
     for first, expected in [(2**31 - 1, 2**31 - 1), (2**31, 0), (2**31 + 5, 5)]:
         (batch,) = encode(rows, IDENTITY, first)

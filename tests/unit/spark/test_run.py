@@ -1,4 +1,4 @@
-"""What the end of a query means: the words of Spark's source as an error of ours. Texts as Spark 4.2.0 writes them."""
+"""The end of a query: errors of Spark's source translated to ours. The texts are those of Spark 4.2.0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from spark_connector.run import Run, _Batches, _follow, check, error_of
 from spark_connector.shipping import lacking
 
 
-def test_what_a_query_does_not_do_is_said_before_spark_is_started() -> None:
+def test_unsupported_app_is_refused_before_spark_starts() -> None:
     def count(value: str, seen: State[int]) -> str: ...  # type: ignore[empty-body]
 
     ageing, stopping, chain = App("app"), App("app"), App("app")
@@ -46,7 +46,7 @@ def test_what_a_query_does_not_do_is_said_before_spark_is_started() -> None:
             check(Run(app, Settings({"bootstrap.servers": "127.0.0.1:9"})))
 
 
-def test_function_that_cannot_be_pickled_is_named_before_spark_is_started() -> None:
+def test_unpicklable_function_is_named_before_spark_starts() -> None:
     lock, app = threading.Lock(), App("app")
 
     @app.process("in", to="out")
@@ -143,28 +143,28 @@ def test_spark_source_error_is_one_sentence_with_an_exit_code(text: str, kind: t
         ),
     ],
 )
-def test_what_an_executors_python_lacks_is_for_good_and_named(raised: str, said: str) -> None:
+def test_missing_package_of_an_executor_is_a_permanent_error(raised: str, said: str) -> None:
     found = lacking(OF_A_TASK.format(raised))
     assert isinstance(found, ConfigurationError)
     assert said in str(found)
     assert lacking(OF_A_TASK.format("ValueError: no")) is None
 
 
-def test_what_the_sink_raised_is_kept_and_what_an_executor_told_wins() -> None:
+def test_sink_error_is_kept_but_an_executor_failure_wins() -> None:
     fenced = Fenced("another query took over")
     assert error_of(Exception("[STREAM_FAILED] BatchFailed: Fenced"), fenced)[0] is fenced
     poison = PoisonRecord("f failed on in[0]@3", "in", 0, 3)
     poison.__cause__ = ValueError("no")
-    told = Exception(f"org.apache.spark.SparkException: OffsetOutOfRangeException ... {to_line(poison)}")
-    ended, _ = error_of(Exception("[STREAM_FAILED]"), told)
+    executor_error = Exception(f"org.apache.spark.SparkException: OffsetOutOfRangeException ... {to_line(poison)}")
+    ended, _ = error_of(Exception("[STREAM_FAILED]"), executor_error)
     assert isinstance(ended, PoisonRecord)
     assert (ended.topic, ended.partition, ended.offset) == ("in", 0, 3)
 
 
 @pytest.mark.parametrize(
-    ("replaced", "kind"), [(True, Fenced), (False, Temporary), (Unavailable("the cluster is away"), Temporary)]
+    ("replaced", "kind"), [(True, Fenced), (False, Temporary), (Unavailable("the cluster is unavailable"), Temporary)]
 )
-def test_late_run_gives_way_only_to_a_run_that_continues(replaced: bool | Unavailable, kind: type[EosError]) -> None:
+def test_replaced_run_ends_only_if_the_other_run_continues(replaced: bool | Unavailable, kind: type[EosError]) -> None:
     def is_replaced() -> bool:
         if isinstance(replaced, Unavailable):
             raise replaced

@@ -1,4 +1,4 @@
-"""A sink writes once in a micro-batch, whoever calls it twice."""
+"""A sink writes a micro-batch once, even if it is called twice."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def micro_batch(run: str = "the-run") -> sink._MicroBatch:
 
 
 def written(by: sink._MicroBatch) -> Marker:
-    """Its marker, as a reader finds it."""
+    """Return the marker of this micro-batch as read back from Kafka."""
     return Marker.decode(by.marker(None, Decision.WRITE, 10).encode())
 
 
 @pytest.mark.parametrize("servers", [("a:1,b:1", "a:1,b:1"), ("a:1,b:1", "b:1, a:1")], ids=["the same", "reordered"])
-def test_of_two_threads_in_one_micro_batch_one_is_refused(
+def test_second_thread_in_one_micro_batch_is_refused(
     servers: tuple[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Both looked before either had written."""
+    """Both threads check for a marker before either has written."""
     monkeypatch.setattr(query, "current", lambda df, batch: QUERY)
     monkeypatch.setattr(query, "is_stop", lambda df, error: False)
     monkeypatch.setattr(sink, "to_spark_metrics", lambda *_: None)
     delivering, delivered, refused = threading.Event(), [], []
 
     def deliver(self: Any, df: Any, batch: Any) -> Any:
-        delivering.wait(0.2)  # time for the other one to look
+        delivering.wait(0.2)  # lets the other thread check
         delivered.append(df)
         return SimpleNamespace(rows=1)
 
@@ -62,21 +62,21 @@ def test_of_two_threads_in_one_micro_batch_one_is_refused(
     assert "would lose its rows" in refused[0]
 
 
-def test_the_marker_of_another_call_in_the_same_run_is_no_marker_of_ours() -> None:
-    """Another sink object, process or name of the brokers: Kafka knows of both."""
+def test_marker_of_another_call_in_the_same_run_is_refused() -> None:
+    """The other call may use another sink object, process or broker address: the marker in Kafka reveals it."""
     mine, other = micro_batch(), micro_batch()
-    assert mine.decide(written(mine)) is Decision.ALREADY  # an attempt before, whose answer was lost
+    assert mine.decide(written(mine)) is Decision.ALREADY  # an earlier attempt whose answer was lost
     with pytest.raises(WrongProgress, match="would lose its rows"):
         mine.decide(written(other))
     assert micro_batch("a restart").decide(written(other)) is Decision.ALREADY
 
 
-def test_a_marker_of_before_says_nothing_of_calls() -> None:
+def test_marker_without_a_call_is_accepted() -> None:
     old = Marker("the-query", 7, 10, "digest", None, ("out",), "the-run")
     assert micro_batch().decide(old) is Decision.ALREADY
 
 
-def test_a_batch_id_is_forgotten_only_where_it_was_asked_for() -> None:
+def test_old_batch_ids_are_forgotten_only_with_remember_days() -> None:
     old = {sink_key("id", "long ago"): 0, sink_key("id"): 0}
     asked = sink._Write(sink_key("id", "new"), "new", ("out",), remember_days=30)
     assert asked.forgets(old) == [sink_key("id", "long ago")]
@@ -86,24 +86,28 @@ def test_a_batch_id_is_forgotten_only_where_it_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("mine", "coordinator", "replaced"),
     [
-        (None, [], True),  # it has fenced nobody
+        (None, [], True),  # this run has fenced no other run
         (Identity(7, 3), [TransactionalIdState("CompleteCommit", 7, 4)], True),
         (
             Identity(7, 3),
             [TransactionalIdState("CompleteCommit", 7, 3), TransactionalIdState("Empty", 7, 4)],
             True,
-        ),  # while this one waits
-        (Identity(7, 3), [TransactionalIdState("CompleteCommit", 7, 3)] * 3, False),  # it has fenced the other one
+        ),  # replaced while this run waits
+        (
+            Identity(7, 3),
+            [TransactionalIdState("CompleteCommit", 7, 3)] * 3,
+            False,
+        ),  # this run has fenced the other one
         (Identity(7, 3), [None] * 3, False),
     ],
 )
-def test_a_run_is_replaced_where_another_one_goes_on(
+def test_run_is_replaced_if_another_run_continues(
     mine: Identity | None,
     coordinator: list[TransactionalIdState | None],
     replaced: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two that both gave way none would be left."""
+    """If both runs gave way to each other, none would continue."""
     answers = iter(coordinator)
     now = iter(range(100))
     monkeypatch.setattr(sink, "ClusterAdmin", lambda _: nullcontext(SimpleNamespace(describe=lambda _: next(answers))))
@@ -111,4 +115,4 @@ def test_a_run_is_replaced_where_another_one_goes_on(
     monkeypatch.setattr(sink._Sink, "identity", mine)
     stream = sink.exactly_once_sink(topic="out", transactional_id="id", bootstrap_servers="a:1")
     assert stream.is_replaced(patience_s=3) is replaced
-    assert next(answers, "asked no more") == "asked no more"
+    assert next(answers, "no answer left") == "no answer left"

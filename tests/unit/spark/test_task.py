@@ -1,4 +1,4 @@
-"""The writing task without a broker: what the driver is told when it fails."""
+"""The writing task without a broker: the results that it reports to the driver when it fails."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def server() -> Iterator[ClaimServer]:
 
 
 def run(server: ClaimServer, targets: list[int], connection: dict[str, Any] | None = None) -> task.Result:
-    """What a task of share 0 of two tells."""
+    """Return the result that a task of share 0 of two reports."""
     connection = {"bootstrap.servers": "127.0.0.1:1"} | (connection or {})
     where = tuple(("t", partition, 1_000_000) for partition in range(4))
     job = task.Job("id", IDENTITY, where, 2, connection, server.office, "none", 1.0)
     values = pa.array([b"v"] * len(targets), pa.binary())
     rows = pa.record_batch({TARGET: pa.array(targets, pa.int32()), "key": values, "value": values})
-    (told,) = task.writer(job)(iter([pack_rows(rows, 2, 0)]))
-    return task.Result.decode(told.to_pylist()[0]["result"])
+    (result,) = task.writer(job)(iter([pack_rows(rows, 2, 0)]))
+    return task.Result.decode(result.to_pylist()[0]["result"])
 
 
 @pytest.mark.parametrize(
     ("error", "answer"),
     [
-        (RuntimeError("never thought of"), Answer.RESTART),
+        (RuntimeError("unexpected"), Answer.RESTART),
         (FileNotFoundError(2, "No such file or directory", "/ca.pem"), Answer.RESTART),
         (kafka_errors.SaslAuthenticationFailedError("wrong password"), Answer.UNAUTHORISED),
         (kafka_errors.TopicAuthorizationFailedError("t"), Answer.UNAUTHORISED),
     ],
 )
-def test_what_nobody_foresaw_is_told_to_the_driver_and_not_run_again(
+def test_unexpected_error_is_reported_and_not_retried_by_spark(
     error: Exception,
     answer: Answer,
     server: ClaimServer,
@@ -60,26 +60,26 @@ def test_what_nobody_foresaw_is_told_to_the_driver_and_not_run_again(
         raise error
 
     monkeypatch.setattr(wire, "shared", fail)
-    told = run(server, [0, 2, 0])
-    assert told.answer == answer.name
-    assert str(error) in str(told.sentence)
-    assert type(error).__name__ in str(told.sentence)
+    result = run(server, [0, 2, 0])
+    assert result.answer == answer.name
+    assert str(error) in str(result.sentence)
+    assert type(error).__name__ in str(result.sentence)
     granted, poison = server.claims.end()
     assert (granted, poison) == ({0}, None)
-    # Where it came from is for the executor's log, unless the sentence says it all.
+    # The executor logs the traceback, except for errors that the message explains completely.
     assert ("Traceback" in capsys.readouterr().err) == (answer is Answer.RESTART)
     with pytest.raises(Stopped, match=re.escape(str(error))) as stopped:
-        _check([told], granted)
+        _check([result], granted)
     assert stopped.value.answer is answer
 
 
-def test_a_setting_that_only_the_executor_finds_wrong_is_named(server: ClaimServer) -> None:
-    told = run(server, [0], {"security.protocol": "SSL", "ssl.ca.location": "/nowhere/ca.pem"})
-    assert told.answer is not None
-    assert "ssl.ca.location" in str(told.sentence)
+def test_setting_invalid_on_the_executor_is_named(server: ClaimServer) -> None:
+    result = run(server, [0], {"security.protocol": "SSL", "ssl.ca.location": "/nowhere/ca.pem"})
+    assert result.answer is not None
+    assert "ssl.ca.location" in str(result.sentence)
 
 
-def test_a_failure_before_the_claim_is_sparks_to_run_again(
+def test_failure_before_the_claim_is_raised_for_a_spark_retry(
     server: ClaimServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: Any) -> Any:
@@ -93,13 +93,13 @@ def test_a_failure_before_the_claim_is_sparks_to_run_again(
 
 def test_rows_of_another_share_are_refused(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "unpack", lambda packed: list(unpack(packed))[::-1])
-    told = run(server, [0, 1])
-    assert told.answer == Answer.REFUSED.name
-    assert "got rows of target" in str(told.sentence)
+    result = run(server, [0, 1])
+    assert result.answer == Answer.REFUSED.name
+    assert "got rows of target" in str(result.sentence)
 
 
 class Written:
-    """In place of a PartitionWriter: keeps the first value of each row, and that it has nothing in flight."""
+    """Stands for a PartitionWriter: keeps the start of each row's value, and has nothing in flight."""
 
     unacknowledged = unacknowledged_bytes = retries = bytes = waited_s = 0
 
@@ -121,14 +121,14 @@ class Written:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> dict[int, Written]:
-    """By target."""
+    """Return the writers by target."""
     written: dict[int, Written] = {}
     monkeypatch.setattr(task._Share, "_open", lambda _, target: written.setdefault(target, Written()))
     return written
 
 
 def job_of(targets: int) -> task.Job:
-    """Of one share."""
+    """Return a job with a single share."""
     claims = Claims()
     claims.begin(IDENTITY)
     where = tuple(("t", partition, 1_000_000) for partition in range(targets))
@@ -140,11 +140,11 @@ def no_wire() -> Any:
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_rows_of_rare_partitions_do_not_keep_what_they_came_with(
+def test_rows_of_rare_partitions_do_not_keep_their_batch_in_memory(
     mixed: bool, written: dict[int, Written], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row in a hundred is for another partition: it waits in one copy with the others of its value. Or each value
-    is of one partition, for which few come."""
+    """Mixed: one row in a hundred is for another partition, and waits as a copy with the others of its value.
+    Otherwise each value is for one partition, which gets few rows."""
     count, values, targets = 1_000, 30, 200
     monkeypatch.setattr(task, "_KEPT_BYTES", 2_000_000)
     monkeypatch.setattr(task, "_WAITING_BYTES", 500_000 if mixed else 4_000_000)
@@ -159,12 +159,12 @@ def test_rows_of_rare_partitions_do_not_keep_what_they_came_with(
         most = max(most, pa.total_allocated_bytes() - before)
     share.finish()
     assert {target: one.values for target, one in written.items()} == expected
-    # The bound, the value that exceeds it, and the next one. All of them together are 30 MB.
+    # The bound, the value that exceeds it, and the next one; all rows together are 30 MB.
     assert most < 6_000_000
 
 
-def test_rows_wait_for_what_spark_gives_next(written: dict[int, Written]) -> None:
-    """10 small batches of 3 partitions: one request for each of these."""
+def test_rows_of_small_batches_are_written_together(written: dict[int, Written]) -> None:
+    """10 small batches for 3 partitions become one request per partition."""
     packed = []
     for number in range(10):
         values = pa.array([b"%08d" % i for i in range(number * 30, number * 30 + 30)], pa.binary())

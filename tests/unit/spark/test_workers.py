@@ -1,4 +1,4 @@
-"""Spark's Python workers: what modules brought is looked at once, and memory stays from batch to batch."""
+"""Spark's Python workers: garbage collections skip objects of modules, and memory is reused between batches."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import gc
 from spark_connector import task
 from spark_connector.workers import begin_task
 
-def looked_at():
+def tracked_objects():
     return len(gc.get_objects())
 
-before = looked_at()
+before = tracked_objects()
 begin_task()
-first, frozen = looked_at(), gc.get_freeze_count()
+first, frozen = tracked_objects(), gc.get_freeze_count()
 begin_task()
 assert gc.get_freeze_count() <= frozen, "a task without new modules freezes nothing"
 import http.server
-with_new_modules = looked_at()
+with_new_modules = tracked_objects()
 begin_task()
-print(before, first, with_new_modules, looked_at())
+print(before, first, with_new_modules, tracked_objects())
 """
 
 
-def test_a_workers_collections_look_at_what_tasks_made_and_not_at_modules() -> None:
+def test_garbage_collections_skip_objects_of_modules() -> None:
     run = subprocess.run([sys.executable, "-c", COLLECTIONS], capture_output=True, text=True, check=True)
     before, first, with_new_modules, second = map(int, run.stdout.split())
     assert before > 10_000
@@ -59,14 +59,14 @@ _NOTHING_SET = {name: value for name, value in os.environ.items() if not name.st
 
 
 def page_faults(begin: str, variables: dict[str, str]) -> tuple[int, int]:
-    """Of 10 batches of one large value, and of 10 with many small ones, each behind the first one."""
+    """Return the page faults of 10 batches of one large value, and of 10 of many small ones, after a first batch."""
     command = [sys.executable, "-c", FAULTS.replace("BEGIN", begin)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=_NOTHING_SET | variables)
     one, many = map(int, run.stdout.split())
     return one, many
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc")
 @pytest.mark.parametrize(
     ("variables", "kept"),
     [
@@ -83,4 +83,4 @@ def test_batch_reuses_memory_unless_the_user_configures_it(variables: dict[str, 
         pytest.skip(f"this kernel gives all of it at once: {without} page faults")
     assert with_ours < without / 10 if kept else with_ours > without / 2
     if kept:
-        assert one < 1_000, "what glibc does without us"
+        assert one < 1_000, "glibc itself reuses the memory of one value"
