@@ -18,7 +18,7 @@ import pytest
 from eos.errors import ConfigurationError
 from eos.kafka.admin.ownership import Identity
 from spark_connector import claims as claims_module
-from spark_connector.claims import ClaimOffice, Claims, ClaimServer, place_of
+from spark_connector.claims import ClaimClient, Claims, ClaimServer, place_of
 from spark_connector.wire import Unreachable
 
 ONE, TWO = Identity(5, 1), Identity(5, 2)
@@ -70,7 +70,7 @@ def test_a_call_that_asks_again_has_its_grant_and_nobody_else_has_it() -> None:
 def test_of_many_at_once_one_is_granted(server: ClaimServer) -> None:
     server.claims.begin(ONE)
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda i: server.office.claim(ONE, i % 4, f"task {i}"), range(40)))
+        answers = list(pool.map(lambda i: server.claims_client.claim(ONE, i % 4, f"task {i}"), range(40)))
     assert len(answers) == 40
     assert 1 <= answers.count(None) <= 4
     assert server.claims.poison is not None
@@ -84,7 +84,7 @@ def test_all_tasks_of_a_large_cluster_may_ask_at_once(server: ClaimServer) -> No
 
     def ask(share: int) -> str | None:
         together.wait(60)
-        return server.office.claim(ONE, share, f"task {share}", deadline_s=30)
+        return server.claims_client.claim(ONE, share, f"task {share}", deadline_s=30)
 
     with ThreadPoolExecutor(tasks) as pool:
         assert list(pool.map(ask, range(tasks))) == [None] * tasks
@@ -105,14 +105,14 @@ def test_a_task_whose_answer_is_lost_asks_again_and_has_its_grant(
         return answer
 
     monkeypatch.setattr(server.claims, "claim", lost_at_first)
-    assert server.office.claim(ONE, 0, "a") is None
+    assert server.claims_client.claim(ONE, 0, "a") is None
     assert len(asked) == 3
-    assert "claimed by a and again by a" in str(server.office.claim(ONE, 0, "a")), "the next call is another one"
+    assert "claimed by a and again by a" in str(server.claims_client.claim(ONE, 0, "a")), "the next call is another one"
 
 
 def test_who_does_not_know_the_key_is_not_answered(server: ClaimServer) -> None:
     server.claims.begin(ONE)
-    stranger = dataclasses.replace(server.office, key=b"guessed")
+    stranger = dataclasses.replace(server.claims_client, key=b"guessed")
     with pytest.raises(Unreachable):
         stranger.claim(ONE, 0, "stranger", deadline_s=0.5)
     assert server.claims.end() == (frozenset(), None)
@@ -132,12 +132,12 @@ def test_an_answer_of_somebody_else_is_none() -> None:
         serving = threading.Thread(target=serve)
         serving.start()
         with pytest.raises(Unreachable, match="is not this query's driver"):
-            ClaimOffice("127.0.0.1", other.getsockname()[1], b"key").claim(ONE, 0, "a")
+            ClaimClient("127.0.0.1", other.getsockname()[1], b"key").claim(ONE, 0, "a")
         serving.join()
 
 
 def claimed(server: ClaimServer, share: int) -> str | None:
-    return server.office.claim(ONE, share, f"task {share}")
+    return server.claims_client.claim(ONE, share, f"task {share}")
 
 
 def test_silent_callers_hold_up_nobody_and_are_given_up(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_silent_callers_hold_up_nobody_and_are_given_up(server: ClaimServer, mon
     server.claims.begin(ONE)
     with contextlib.ExitStack() as silent:
         callers = [
-            silent.enter_context(socket.create_connection((server.office.host, server.office.port), 20))
+            silent.enter_context(socket.create_connection((server.claims_client.host, server.claims_client.port), 20))
             for _ in range(3 * claims_module._MOST)
         ]
         assert claimed(server, 0) is None
@@ -195,7 +195,7 @@ def test_a_driver_that_is_not_there_ends_the_claim_with_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(Unreachable, match=rf"no answer at 127\.0\.0\.1:{port} within 0 s .*eos\.spark\.claims\.port"):
-        ClaimOffice("127.0.0.1", port, b"key").claim(ONE, 0, "a", deadline_s=0.3)
+        ClaimClient("127.0.0.1", port, b"key").claim(ONE, 0, "a", deadline_s=0.3)
 
 
 def test_the_port_that_was_asked_for_is_listened_on_or_one_behind_it() -> None:
@@ -203,7 +203,7 @@ def test_the_port_that_was_asked_for_is_listened_on_or_one_behind_it() -> None:
         port = taken.getsockname()[1]
         server = ClaimServer("127.0.0.1", "127.0.0.1", port)
         server.close()
-        assert port < server.office.port <= port + 16
+        assert port < server.claims_client.port <= port + 16
 
 
 def test_an_address_that_is_not_this_machines_is_named() -> None:

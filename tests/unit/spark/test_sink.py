@@ -79,8 +79,8 @@ def test_a_marker_of_before_says_nothing_of_calls() -> None:
 def test_a_batch_id_is_forgotten_only_where_it_was_asked_for() -> None:
     old = {sink_key("id", "long ago"): 0, sink_key("id"): 0}
     asked = sink._Write(sink_key("id", "new"), "new", ("out",), remember_days=30)
-    assert asked.forgets(old) == [sink_key("id", "long ago")]
-    assert sink._Write(asked.key, "new", ("out",), remember_days=None).forgets(old) == []
+    assert asked.obsolete_keys(old) == [sink_key("id", "long ago")]
+    assert sink._Write(asked.key, "new", ("out",), remember_days=None).obsolete_keys(old) == []
 
 
 @pytest.mark.parametrize(
