@@ -56,7 +56,7 @@ def _is_no_detail(record: logging.LogRecord) -> bool:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """For people: what would move a terminal's cursor, colour it or rename its window is escaped, but `keep`.
+    """Escape all characters that could move a terminal's cursor, colour it or rename its window, except `keep`.
 
     Texts from records, headers and exceptions of functions may contain anything.
     """

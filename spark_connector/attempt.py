@@ -77,7 +77,7 @@ class Batch(Protocol):
 
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker: ...
 
-    def forgets(self, known: Mapping[bytes, int]) -> list[bytes]:
+    def obsolete_keys(self, known: Mapping[bytes, int]) -> list[bytes]:
         """Return the marker keys that are no longer needed; `known` has each key's write time in Unix milliseconds."""
         ...
 
@@ -229,7 +229,7 @@ class Attempt:
             return self._connected.markers.read(self._batch.key)
         except ValueError as error:
             raise ConfigurationError(
-                f"what {marker.TOPIC} says of this sink cannot be read: {error}",
+                f"the entry for this sink in {marker.TOPIC} cannot be read: {error}",
                 remedy="go on with the version of eos that wrote it",
             ) from error
 
@@ -292,7 +292,7 @@ class Attempt:
 
     def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:
         # the driver calls its claims directly, since it may not be reachable at the address for executors
-        job = replace(self._job(targets, 1), office=self._server.claims)
+        job = replace(self._job(targets, 1), claims_client=self._server.claims)
         result = write_rows(job, iter([rows]), lambda: self._connected.wire)
         return [] if result is None else [result]
 
@@ -316,14 +316,15 @@ class Attempt:
             tuple((target.topic, target.partition, target.max_bytes) for target in targets),
             shares,
             options.connection,
-            self._server.office,
+            self._server.claims_client,
             options.compression,
             options.delivery_s,
         )
 
     @staticmethod
     def _packers(cores: int | None) -> int | None:
-        """Return the most tasks that pack a batch: a few times those that run at once, since each has an overhead."""
+        """Return the maximum number of tasks that pack a batch: a few times the number that run at once, not more,
+        since each task has an overhead."""
         return None if cores is None else cores * _PACKERS_PER_CORE
 
     def _cores(self) -> int | None:
@@ -342,8 +343,8 @@ class Attempt:
             self._connected.markers.partition,
             delivery_timeout_s=self._options.delivery_s,
         )
-        forgotten = self._batch.forgets(self._connected.markers.written)
-        keys, values = [self._batch.key, *forgotten], [new.encode(), *[None] * len(forgotten)]
+        obsolete = self._batch.obsolete_keys(self._connected.markers.written)
+        keys, values = [self._batch.key, *obsolete], [new.encode(), *[None] * len(obsolete)]
         one.write(pa.record_batch({"key": pa.array(keys, pa.binary()), "value": pa.array(values, pa.binary())}))
         one.finish()
 

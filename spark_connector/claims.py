@@ -46,8 +46,8 @@ _TRY_S = 10.0  # for one request: a full queue may have lost the connection, and
 _PAUSE_S = 0.1
 
 
-class Office(Protocol):
-    """Receives claims: Claims in the driver, a ClaimOffice anywhere."""
+class ClaimReceiver(Protocol):
+    """Receives claims: `Claims` in the driver's process, a `ClaimClient` in any other."""
 
     def claim(self, attempt: Identity, share: int, who: str) -> str | None: ...
 
@@ -95,7 +95,7 @@ class Claims:
 
 
 @dataclass(frozen=True)
-class ClaimOffice:
+class ClaimClient:
     """The driver's address for claims; it travels to the executors with the task."""
 
     host: str
@@ -172,7 +172,7 @@ class ClaimServer:
         self.claims = Claims()
         self._key = secrets.token_bytes(_NONCE)
         listening = _listen(bind, port)
-        self.office = ClaimOffice(host, listening.getsockname()[1], self._key)
+        self.claims_client = ClaimClient(host, listening.getsockname()[1], self._key)
         self._tell_again = 0.0
         self._loop = asyncio.new_event_loop()
         self._serving = self._loop.create_task(self._serve(listening))

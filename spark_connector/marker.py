@@ -184,7 +184,7 @@ class MarkerReader:
 
     @property
     def written(self) -> dict[bytes, int]:
-        """Return when each of the sink's markers was written, in Unix milliseconds."""
+        """Return the write time of each of the sink's markers, in Unix milliseconds."""
         return {key: at_ms for key, (value, at_ms) in self._markers.items() if value is not None}
 
     def read(self, key: bytes) -> Marker | None:

@@ -1,6 +1,6 @@
 """Replaces the settings' PEM files by their contents, since executors run elsewhere and cannot read the files.
 
-Owns which settings name a file, and the reading. It must never log or show the contents of a file.
+Owns the list of settings that name a file, and reads the files. It must never log or show the contents of a file.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def route(
     without a target, with the reason in REFUSAL.
 
     `topic` a string: all rows go there, and a `topic` column is ignored (as in Spark's own sink). A list: the `topic`
-    column chooses among them. `most_packers`: the most tasks that pack rows, if that can be known in advance. Raises
-    ConfigurationError.
+    column chooses among them. `most_packers`: the maximum number of tasks that pack rows, if that can be known in
+    advance. Raises ConfigurationError.
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 DEFAULT_INSTANCE = "spark"
 _OF_THE_SINK = ("eos.spark.driver.bytes", "eos.spark.claims.port")  # the settings of eos that apply to the sink
 MAX_RECORDS = 1_000_000
-"""The most input offsets of one micro-batch unless `eos.transaction.max.records` is set.
+"""The maximum number of input offsets of one micro-batch unless `eos.transaction.max.records` is set.
 
 The whole computation of a batch must end within the transaction's timeout.
 """

@@ -1,8 +1,8 @@
 """Sends executors the modules they must import: the App's and, on a cluster, this package.
 
-Owns which files are sent with the query, and the error for a failed import on an executor. It must never send installed
-packages (site-packages, the standard library): compiled packages cannot be sent this way, and the executors' Python
-must have msgspec, sortedcontainers, pyarrow and kafka-python.
+Owns the choice of the files that are sent with the query, and the error for a failed import on an executor. It must
+never send installed packages (site-packages, the standard library): compiled packages cannot be sent this way, and the
+executors' Python must have msgspec, sortedcontainers, pyarrow and kafka-python.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exactly-once Kafka sink: each micro-batch, or each batch write, is one transaction of one producer identity.
 
-Owns the functions that users call, and how often a batch is retried. attempt.py owns the steps of one attempt. A batch
-must be retried only by a new attempt, whose first step fences the previous one.
+Owns the functions that users call, and the number of times that a batch is retried. attempt.py owns the steps of one
+attempt. A batch must be retried only by a new attempt, whose first step fences the previous one.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class _MicroBatch:
         if found is not None and (found.query != self.query.id or int(found.batch) > self.number):
             self.decide(found)
 
-    def forgets(self, known: Mapping[bytes, int]) -> list[bytes]:
+    def obsolete_keys(self, known: Mapping[bytes, int]) -> list[bytes]:
         return []
 
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker:
@@ -252,7 +252,7 @@ class _Write:
     def refuse(self, found: Marker | None) -> None:
         """Do nothing: `decide` alone distinguishes two writes with one batch_id."""
 
-    def forgets(self, known: Mapping[bytes, int]) -> list[bytes]:
+    def obsolete_keys(self, known: Mapping[bytes, int]) -> list[bytes]:
         if self.remember_days is None:
             return []
         oldest_ms = (time.time() - self.remember_days * 86_400) * 1000

@@ -20,7 +20,7 @@ from kafka import errors as kafka_errors
 from eos.kafka.admin.ownership import Identity
 from spark_connector import wire
 from spark_connector.answers import Answer, Stopped
-from spark_connector.claims import Office
+from spark_connector.claims import ClaimReceiver
 from spark_connector.packing import numbers, split, unpack
 from spark_connector.partition import IN_FLIGHT, PartitionWriter
 from spark_connector.placing import REFUSAL, TARGET
@@ -35,9 +35,9 @@ _KEPT_BYTES = 32_000_000
 _PIECE_BYTES = 20_000
 # Unacknowledged record batches over all partitions of a share.
 _IN_FLIGHT_BYTES = 32_000_000
-# Over all partitions of a share. The limit is below that of their one connection. At its limit a connection accepts no
-# Metadata request either, and a partition whose leader moved could not find the new one before the others' requests
-# were answered.
+# Unanswered requests over all partitions of a share. Their one connection has a higher limit: at it, the connection
+# accepts no Metadata request either, and a partition whose leader moved could not find the new leader before the other
+# requests were answered.
 _IN_FLIGHT_REQUESTS = wire.MOST_IN_FLIGHT - 20
 _SENTENCE_CHARACTERS = 500
 
@@ -80,7 +80,7 @@ class Job:
     targets: tuple[tuple[str, int, int], ...]
     shares: int
     connection: Mapping[str, Any]  # Kafka's names
-    office: Office
+    claims_client: ClaimReceiver
     compression: str
     delivery_timeout_s: float
 
@@ -163,7 +163,7 @@ class _Share:
 
     def __init__(self, job: Job, number: int, connect: Callable[[], wire.Wire]) -> None:
         self._job, self.number, self._connect = job, number, connect
-        refused = job.office.claim(job.identity, number, _who())
+        refused = job.claims_client.claim(job.identity, number, _who())
         if refused is not None:
             raise Stopped(Answer.RESTART, refused)
         self.partitions: dict[int, PartitionWriter] = {}

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _REQUEST_TIMEOUT_MS = 15_000
 MOST_IN_FLIGHT = 100
-"""The most requests in flight on one connection; at this limit it accepts no further one."""
+"""The maximum number of requests in flight on one connection; at this limit it accepts no further one."""
 BACKOFF_S = 0.02
 _BACKOFF_MAX_S = 0.5
 _METADATA_MAX_VERSION = 9  # by topic name, without topic ids

@@ -1,6 +1,6 @@
 """Reads the annotations of a user's function: of its record, of a second parameter for the record, and of its result.
 
-Owns how annotations are resolved. It must never choose the decoder for an annotation (eos/encoding/serde.py does).
+Owns the resolution of annotations. It must never choose the decoder for an annotation (eos/encoding/serde.py does).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ TIME: Final = b"\0" + _LENGTH.pack(0)
 HEADER: Final = TIME + b"header"
 """The cell of the changelog's header, which belongs to no store (eos/state/notes.py)."""
 MAX_FIELD_BYTES: Final = 401
-"""The most bytes that a map's key takes in a cell's name (eos/app/state.py)."""
+"""The maximum number of bytes that a map's key takes in a cell's name (eos/app/state.py)."""
 
 
 def store_prefix(store: str) -> bytes:

@@ -1,6 +1,6 @@
 """Defines an App: functions from records to outputs, as a user writes them.
 
-Owns which definitions are allowed, and which function gets the records of a topic. It must never do I/O, import a Kafka
+Owns the rules for definitions, and the assignment of topics to functions. It must never do I/O, import a Kafka
 client, or decide about records that a function refuses. The worker and Spark run the same Route (eos/app/routes/),
 and must get the same outputs from it.
 """

@@ -30,7 +30,7 @@ def add_write_time(time_ms: int, value: bytes) -> bytes:
 
 
 def split_write_time(value: bytes) -> tuple[int, bytes]:
-    """Return when a value was written, in milliseconds since the epoch, and the value itself."""
+    """Return the write time of a value, in milliseconds since the epoch, and the value itself."""
     return _TIME.unpack_from(value)[0], value[_TIME.size :]
 
 

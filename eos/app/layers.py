@@ -145,7 +145,8 @@ class Layer:
     def __init__(self, below: LowerCells) -> None:
         self._below = below
         self.changed: dict[bytes, Value] = {}
-        self._rows: dict[bytes, Overlay[Value]] | None = None  # the same by row and field, once a row was read in order
+        # `changed` by row and field, once a row was read in order.
+        self._rows: dict[bytes, Overlay[Value]] | None = None
         self._bounds: dict[bytes, Bounds] = {}  # of rows that were read in order
 
     def get(self, cell: bytes) -> Value:

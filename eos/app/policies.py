@@ -95,5 +95,5 @@ def policy_of(on_error: object) -> Policy:
     if isinstance(on_error, str) and on_error in _BY_NAME:
         return _BY_NAME[on_error]
     raise ConfigurationError(
-        f"on_error={on_error!r} does not exist: it is stop, skip, dlq or retry(n, then=...) of eos"
+        f"on_error={on_error!r} is not a policy: use eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...)"
     )

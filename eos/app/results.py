@@ -1,8 +1,8 @@
 """Turns a function's result into the records to send, and warns about results that look like a mistake.
 
 Owns the meaning of a result; eos/encoding/sends.py makes its bytes and refuses results that cannot be sent. Each
-warning is logged once per function and process. The hot loop (eos/hotloop) handles the usual results itself and calls
-this module for the rest.
+warning is logged once per function and process. The hot loop (eos/hotloop) handles results of the expected types itself
+and calls this module for the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Normalise = Callable[["Record", object], Sequence[Send]]
 def hot_loop_target(
     name: str, destinations: tuple[str, ...], hints: Hints, passing: frozenset[str] = frozenset()
 ) -> Target | None:
-    """Return what the hot loop needs to send usual results; None for a function without a destination."""
+    """Return the hot loop's target for results of the expected types; None for a function without a destination."""
     if not destinations:
         return None
     json = JSON.encode

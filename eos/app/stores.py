@@ -1,6 +1,6 @@
 """Finds the parameters of a function that are state, and calls the function with them.
 
-Owns when changes of state count: once the function has returned and its outputs are made. All changes are encoded
+Changes of state take effect once the function has returned and its outputs are made. All changes are encoded
 before the first is written, so a value that cannot be stored is the function's failure, and changes nothing.
 """
 
@@ -189,7 +189,7 @@ class Stores:
         return times
 
     def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
-        """Return a function that calls one of a single record with the state of its key."""
+        """Return a function that calls `function` with a record and the state of its key."""
         place, kinds, ttls = self._locate, self._kinds, self.ttls
 
         def run(record: Record, given: Any, finish: Finish) -> Any:

@@ -28,15 +28,19 @@ DataOption = Annotated[
 @app.command()
 def start(
     nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="1|3", help="Number of nodes (default: 1, or what the data has)")
+        int | None,
+        typer.Option("--nodes", metavar="1|3", help="Number of nodes (default: that of the existing data, else 1)"),
     ] = None,
     version: Annotated[
-        str | None, typer.Option("--version", help="Kafka version (default: 4.4.0, or what the data has)")
+        str | None,
+        typer.Option("--version", help="Kafka version (default: the version of the existing data, else 4.4.0)"),
     ] = None,
     data: DataOption = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", min=1, max=65533, help="First client port (default: 9092, or what the data has)"),
+        typer.Option(
+            "--port", min=1, max=65533, help="First client port (default: that of the existing data, else 9092)"
+        ),
     ] = None,
     config: Annotated[
         list[str] | None,

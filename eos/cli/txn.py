@@ -149,7 +149,7 @@ def abort(
             confirm(f"end the open transaction of {transactional_id} and fence its owner", yes)
             before, after = abort_open_transaction(admin, loaded, transactional_id)
             if json:
-                print_json([_ended_json({"transactional_id": transactional_id}, before, after)])
+                print_json([_end_result_json({"transactional_id": transactional_id}, before, after)])
                 return
             was = f"was {before.state} (producer id {before.producer_id}, epoch {before.epoch})"
             print(f"{transactional_id}: {was}, is {after.state if after else 'removed'}; its former owner is fenced")
@@ -174,7 +174,7 @@ def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, j
             ids = (found.producer.producer_id, found.producer.epoch)
             where = {"topic": topic, "partition": partition}
             done.append(
-                _ended_json(
+                _end_result_json(
                     where, TransactionalIdState(found.verdict.value, *ids), TransactionalIdState("aborted", *ids)
                 )
             )
@@ -207,7 +207,7 @@ def _listed_json(row: ListedTransaction) -> dict[str, Any]:
     return dataclasses.asdict(row) | {"partitions": [list(p) for p in sorted(row.partitions)]}
 
 
-def _ended_json(
+def _end_result_json(
     what: dict[str, Any], before: TransactionalIdState, after: TransactionalIdState | None
 ) -> dict[str, Any]:
     return what | {"before": _described_json(before), "after": _described_json(after)}

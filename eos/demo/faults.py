@@ -82,15 +82,15 @@ class Witness:
         first = self._first_ongoing(transactional_id)
         return first is not None and self._partitions_with_records_of(first[1]) > 0
 
-    def find_left_open(self, worker: str, attempts: int) -> Hit | None:
+    def find_open_transaction(self, worker: str, attempts: int) -> Hit | None:
         """Return the open transaction of a killed or paused worker if the log has records of it; None otherwise."""
-        return self._find_left_open(lambda: self.find_ongoing(worker), attempts)
+        return self._find_open_transaction(lambda: self.find_ongoing(worker), attempts)
 
-    def find_left_open_by(self, transactional_id: str, attempts: int) -> Hit | None:
-        """Return the open transaction of one transactional id, as `left_open` does."""
-        return self._find_left_open(lambda: self._first_ongoing(transactional_id), attempts)
+    def find_open_transaction_by(self, transactional_id: str, attempts: int) -> Hit | None:
+        """Return the open transaction of one transactional id, as `find_open_transaction` does."""
+        return self._find_open_transaction(lambda: self._first_ongoing(transactional_id), attempts)
 
-    def _find_left_open(
+    def _find_open_transaction(
         self, ongoing: Callable[[], tuple[str, TransactionalIdState] | None], attempts: int
     ) -> Hit | None:
         first = ongoing()
@@ -157,7 +157,7 @@ def kill_in_a_transaction(worker: Child, witness: Witness) -> Hit:
     for attempt in range(1, MAX_ATTEMPTS + 1):
         witness.wait_until_open(worker, other_than=left)
         worker.kill()
-        if hit := witness.find_left_open(worker.name, attempt):
+        if hit := witness.find_open_transaction(worker.name, attempt):
             return hit
         # A transaction without records may be left. It stays open until the first action of the next process ends it,
         # and does not belong to that process.
@@ -171,7 +171,7 @@ def pause_in_a_transaction(worker: Child, witness: Witness) -> Hit:
     for attempt in range(1, MAX_ATTEMPTS + 1):
         witness.wait_until_open(worker)
         worker.pause()
-        if hit := witness.find_left_open(worker.name, attempt):
+        if hit := witness.find_open_transaction(worker.name, attempt):
             return hit
         worker.resume()
     raise NotProven(f"{MAX_ATTEMPTS} times SIGSTOP did not hit an open transaction of worker {worker.name}")

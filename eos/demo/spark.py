@@ -128,7 +128,7 @@ def _kill_in_mid_batch(show: Show, driver: Child, witness: Witness) -> Killed:
         driver.kill()
         # After all processes of the driver have ended, a commit on its way has arrived.
         psutil.wait_procs(jvms, _JVM_EXIT_TIMEOUT_S)
-        if hit := witness.find_left_open_by(TRANSACTIONAL_ID, attempt):
+        if hit := witness.find_open_transaction_by(TRANSACTIONAL_ID, attempt):
             batches = _batches(driver)
             show.event(
                 f"SIGKILL to the driver after {batches} batches, in a transaction ({TRANSACTIONAL_ID}: "

@@ -16,7 +16,7 @@ from eos.records import parse_metadata
 
 HEADER = "eos-lineage"
 KEY = "lineage"
-OFFSET_FORMAT = 1  # of the offset metadata, `v` in it: docs/reference/formats.md
+OFFSET_FORMAT = 1  # the version of the offset metadata, its field `v`: docs/reference/formats.md
 FORMAT = struct.Struct("<iqiiq")
 
 

@@ -1,7 +1,7 @@
 """Converts outputs to Sends: checks and encodes value, key and headers, and checks timestamp and partition.
 
-Owns which outputs cannot be sent, and the error messages for them. It must never know the meaning of a function's
-result (eos/app/results.py).
+Decides which outputs cannot be sent, and owns the error messages for them. It must never know the meaning of a
+function's result (eos/app/results.py).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from eos.records import Each, Feed, FeedResult, Header, Record, Send, format_pos
 Position = tuple[str, int, int]  # topic, partition and offset of a record
 
 _LINES, _LINES_INTERVAL_S = 10, 10.0  # at most this many lines about single records per interval
-# The most lines of the user's code whose failures are logged with frames. A function created for each record would have
-# endlessly many.
+# The maximum number of lines of the user's code whose failures are logged with frames. A function created for each
+# record would have endlessly many.
 _MOST_TRACES = 100
 # Errors in which the operating system reports its own state, not the request: no handles, memory, disk space or
 # processes left; a disk that cannot be read or written.
@@ -167,7 +167,7 @@ class Handler:
         """The longest call since `begun`."""
 
     def open_s(self, txn: Feeds, now: float) -> float:
-        """Return for how many seconds the broker may know the open transaction at most, without waits for room.
+        """Return the longest time for which the broker may have known the open transaction, without waits for room.
 
         The broker's clock starts with the first output; the result is 0 before it.
         """

@@ -15,9 +15,9 @@ _END_OF_PARTITIONS = 2**31
 _NO_HEADERS = ()  # CPython has one empty tuple; another empty sequence only takes the slow path
 
 Header = tuple[str, bytes | None]
-# The destination of usual results: the topic of results that name none, all topics that may be named, the names of
-# headers to pass on (None: none), the type Out, its marker for "the record's" (KEEP), the encoders of values and of
-# keys that are not text, and whether the result None is usual.
+# The destination of results of the expected types: the topic of results that name none, all topics that may be named,
+# the names of headers to pass on (None: none), the type Out, its marker for "the record's" (KEEP), the encoders of
+# values and of keys that are not text, and whether the result None is expected.
 Encode = Callable[[Any], bytes | None]
 Target = tuple[str, frozenset[str], frozenset[str] | None, type[Any], object, Encode, Encode, bool]
 # The arguments of `produce`: topic, value and key; if needed, partition, two callbacks that are None and the timestamp;
@@ -76,12 +76,12 @@ def feed_values(
     refused: Callable[[Exception, Any], object],
     other: Callable[[Any, Any], int],
 ) -> tuple[int, int, BaseException | None]:
-    """Run a function of one record on many. Return (outputs sent, records handled, exception of the next record).
+    """Call a function with each record. Return (outputs sent, records handled, exception of the next record).
 
-    A usual result is sent to `target`: a value, an Out with fields of the usual types, or several of them in a list, a
-    tuple or a generator, once all of them are made. The result None of a record with a value sends nothing, if None is
-    usual. Everything else goes to `other`, which returns how many outputs it sent; so does every output if `target` is
-    None. `refused` gets the exception of `produce` with the output.
+    A result of an expected type is sent to `target`: a value, an Out with fields of the expected types, or several of
+    them in a list, a tuple or a generator, once all of them are made. The result None of a record with a value sends
+    nothing, if None is expected. Everything else goes to `other`, which returns how many outputs it sent; so does every
+    output if `target` is None. `refused` gets the exception of `produce` with the output.
     """
     sent = 0
     coming = iter(records)
@@ -120,8 +120,9 @@ def feed_outs(
     produce: Callable[..., object],
     refused: Callable[[Exception, Any], object],
 ) -> tuple[int, Exception | None] | None:
-    """Send the outputs of a batch function. Return (outputs sent, exception of `refused`); None, and send nothing, if
-    any output is not usual. `latest_ms`: the timestamp of outputs that keep the record's, the latest of the batch."""
+    """Send the outputs of a batch function. Return (outputs sent, exception of `refused`). Send nothing and return None
+    if any output is not of an expected type. `latest_ms`: the timestamp of outputs that keep the record's, the latest
+    of the batch."""
     sent = 0
     try:
         calls = [_call_of(out, None, target, latest_ms) for out in outs if out is not None]
@@ -137,7 +138,7 @@ def feed_outs(
 
 
 def _usual(record: Any, result: Any, target: Target) -> list[Call] | None:
-    """Return the calls of `produce` for a result; None if it is not usual."""
+    """Return the calls of `produce` for a result; None if it is not of an expected type."""
     kind = type(result)
     try:
         if kind is not list and kind is not tuple:

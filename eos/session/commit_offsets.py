@@ -1,6 +1,6 @@
 """The offsets that a transaction commits, with their metadata.
 
-Owns when unchanged offsets are committed again, and the notes of them (eos/kafka/admin/group_history.py).
+Decides when unchanged offsets are committed again, and owns the notes of them (eos/kafka/admin/group_history.py).
 """
 
 from __future__ import annotations

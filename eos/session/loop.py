@@ -61,7 +61,7 @@ class Loop:
 
     def enter(self) -> None:
         """Note that the loop is entered, or entered again after its body was left."""
-        if not self._stops_in_turn:
+        if not self._is_stopping_in_turn:
             with self._turn():
                 if self._open is not None:
                     self._abort("the loop was left before the transaction ended")
@@ -75,13 +75,13 @@ class Loop:
             raise IllegalState(
                 "the session is not started, or closed: `with TransactSession(...) as session:` starts it"
             )
-        if self._stops_in_turn:
+        if self._is_stopping_in_turn:
             return None
         with self._turn():
             return self._next()
 
     @property
-    def _stops_in_turn(self) -> bool:
+    def _is_stopping_in_turn(self) -> bool:
         """True if a turn was interrupted and a stop was requested. Nothing is recovered then: `close` aborts."""
         return self._stopping() and self._is_in_turn
 

@@ -46,12 +46,12 @@ class Commit:
 
     @property
     def open_s(self) -> float:
-        """For how long the transaction was open, once it is committed."""
+        """How long the transaction was open, once it is committed."""
         return float(self.job.result) - self.transaction.began_at
 
     @property
     def sending_s(self) -> float:
-        """For how long of that time its outputs were sent."""
+        """How much of that time was spent sending its outputs."""
         return self.open_s - (self.transaction.handling_s or 0.0)
 
 

@@ -29,7 +29,7 @@ class Parts:
         listener: Listener,
         *,
         until_end: bool,
-        together: int,
+        handled_at_once: int,
         stopping: Callable[[], bool],
         world: World,
     ) -> None:
@@ -39,7 +39,7 @@ class Parts:
         self.pulse = Pulse(world.now)
         interval_s = settings["eos.transaction.interval.ms"] / 1000
         timeout_s = settings.transaction_timeout_ms / 1000
-        self.pacing = Pacing(interval_s, settings["eos.transaction.max.records"], together, timeout_s)
+        self.pacing = Pacing(interval_s, settings["eos.transaction.max.records"], handled_at_once, timeout_s)
         self.watcher = Watcher(settings, world)
         self.fetcher = Fetcher(
             settings,

@@ -1,6 +1,6 @@
 """TransactSession: producer, consumer and group in one object, as an application uses it.
 
-Owns a session's settings and its life, and what can be seen of it. What it does is decided in eos/session/loop.py.
+Owns a session's settings, its life and its visible state. eos/session/loop.py decides what a session does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from confluent_kafka import Consumer
 from eos import log
 from eos.errors import ConfigurationError, IllegalState
 from eos.kafka.admin import preflight
-from eos.kafka.admin.fence import abort_left_open
+from eos.kafka.admin.fence import abort_open_transactions
 from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import FUNCTION_OPTIONS, Settings, alternate_transactional_id, to_settings
@@ -67,12 +67,12 @@ class TransactSession:
         destinations: Sequence[str] = (),
         participants: Sequence[Participant] = (),
         listener: Listener | None = None,
-        together: int = 1,
+        handled_at_once: int = 1,
         world: World = REAL,
     ) -> None:
         """`participants`, `listener`: see eos/session/outcomes.py. With a listener, a session can be made before its
-        topics are known, and `set_topics` sets them before the start. `together`: how many records the application
-        handles at once; a poll of a backlog takes whole batches of them."""
+        topics are known, and `set_topics` sets them before the start. `handled_at_once`: how many records the
+        application handles at once; a poll of a backlog takes whole batches of them."""
         self.settings = to_settings(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         topics = list(topics) if topics is not None else named
@@ -90,7 +90,7 @@ class TransactSession:
             participants,
             listener or Listener(),
             until_end=until_end,
-            together=together,
+            handled_at_once=handled_at_once,
             stopping=lambda: self.stop_requested,
             world=world,
         )
@@ -140,7 +140,7 @@ class TransactSession:
         self._parts.committer.start()
 
         def end(transactional_id: str) -> None:
-            abort_left_open(admin, [transactional_id], world)
+            abort_open_transactions(admin, [transactional_id], world)
 
         old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
         producer.start(deadline, end, alternate=old_brokers)

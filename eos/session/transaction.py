@@ -95,7 +95,7 @@ class Transaction:
         self.handling_s = self.handling_until(now)
 
     def handling_until(self, now: float) -> float:
-        """Return for how long its records were handled, without the time for which sends waited for room."""
+        """Return the time that its records took, without the time for which sends waited for room."""
         if self.handling_s is not None:
             return self.handling_s
         return now - self.began_at - (self.waited_s - self.waited_before)
@@ -198,7 +198,7 @@ class Transaction:
         return self._loop.waited_s
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
-        """Send the outputs that an App's `route.feed` makes of taken records; `Fed.error` is the user's own error."""
+        """Send the outputs that an App's `feed` produces from the records; `Fed.error` is the user's own error."""
         if not self._loop.is_open(self):
             return FeedResult(0, len(records), None)
         fed = self._loop.feed(feed, records)

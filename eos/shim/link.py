@@ -101,7 +101,7 @@ class Link:
         self._pending: deque[Exchange] = deque()
         self.has_request = False  # true once the first request has begun
         self.is_logged_in = False
-        self.opened_at = self.last_read_at = 0.0  # monotonic; the last read is from either side
+        self.opened_at = self.last_read_at = 0.0  # monotonic times; the last read from the client or the broker
         self._draining = False
         self._is_closed = False
         self.memory = memory

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 # Added to the size of the largest frame.
 SHARED_BYTES = 32 * 1024 * 1024
-# Measuring all connections must be worth it: it frees this much, or an eighth of the limit if that is less.
+# Above the limit, this many bytes below it are freed too (or an eighth of the limit if that is less), so that all
+# connections are not measured again soon.
 _FREED_BYTES = SHARED_BYTES // 2
 
 
@@ -46,7 +47,7 @@ class MemoryBudget:
             self._evict_largest()
 
     def start_request(self, account: MemoryAccount) -> None:
-        self._large.pop(account, None)  # the next count puts it last
+        self._large.pop(account, None)  # the next count adds it again, as the last one
 
     def close(self, account: MemoryAccount) -> None:
         self._set(account, 0)

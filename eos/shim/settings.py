@@ -15,8 +15,8 @@ Address = tuple[str, int]
 
 # Kafka's own socket.request.max.bytes
 LARGEST_FRAME_BYTES = 100 * 1024 * 1024
-# For requests that are read whole, except Produce. A TxnOffsetCommit of 50,000 partitions, the most that the shim
-# accepts, takes 0.9 MB.
+# For requests that are read whole, except Produce. A TxnOffsetCommit of 50,000 partitions, the shim's maximum,
+# takes 0.9 MB.
 CONTROL_BYTES = 2 * 1024 * 1024
 # An idle connection takes 20 KB here, with TLS up to 280 KB, and two descriptors.
 MOST_CONNECTIONS = 2_000

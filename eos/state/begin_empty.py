@@ -44,7 +44,7 @@ class EmptyStates:
 
     The states in `fresh` begin empty; the entries of the states in `gone` are deleted. Nothing changes before
     `carry_out`. Raises ConfigurationError, InputGone, Temporary, Unavailable, NotAuthorised, and UsageError if the
-    function has exactly the states that it kept.
+    function's states have not changed.
     """
 
     def __init__(self, settings: Settings, app: App, route: Route, offsets: GroupOffsets, world: World = REAL) -> None:
@@ -63,7 +63,7 @@ class EmptyStates:
         self.fresh = sorted(name for name, shape in have.items() if kept.get(name) != shape)
         if not self.gone and not self.fresh and all(map(self._is_known, self._moves)):
             raise UsageError(
-                f"{route.name} has the states that it kept ({', '.join(have)}): there is no state to empty",
+                f"the states of {route.name} have not changed ({', '.join(have)}): there is no state to empty",
                 remedy="`eos reset MODULE:APP --from earliest --with-state` empties them and handles the input again",
             )
 

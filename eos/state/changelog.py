@@ -23,7 +23,8 @@ _REQUEST_TIMEOUT_S = 10.0
 _DEFAULT_TOMBSTONES_S = 86_400.0  # delete.retention.ms if the brokers do not report it
 _SHORT_TOMBSTONES_S = 3_600.0  # a shorter retention is logged as a warning
 REBUILD = "`eos reset MODULE:APP --from earliest --with-state` rebuilds the state from the records"
-# Only newer records of a key remove records. Where state has a time-to-live, the worker sets their timestamps.
+# A record is removed only by a newer record with the same key (compaction). Where state has a time-to-live, the worker
+# sets the records' timestamps.
 CONFIG = {"cleanup.policy": "compact", "message.timestamp.type": "CreateTime"}
 Rows = dict[str, list[tuple[bytes, bytes]]]
 
@@ -189,7 +190,7 @@ class Start(NamedTuple):
 def find_start(
     position: int, as_of: float, held: OffsetRange, tombstones_s: float, now: float, accepts: bool = False
 ) -> Start | None:
-    """Return where a restore begins to read, given the position of the existing values.
+    """Return the offset at which a restore begins to read, given the position of the existing values.
 
     Returns None if the values are unusable and the changelog's beginning was removed, unless the caller `accepts` the
     changelog as it is. Values are unusable if their position is outside the changelog, or if they are so old that

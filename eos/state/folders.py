@@ -173,7 +173,7 @@ class InFolder:
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
         begin = self._expiring[store]
-        high = begin + b"\xff" * 25  # after any time and digest
+        high = begin + b"\xff" * 25  # sorts after every possible time and digest
         low, self._oldest[begin] = self._oldest.get(begin, begin), high
         for name, cell in self._reading(self._engine.scan_notes(low, high)):
             self._oldest[begin] = min(name, self._oldest[begin])

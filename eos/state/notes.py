@@ -28,7 +28,7 @@ UNSEEN: Final = -1
 """Stands in place of an end: the offset was committed before the changelog was read (auto.offset.reset=latest)."""
 HEADER_FORMAT: Final = 1
 _NAMES_BYTES: Final = 1_000
-"""The most bytes that the names may take of the 4,096 that brokers accept as offset metadata."""
+"""The maximum number of bytes of the names, of the 4,096 that brokers accept as offset metadata."""
 
 
 class OffsetNote(NamedTuple):

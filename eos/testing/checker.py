@@ -31,7 +31,7 @@ Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 EXAMPLES = 5  # examples per verdict; the count of violations is always complete
-_TABLE_SLOTS_PER_RECORD = 8  # the most slots of a table per record; a larger range uses binary search
+_TABLE_SLOTS_PER_RECORD = 8  # the maximum number of table slots per record; a larger range uses binary search
 _SMALL_TABLE_SLOTS = 1 << 20
 
 

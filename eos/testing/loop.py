@@ -28,9 +28,9 @@ class Session:
             shout(session)  # for txn in session: ...
         assert session.ran.values("loud-words") == [b"TO", b"BE"]
 
-    `records` are given as for `eos.testing.run`. `size`: the most records in a transaction, by default all. The loop
-    ends when all are committed. `ran` has the committed outputs; outputs of an aborted transaction are not in it, and
-    its records come again. With `destinations` a read of another topic from `ran` is an error.
+    `records` are given as for `eos.testing.run`. `size`: the maximum number of records in a transaction (default: all).
+    The loop ends when all are committed. `ran` has the committed outputs; outputs of an aborted transaction are not in
+    it, and its records come again. With `destinations` a read of another topic from `ran` is an error.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ def check_own(settings: Settings, app: App, world: World = REAL) -> None:
     notes.check_not_interrupted(committed.values())
     known = {topic for topic, _ in committed}
     for topic in sorted(app.chained):
-        related = {topic, *_before(app, topic)}
+        related = {topic, *_sources_of_writers(app, topic)}
         if known & related or not _holds_records(settings, topic, world):
             continue
         # Query the offsets last: another member's first commit may have made the records readable in the meantime.
@@ -44,7 +44,7 @@ def check_own(settings: Settings, app: App, world: World = REAL) -> None:
             )
 
 
-def _before(app: App, topic: str) -> set[str]:
+def _sources_of_writers(app: App, topic: str) -> set[str]:
     """Return the sources of the functions that write the topic."""
     return {source for source, route in app.routes.items() if topic in route.destinations}
 

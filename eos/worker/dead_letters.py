@@ -125,16 +125,16 @@ def failed_again(letter: DeadLetter, send: Send) -> Send:
     return topic, value, key, partition, timestamp, [*(headers or []), count]
 
 
-# ---- which dead letters are done ------------------------------------------------------------------------------
+# ---- which dead letters are settled ---------------------------------------------------------------------------
 
 
 Run = tuple[int, int]
-"""The first and last offset of a range of done letters; no letter between them waits."""
+"""The first and last offset of a range of settled letters; no letter between them waits."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """The done letters of one partition: all before `offset` (-1: nothing is known), and the `runs` after it."""
+    """The settled letters of one partition: all before `offset` (-1: nothing is known), and the `runs` after it."""
 
     offset: int = -1
     runs: tuple[Run, ...] = ()
@@ -147,7 +147,7 @@ class Done:
         return after > 0 and offset <= self.runs[after - 1][1]
 
     def add(self, *more: Run) -> Done:
-        """Return these done letters with `more` runs added, merged so that no two runs touch each other or `offset`."""
+        """Return these settled letters and `more` runs, merged so that no two runs touch each other or `offset`."""
         offset, runs = self.offset, list[Run]()
         for first, last in sorted((*self.runs, *more)):
             if first <= offset:
@@ -159,7 +159,7 @@ class Done:
         return Done(offset, tuple(runs))
 
     def starting_at(self, low: int) -> Done:
-        """Return the done letters of a partition that begins at `low` now."""
+        """Return these settled letters for a partition whose first offset is `low` now."""
         return Done(max(self.offset, low), self.runs).add()
 
     def metadata(self) -> str:
@@ -174,7 +174,7 @@ class Done:
 
     @staticmethod
     def read(offset: int, metadata: str | None) -> Done:
-        """Return the done letters of a committed offset. Raise ConfigurationError for the format of a newer version."""
+        """Read the settled letters from a committed offset's metadata. Raise ConfigurationError for a newer format."""
         found = parse_metadata(metadata)
         try:
             known = found["v"] <= _FORMAT
@@ -200,7 +200,7 @@ def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
     for at in offsets:
         if len(at.metadata or "") > _METADATA_BYTES:
             raise UsageError(
-                f"{format_position(topic, at.partition)}: the done letters form {len(after[at.partition].runs)} "
+                f"{format_position(topic, at.partition)}: the settled letters form {len(after[at.partition].runs)} "
                 "separate ranges, more than offset metadata can hold; earlier commits stand",
                 remedy="start with the first ones: `eos dlq replay` or `drop --all` with --limit",
             )
@@ -208,14 +208,14 @@ def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
 
 
 class ReplayProgress:
-    """The done dead letters of a topic, kept as a group's committed offsets without joining the group."""
+    """The settled dead letters of a topic, kept as a group's committed offsets without joining the group."""
 
     def __init__(self, settings: Settings, group: str, world: World = REAL) -> None:
         self._group, self._world = group, world
         self._settings = settings
         self._left: dict[str, dict[int, Done]] = {}  # topic -> partition -> the state of our last commit
         self.done: dict[str, dict[int, Done]] = {}
-        """The done letters by topic and partition."""
+        """The settled letters by topic and partition."""
         self._consumer = world.consumer(
             {
                 **settings.admin(),
@@ -234,13 +234,13 @@ class ReplayProgress:
         return self._consumer.consumer_group_metadata()
 
     def load(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
-        """Return the done letters of the partitions that have a committed offset."""
+        """Return the settled letters of the partitions that have a committed offset."""
         found = self.committed(topic, partitions)
         self._left[topic] = dict.fromkeys(partitions, Done()) | found
         return found
 
     def note_committed(self, topic: str, after: Mapping[int, Done]) -> None:
-        """Note that these done letters are committed now."""
+        """Note that these settled letters are committed now."""
         self._left[topic].update(after)
         self.done[topic].update(after)
 
@@ -267,7 +267,7 @@ class ReplayProgress:
             )
 
     def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
-        """Return the done letters of the partitions that have a stable committed offset."""
+        """Return the settled letters of the partitions that have a stable committed offset."""
         places = [TopicPartition(topic, partition) for partition in partitions]
         deadline = self._world.now() + _COMMITTED_S
         while True:

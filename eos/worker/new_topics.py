@@ -25,7 +25,7 @@ from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 
 _ASK_S = 5.0
-_SOON_S = 0.5  # until a topic is checked again that not every broker knows yet
+_SOON_S = 0.5  # pause before the next check of a topic that not every broker knows yet
 _LOOKS = 20  # checks of a topic that lacks leaders, before it is checked only at the normal interval
 _REFRESH_MS = 300_000  # librdkafka's default, for new partitions
 

@@ -132,7 +132,7 @@ class _Step(NamedTuple):
 
 
 class Settling:
-    """Settles dead letters in transactions, each of which commits outputs together with the offsets of done letters.
+    """Settles dead letters in transactions, each of which commits outputs together with the offsets of settled letters.
 
     `whose`: the App's id. Letters without an App's id belong to every App.
     """
@@ -190,8 +190,8 @@ class Settling:
     ) -> Iterator[list[_Step]]:
         """Yield batches of settled letters, each for one transaction interval.
 
-        There is at least one batch, even without letters, because brokers count the days of each partition from its
-        last commit.
+        There is at least one batch, even without letters, because brokers keep each partition's offset for some
+        days after its last commit.
         """
         batch, passed, left = list[_Step](), dict[int, int](), limit
         skipped: dict[int, DeadLetter] = {}  # other Apps' letters, which this run skips
@@ -239,7 +239,7 @@ class Settling:
                 result.outputs += len(one.sends)
 
     def _send(self, topic: str, batch: list[_Step]) -> None:
-        """Send outputs, new dead letters and the offsets of done letters in one transaction."""
+        """Send outputs, new dead letters and the offsets of settled letters in one transaction."""
         settled: defaultdict[int, list[Run]] = defaultdict(list)
         for first, one in batch:
             settled[one.letter.partition].append((first, one.letter.offset))

@@ -51,7 +51,7 @@ class After(Enum):
 
 
 def after(code: int, stopping: bool) -> After:
-    """Return what follows the end of a worker; a negative code is the signal that killed it."""
+    """Return what the supervisor does after a worker has ended; a negative code is the signal that killed it."""
     if stopping or code == 0:
         return After.DONE
     return After.RESTART if code == TEMPORARY or code < 0 else After.STOP
@@ -225,7 +225,7 @@ class Supervisor:
             self.stop()
 
     def _then(self, child: Child, what: After) -> str:
-        """Return what follows, as text for the log; called before it happens."""
+        """Return what the supervisor will do, as text for the log."""
         if self._reloading.is_set():
             return "it is started again with the source as it is now"
         if self._stopping_since is not None:

@@ -78,7 +78,7 @@ class Worker(Listener):
             destinations=sorted(app.destinations),
             participants=[one for one in (ledger, self._keeper) if one is not None],
             listener=self,
-            together=batch_most if any(function.batch for function in app.functions) else 1,
+            handled_at_once=batch_most if any(function.batch for function in app.functions) else 1,
             world=world,
         )
         functions = app.functions

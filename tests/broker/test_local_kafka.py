@@ -113,7 +113,7 @@ def test_failed_block_keeps_and_copies_the_logs(
     monkeypatch.setattr("tempfile.tempdir", None)
     kafka = LocalKafka()
     started = "Kafka Server started"
-    with pytest.raises(RuntimeError, match="the test's own"), kafka:
+    with pytest.raises(RuntimeError, match="the broker of the test"), kafka:
         # The broker answers a moment before it logs this.
         wait_until("the log reports the start", lambda: started in kafka.log_path(0).read_text(), DEADLINE_S)
         raise RuntimeError("the broker of the test")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from eos.broker import LocalKafka
-from eos.kafka.admin.fence import abort_left_open
+from eos.kafka.admin.fence import abort_open_transactions
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from tests.support.raw import RawProducer, raw_producer
@@ -32,11 +32,11 @@ def test_start_aborts_transactions_of_both_ids_of_a_killed_worker(servers: str, 
     before = {name: transaction_of(servers, name) for name in ids}
     assert [before[name].state for name in ids] == ["Ongoing", "Ongoing"]
     with ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin:
-        abort_left_open(admin, ids)
+        abort_open_transactions(admin, ids)
         after = {name: transaction_of(servers, name) for name in ids}
         assert [after[name].state for name in ids] == ["CompleteAbort", "CompleteAbort"]
         assert [after[name].producer_epoch - before[name].producer_epoch for name in ids] == [1, 1]
-        abort_left_open(admin, ids)
+        abort_open_transactions(admin, ids)
     assert {name: transaction_of(servers, name) for name in ids} == after, (
         "an id without an open transaction must not change"
     )
@@ -56,7 +56,7 @@ def test_unused_and_committed_ids_stay_unchanged(servers: str, names: Names) -> 
         wait_until("the markers", lambda: transaction_of(servers, used).state == "CompleteCommit")
         before = transaction_of(servers, used)
         with ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin:
-            abort_left_open(admin, [used, unused])
+            abort_open_transactions(admin, [used, unused])
             assert admin.describe(unused) is None
         assert transaction_of(servers, used) == before
         producer.commit_one(topic, "b")

@@ -91,7 +91,7 @@ def test_requests_to_many_partitions_stay_within_their_bounds(
     server.claims.begin(transaction.identity)
     targets = tuple((topic, partition, 1_000_000) for partition in range(8))
     connection = {"bootstrap.servers": kafka.bootstrap_servers}
-    job = task.Job(name, transaction.identity, targets, 2, connection, server.office, "none", 30.0)
+    job = task.Job(name, transaction.identity, targets, 2, connection, server.claims_client, "none", 30.0)
     packed = []
     for first in range(0, 12_000, 3_000):
         values = rows(3_000, first)

@@ -107,7 +107,7 @@ def test_renamed_state_and_function_keep_their_entries(words: Words) -> None:
     words.run(words.app(state="total", was={"total": "seen"}))
     doubled = {word: 2 * count for word, count in WORDS.items()}
     assert words.state() == {"seen": doubled}
-    with pytest.raises(UsageError, match=r"has the states that it kept \(seen\)"):
+    with pytest.raises(UsageError, match=r"have not changed \(seen\)"):
         words.begin(words.app())
     # With a request, state that the function no longer has is deleted, and does not return under its old name.
     words.begin(words.app(state="total"))

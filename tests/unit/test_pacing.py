@@ -44,9 +44,9 @@ def test_prefetch_is_bounded_in_records_and_bytes(waiting: int, size: int) -> No
         assert (waiting + most) * size <= 4 << 20
 
 
-def after(size: int, together: int = 1) -> Pacing:
+def after(size: int, handled_at_once: int = 1) -> Pacing:
     """Return a pacing that has observed a poll with values of `size` bytes."""
-    pacing = Pacing(0.1, 100_000, together)
+    pacing = Pacing(0.1, 100_000, handled_at_once)
     pacing.observe_size(size)
     return pacing
 

@@ -121,7 +121,7 @@ def test_policies_are_exported_and_accepted_by_name() -> None:
 def test_unknown_policy_is_a_configuration_error(wrong: Any) -> None:
     app = App("app")
     for decorator in (app.process, app.process_batch):
-        with pytest.raises(ConfigurationError, match="it is stop, skip, dlq or retry"):
+        with pytest.raises(ConfigurationError, match=r"use eos\.stop, eos\.skip, eos\.dlq or eos\.retry"):
             decorator("in", to="out", on_error=wrong)
 
 

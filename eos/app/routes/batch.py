@@ -93,7 +93,7 @@ class Batch:
 
 
 class StatefulBatch(Batch):
-    """A function of many records with state, whose changes count once all outputs are made."""
+    """A batch function with state. Its changes take effect once all outputs are made."""
 
     def __init__(
         self,

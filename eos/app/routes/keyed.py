@@ -39,7 +39,8 @@ class Keyed:
 
         self._stores, self._run = stores, stores.concurrent(result_of)
         self._decode, self._finish, self._normalise = decode, finish, normalise
-        # Outcomes of records after a failed one, each with its record and its task's time. The records come again.
+        # Results of the records after a failed one, kept because those records will be handed out again. Each has its
+        # record and the time of its task.
         self._ahead: list[tuple[Record, concurrent.Outcome, int]] = []
         self.feed = feed_from(self.each)
 

@@ -1,8 +1,8 @@
 """Compiles one function of an App with its topics into the form that a worker, Spark and tests call.
 
-Owns how records pass through a function (one by one, in batches or concurrently), and which outputs are sent if it
-fails. A record's outputs exist only once its function has returned (a generator: is exhausted). A function that fails
-in the middle has sent nothing.
+Owns the way in which records pass through a function (one by one, in batches or concurrently), and the choice of the
+outputs that are sent if it fails. A record's outputs exist only once its function has returned (a generator: is
+exhausted). A function that fails in the middle has sent nothing.
 """
 
 from __future__ import annotations

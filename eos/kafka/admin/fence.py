@@ -61,7 +61,7 @@ def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT
                 ) from error
 
 
-def abort_left_open(admin: ClusterAdmin, transactional_ids: Sequence[str], world: World = REAL) -> None:
+def abort_open_transactions(admin: ClusterAdmin, transactional_ids: Sequence[str], world: World = REAL) -> None:
     """Abort the transactions that a killed predecessor left open under these ids, before this process's init.
 
     Only saves time, because the init would do the same. The init's first answer would be CONCURRENT_TRANSACTIONS, and

@@ -73,10 +73,10 @@ def judge(seen: OpenProducer, known: ListedTransaction | None, all_coordinators_
 
 
 def find_open(admin: ClusterAdmin, topics: Iterable[str] | None = None) -> list[OpenTransaction]:
-    """Return every transaction that is open on a partition of these topics (None: all, with internal topics).
+    """Return every transaction that is open on a partition of these topics (None: of all topics, internal ones too).
 
-    Partitions with a transaction that seems to hang are queried again after the coordinator: one that is still open at
-    the same offset has not ended in between.
+    If a transaction seems to hang, its partition is queried again after its coordinator has answered: a transaction
+    that is still open there at the same offset has not ended in the meantime.
     """
     partitions = admin.partitions(topics)
     seen = admin.open_producers(partitions)

@@ -1,11 +1,11 @@
 """Check the cluster now and then, on one background thread with one admin client.
 
-Owns the thread, the client and the times of the checks. Each check owns what it asks and what follows. The client is
-kafka-python's: it asks any broker, and waits between two attempts to connect. librdkafka's AdminClient asks the broker
-that the last answer named as the controller: in KRaft any broker that was alive. While that one is down, librdkafka
-connects again at every change of a connection's state, its own failed attempt included, and reconnect.backoff.ms has no
-effect (RD_KAFKA_OP_CONNECT sets rkb_ts_reconnect to 0). Measured with each of three brokers killed: 3,500 attempts and
-0.4 s of CPU per second, and no answer until the broker is back or five minutes are over.
+Owns the thread, the client and the times of the checks. Each check owns its requests and their consequences. The client
+is kafka-python's: it asks any broker, and waits between two attempts to connect. librdkafka's AdminClient asks the
+broker that the last answer named as the controller: in KRaft any broker that was alive. While that one is down,
+librdkafka connects again at every change of a connection's state, its own failed attempt included, and
+reconnect.backoff.ms has no effect (RD_KAFKA_OP_CONNECT sets rkb_ts_reconnect to 0). Measured with each of three brokers
+killed: 3,500 attempts and 0.4 s of CPU per second, and no answer until the broker is back or five minutes are over.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Watcher:
                         made = self._world.admin(self._settings, timeout_ms=_REQUEST_TIMEOUT_MS)
                         admin = connection.enter_context(made)
                     pause_s = check.run(admin)
-                except Exception as error:  # noqa: BLE001 - of one check, which decides; the others go on
+                except Exception as error:  # noqa: BLE001 - an error of one check: its on_error decides, the others go on
                     connection.close()
                     admin, pause_s = None, check.on_error(error)
                 self._schedule(check, pause_s)

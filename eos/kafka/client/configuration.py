@@ -137,25 +137,25 @@ def render_markdown() -> str:
             "passes to `TransactSession` and `eos.transaction`. Names of Kafka's clients are passed verbatim to "
             "confluent-kafka. An unknown name is refused, and the error suggests the nearest known one.",
             "",
-            "## Ours",
+            "## Settings of eos",
             "",
             *_render_table(
                 ("setting", "default", "meaning"), [(f"`{r.name}`", _format_default(r), r.meaning) for r in ours]
             ),
             "",
-            "## Kafka's, with our default",
+            "## Kafka settings with a different default",
             "",
             *_render_table(
                 ("setting", "default", "meaning"), [(f"`{r.name}`", _format_default(r), r.meaning) for r in kafkas]
             ),
             "",
-            "## Kafka's, restricted to some values",
+            "## Kafka settings with restricted values",
             "",
             "Any other value would break exactly-once or is untested, and is refused (exit 78).",
             "",
             *_render_table(("setting", "allowed", "why"), [(f"`{n}`", a, why) for n, a, why in refused]),
             "",
-            "## Kafka's, reserved",
+            "## Reserved Kafka settings",
             "",
             *_render_table(("setting", "why"), [(f"`{name}`", why) for name, why in sorted(RESERVED.items())]),
             "",

@@ -58,7 +58,7 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     ("produce", _K.MSG_SIZE_TOO_LARGE): Action.POISON,
     ("produce", _K._UNKNOWN_PARTITION): Action.POISON,
     ("produce", _K._INVALID_ARG): Action.POISON,
-    # Our own guard allows it only inside a transaction: the client's transaction has failed since.
+    # eos produces only inside a transaction, so the client's transaction has failed since it began.
     ("produce", _K._STATE): Action.ABORT,
     ("delivery", _K.MSG_SIZE_TOO_LARGE): Action.POISON,
     ("delivery", _K.INVALID_MSG): Action.POISON,

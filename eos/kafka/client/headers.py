@@ -2,7 +2,7 @@
 
 confluent-kafka decodes each header's name as UTF-8 and continues when one fails: `Message.headers()` returns its list
 with that exception set, and keeps the list. A pair whose name failed holds a NULL in place of the name, and reading it
-ends the process. Owns how such a list is read; it decides nothing about the record.
+ends the process. Owns the reading of such a list; it decides nothing about the record.
 """
 
 from __future__ import annotations

@@ -78,11 +78,13 @@ OPTIONS: dict[str, Option] = {
     ),
     "eos.input.topics": Option("", str, "source topics of a TransactSession, separated by commas"),
     "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction takes and handles records"),
-    "eos.transaction.max.records": Option(200_000, _at_least(1), "most input records of one transaction"),
-    # A batch that fits the processor's cache: 5,000 records of 1 KB cost a tenth more
-    # (docs/engineering/measurements.md).
-    "eos.batch.max.records": Option(250, _at_least(1), "most records passed to a batch function at once"),
-    "eos.async.max.records": Option(100, _at_least(1), "most records that an `async def` function handles at once"),
+    "eos.transaction.max.records": Option(200_000, _at_least(1), "maximum number of input records of one transaction"),
+    # Chosen so that a batch fits in the processor's cache: with batches of 5,000 records of 1 KB each record costs a
+    # tenth more (docs/engineering/measurements.md).
+    "eos.batch.max.records": Option(250, _at_least(1), "maximum number of records passed to a batch function at once"),
+    "eos.async.max.records": Option(
+        100, _at_least(1), "maximum number of records that an `async def` function handles at once"
+    ),
     "eos.headers.pass": Option(
         "traceparent,tracestate",
         str,
@@ -226,7 +228,8 @@ SECRETS = frozenset(
 CALLBACKS = frozenset({"stats_cb", "error_cb", "throttle_cb", "oauth_cb", "logger"})
 
 CONSUMER_DEFAULTS: dict[str, Any] = {
-    # A full prefetch queue stops fetching for this long; with librdkafka's 1000 a backlog takes 3.7 times as long.
+    # The pause in fetching while the prefetch queue is full. With librdkafka's default of 1000 a backlog takes 3.7
+    # times as long.
     "fetch.queue.backoff.ms": 5,
     # Java's default. librdkafka's false delivers damaged values, and silently drops records of a damaged batch.
     "check.crcs": True,
@@ -278,7 +281,7 @@ class Settings:
             raise ConfigurationError(f"{name}={self.values[name]} {_reason(error)}") from error
 
     def __getitem__(self, name: str) -> Any:
-        """Return an option of ours (typed), or a Kafka setting as given or by our default; KeyError otherwise."""
+        """Return an option of eos (typed), or a Kafka setting as given or its default in eos; KeyError otherwise."""
         if name in self._options:
             return self._options[name]
         for source in (self.values, PRODUCER_DEFAULTS, CONSUMER_DEFAULTS, COMMON_DEFAULTS):

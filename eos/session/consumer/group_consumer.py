@@ -339,7 +339,9 @@ class GroupConsumer:
             sentence = "the group had removed this member, which joined again with its old partitions"
             raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))
         if not self.assignment.located.issuperset(offsets):
-            raise _cannot_commit(self.lost_reason or "a partition of this transaction is no longer assigned to it")
+            raise _cannot_commit(
+                self.lost_reason or "a partition of this transaction is no longer assigned to this member"
+            )
         return metadata
 
     def lags(self) -> dict[Partition, int | None]:

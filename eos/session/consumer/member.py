@@ -1,7 +1,7 @@
 """This process as a member of its group: its member ids, and the instance id of a static member.
 
-Owns how to tell this member from another one with its instance id, from one that it was before, and from a predecessor
-that must be removed first.
+Decides whether a member is this one, another one with the same instance id, an earlier one of this process, or a
+predecessor that must be removed first.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
 # A smaller transaction ends too fast for a prefetch to pay. And a poll serves the group's callbacks, which should
 # run after its commit: a partition that is revoked before makes the transaction abort.
 _PREFETCH_FROM = 2_000
-# Most records and bytes to prefetch during a flush or a commit: as many as 20 ms fetch, and as the processor's last
-# cache keeps until they are handled (32 MB took a tenth more time with 1 KB values: docs/engineering/measurements.md).
+# Maximum numbers of records and bytes to prefetch during a flush or a commit: as many as 20 ms fetch, and as the
+# processor's last cache keeps until they are handled (32 MB took a tenth more time with 1 KB values:
+# docs/engineering/measurements.md).
 _PREFETCH, _PREFETCH_BYTES = 20_000, 4 << 20
 # Inputs of this size are rarely the reason for a slow transaction: at 64 KB/s they are sent within a second. A cluster
 # that answers late takes as long for one record, and smaller transactions only multiply its delay.
@@ -24,14 +25,16 @@ _LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7  # after an abort
 
 
 class Pacing:
-    """`most`: records of one transaction. `together`: how many records the application handles at once; a poll of a
-    backlog takes whole batches of them. `timeout_s`: how long the sends of a transaction may take."""
+    """`most`: maximum number of records of one transaction. `handled_at_once`: how many records the application handles
+    at once; a poll of a backlog takes whole batches of them. `timeout_s`: how long the sends of a transaction may
+    take."""
 
-    def __init__(self, interval_s: float, most: int, together: int = 1, timeout_s: float = math.inf) -> None:
-        self.interval_s, self._most, self.together, self._timeout_s = interval_s, most, together, timeout_s
+    def __init__(self, interval_s: float, most: int, handled_at_once: int = 1, timeout_s: float = math.inf) -> None:
+        self.interval_s, self._timeout_s = interval_s, timeout_s
+        self._most, self.handled_at_once = most, handled_at_once
         self.limit = most
-        """Most records of the next transaction. Shrinks during the search for a refused record, and after transactions
-        whose records could not be sent in time."""
+        """The maximum number of records of the next transaction. Shrinks during the search for a refused record, and
+        after transactions whose records could not be sent in time."""
         self.aborts_in_a_row = 0
         self._recovers_from_timeout = False  # since a timeout, no transaction was allowed `most` records
         self._last_timed_out = False  # since a timeout, no transaction committed
@@ -47,7 +50,7 @@ class Pacing:
     def observe_size(self, size: int) -> None:
         """Note that a poll returned a record with a value of this many bytes."""
         chunk = min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNK_BYTES // max(1, size)))
-        self._chunk = max(chunk - chunk % self.together, self.together)
+        self._chunk = max(chunk - chunk % self.handled_at_once, self.handled_at_once)
         self._few = max(1, _FEW_BYTES // max(1, size))
 
     def most_to_gather(self, waiting: int) -> int:
@@ -86,7 +89,7 @@ class Pacing:
         self._gathering_since += seconds
 
     def begin(self, now: float) -> float:
-        """Note that a transaction begins; return until when it hands out records.
+        """Note that a transaction begins. Return the time at which it stops handing out records.
 
         Gathering and handing out together take one interval, so that a record does not wait for two. At least half an
         interval is left, or the transactions of a slow function would shrink to single records."""
@@ -103,7 +106,7 @@ class Pacing:
     # ---- how transactions ended -------------------------------------------------------------------------------
 
     def committed(self, taken: int, open_s: float = 0.0, sending_s: float = 0.0) -> None:
-        """Note a transaction that was open for `open_s`, of which its outputs were sent for `sending_s`.
+        """Note a transaction that was open for `open_s`, and spent `sending_s` of it sending its outputs.
 
         The next one may take more records if half of the timeout was enough, and takes fewer if sending took more than
         three quarters of it.

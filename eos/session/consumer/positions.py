@@ -260,7 +260,7 @@ def _runs(batch: list[R]) -> list[tuple[int, int]]:
 
 
 def _span(batch: list[R]) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int]]:
-    """Return the first offset, and one after the last, of each partition in a batch in order."""
+    """Return, per partition of an ordered batch, the first offset and one after the last."""
     begins: dict[TopicPartition, int] = {}
     nexts: dict[TopicPartition, int] = {}
     for start, stop in _runs(batch):

@@ -1,6 +1,6 @@
 """Queries that a consumer sends to the cluster: offsets of its group, ends of its topics.
 
-Owns which answers are awaited and which errors end the session. It never moves the consumer.
+Decides which answers are awaited, and which errors end the session. It never moves the consumer.
 """
 
 from __future__ import annotations
@@ -210,14 +210,14 @@ class EndOfInput:
         if self._targets or not self._rounds:
             return not self._targets
         try:
-            self._targets = self._chained_ends()
+            self._targets = self._chained_topic_ends()
         except Unavailable as error:
             log.debug("chained topics unavailable", error=str(error))
         else:
             self._rounds -= 1
         return False
 
-    def _chained_ends(self) -> dict[Partition, int]:
+    def _chained_topic_ends(self) -> dict[Partition, int]:
         """Return the present ends of the chained topics, which include the outputs of all committed transactions: their
         markers may still be on their way."""
         client = connect(self._settings, _QUERY_S, self._world)

@@ -1,6 +1,6 @@
 """Input that the client cannot read: offsets that the broker does not have, and damaged batches.
 
-Owns when the session ends because of them, and the error message. It never touches the consumer.
+Decides when the session ends because of them, and owns the error message. It never touches the consumer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Ownership of a transactional.id: ours until a newer instance initialises it, and then lost for good.
 
 Owns the queries to its coordinator (eos/kafka/admin/ownership.py judges the answers) and their consequence: a producer
-that lost the id never begins or initialises again, because an init would take the id back from its present owner. Owns
-too what a session commits about itself with each offset (docs/reference/formats.md), and reads it of others: exit 79
-names the process that took over.
+that lost the id never begins or initialises again, because an init would take the id back from its present owner. Also
+owns the metadata that a session commits about itself with each offset (docs/reference/formats.md), and reads that of
+others: exit 79 names the process that took over.
 """
 
 from __future__ import annotations

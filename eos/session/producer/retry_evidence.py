@@ -33,8 +33,8 @@ import msgspec
 COORDINATOR = "TxnCoordinator"  # librdkafka's logical broker for the transaction coordinator
 FIXED_BACKOFF_MS = 500  # of AddPartitionsToTxn and TxnOffsetCommit, in rdkafka_txnmgr.c
 MARGIN = 0.8
-# librdkafka's clock (rdtime.h) is time.monotonic() on Linux only. Elsewhere statistics cannot be ordered with calls, so
-# every slow call counts as retried.
+# librdkafka's clock (rdtime.h) is time.monotonic() on Linux only. Elsewhere it is unknown whether statistics were made
+# before or after a call, so every slow call counts as retried.
 ONE_CLOCK = sys.platform == "linux"
 
 
@@ -65,8 +65,8 @@ class Statistics(msgspec.Struct):
     eos: _Eos = msgspec.field(default_factory=_Eos)
 
     def since(self, name: str) -> int:
-        """Return when this broker's connection reached its state. Computed from one reading of the clock, so it is the
-        same number in all statistics of one connection, and another number for the next connection."""
+        """Return the time at which this broker's connection reached its state. Computed from one reading of the clock,
+        so it is the same number in all statistics of one connection, and another number for the next connection."""
         return self.ts - self.brokers[name].stateage
 
     def count(self, request: str) -> int:
@@ -83,7 +83,7 @@ SENT_AGAIN_WHEN_ANSWERED = frozenset({"AddOffsetsToTxn"})
 
 
 class RetryEvidence:
-    """Collects evidence over the life of one producer; `reason` is the first piece found, or None.
+    """Collects evidence that one producer may have retried a request; `reason` is the first that it found, or None.
 
     `retry_backoff_ms` is the backoff that librdkafka really uses (Settings.retry_backoff_ms). Times are
     time.monotonic(). Without `one_clock` no statistics clear a slow call.
@@ -202,7 +202,7 @@ class RetryEvidence:
 
 
 def _changed_connection(before: Statistics | None, now: Statistics) -> str:
-    """Return how a connection changed that may have counted a request; "" if all are the same.
+    """Return the change of a connection that may have counted a request; "" if all are the same.
 
     librdkafka recreates a broker's entry when all brokers are down (metadata.recovery.strategy=rebootstrap) or when the
     cluster forgot it for a moment. Its counters then start again, and one copy on each would look like one in all.

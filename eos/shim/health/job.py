@@ -29,7 +29,7 @@ _READ = frozenset(
 
 
 class CountingJob(Job):
-    """Count `errors` by (API, error), and `ends` accepted by the coordinator by commit or abort."""
+    """Count the `errors` of each (API, error), and the `ends`, "commit" or "abort", that the coordinator accepted."""
 
     def __init__(self) -> None:
         self.errors: Counter[tuple[str, str]] = Counter()

@@ -41,7 +41,7 @@ _FENCED_KNOWN_SINCE = 2  # EndTxn
 
 # Positions in a record batch.
 _CRC_AT, _IDENTITY_AT, _SEQUENCE_AT, _CHANGED_END = 17, 43, 53, 57
-# Per partition of a Produce. Brokers accept only one.
+# The maximum number of batches per partition of a Produce. Brokers accept only one.
 _MOST_BATCHES = 1_000
 
 

@@ -14,9 +14,9 @@ from eos.shim.wire.frames import Piece
 
 # The longest string that brokers accept (a 16 bit length, even if the encoding allows more).
 LONGEST_STRING_BYTES = 32_767
-# The most tagged fields in one section. The messages of Kafka 4.3.1 have only a few.
+# The maximum number of tagged fields in one section. The messages of Kafka 4.3.1 have only a few.
 MOST_TAGS = 100
-# The most elements of all arrays and tagged fields in one message, such as the partitions of a request.
+# The maximum number of elements of all arrays and tagged fields in one message, such as the partitions of a request.
 MOST_ELEMENTS = 50_000
 
 _INT16, _INT32, _INT64 = struct.Struct(">h"), struct.Struct(">i"), struct.Struct(">q")

@@ -119,7 +119,7 @@ class Cluster(ABC):
         self._mark_down(i)
 
     def stop(self, i: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop the node with SIGTERM, and SIGKILL after `timeout_s`; a node without a quorum takes all the time.
+        """Stop the node with SIGTERM, and with SIGKILL after `timeout_s`: a node without a quorum does not end before.
 
         The node is down on return.
         """

@@ -18,7 +18,7 @@ import pytest
 from eos.errors import ConfigurationError
 from eos.kafka.admin.ownership import Identity
 from spark_connector import claims as claims_module
-from spark_connector.claims import ClaimOffice, Claims, ClaimServer, place_of
+from spark_connector.claims import ClaimClient, Claims, ClaimServer, place_of
 from spark_connector.wire import Unreachable
 
 ONE, TWO = Identity(5, 1), Identity(5, 2)
@@ -70,7 +70,7 @@ def test_repeated_call_keeps_its_grant_and_another_is_refused() -> None:
 def test_one_of_many_concurrent_claims_is_granted(server: ClaimServer) -> None:
     server.claims.begin(ONE)
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda i: server.office.claim(ONE, i % 4, f"task {i}"), range(40)))
+        answers = list(pool.map(lambda i: server.claims_client.claim(ONE, i % 4, f"task {i}"), range(40)))
     assert len(answers) == 40
     assert 1 <= answers.count(None) <= 4
     assert server.claims.poison is not None
@@ -84,7 +84,7 @@ def test_all_tasks_of_a_large_cluster_can_claim_at_once(server: ClaimServer) -> 
 
     def ask(share: int) -> str | None:
         together.wait(60)
-        return server.office.claim(ONE, share, f"task {share}", deadline_s=30)
+        return server.claims_client.claim(ONE, share, f"task {share}", deadline_s=30)
 
     with ThreadPoolExecutor(tasks) as pool:
         assert list(pool.map(ask, range(tasks))) == [None] * tasks
@@ -103,14 +103,14 @@ def test_task_repeats_its_claim_after_a_lost_answer(server: ClaimServer, monkeyp
         return answer
 
     monkeypatch.setattr(server.claims, "claim", lose_first_answers)
-    assert server.office.claim(ONE, 0, "a") is None
+    assert server.claims_client.claim(ONE, 0, "a") is None
     assert len(asked) == 3
-    assert "claimed by a and again by a" in str(server.office.claim(ONE, 0, "a")), "a second call is refused"
+    assert "claimed by a and again by a" in str(server.claims_client.claim(ONE, 0, "a")), "a second call is refused"
 
 
 def test_caller_without_the_key_gets_no_answer(server: ClaimServer) -> None:
     server.claims.begin(ONE)
-    unauthenticated = dataclasses.replace(server.office, key=b"guessed")
+    unauthenticated = dataclasses.replace(server.claims_client, key=b"guessed")
     with pytest.raises(Unreachable):
         unauthenticated.claim(ONE, 0, "task", deadline_s=0.5)
     assert server.claims.end() == (frozenset(), None)
@@ -130,12 +130,12 @@ def test_answer_of_another_program_is_refused() -> None:
         serving = threading.Thread(target=serve)
         serving.start()
         with pytest.raises(Unreachable, match="is not this query's driver"):
-            ClaimOffice("127.0.0.1", other.getsockname()[1], b"key").claim(ONE, 0, "a")
+            ClaimClient("127.0.0.1", other.getsockname()[1], b"key").claim(ONE, 0, "a")
         serving.join()
 
 
 def claimed(server: ClaimServer, share: int) -> str | None:
-    return server.office.claim(ONE, share, f"task {share}")
+    return server.claims_client.claim(ONE, share, f"task {share}")
 
 
 def test_silent_callers_block_no_one_and_are_disconnected(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_silent_callers_block_no_one_and_are_disconnected(server: ClaimServer, m
     server.claims.begin(ONE)
     with contextlib.ExitStack() as silent:
         callers = [
-            silent.enter_context(socket.create_connection((server.office.host, server.office.port), 20))
+            silent.enter_context(socket.create_connection((server.claims_client.host, server.claims_client.port), 20))
             for _ in range(3 * claims_module._MOST)
         ]
         assert claimed(server, 0) is None
@@ -193,7 +193,7 @@ def test_unreachable_driver_ends_the_claim_with_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(Unreachable, match=rf"no answer at 127\.0\.0\.1:{port} within 0 s .*eos\.spark\.claims\.port"):
-        ClaimOffice("127.0.0.1", port, b"key").claim(ONE, 0, "a", deadline_s=0.3)
+        ClaimClient("127.0.0.1", port, b"key").claim(ONE, 0, "a", deadline_s=0.3)
 
 
 def test_server_listens_on_the_configured_port_or_a_later_one() -> None:
@@ -201,7 +201,7 @@ def test_server_listens_on_the_configured_port_or_a_later_one() -> None:
         port = taken.getsockname()[1]
         server = ClaimServer("127.0.0.1", "127.0.0.1", port)
         server.close()
-        assert port < server.office.port <= port + 16
+        assert port < server.claims_client.port <= port + 16
 
 
 def test_foreign_bind_address_is_refused_by_name() -> None:

@@ -79,8 +79,8 @@ def test_marker_without_a_call_is_accepted() -> None:
 def test_old_batch_ids_are_forgotten_only_with_remember_days() -> None:
     old = {sink_key("id", "long ago"): 0, sink_key("id"): 0}
     asked = sink._Write(sink_key("id", "new"), "new", ("out",), remember_days=30)
-    assert asked.forgets(old) == [sink_key("id", "long ago")]
-    assert sink._Write(asked.key, "new", ("out",), remember_days=None).forgets(old) == []
+    assert asked.obsolete_keys(old) == [sink_key("id", "long ago")]
+    assert sink._Write(asked.key, "new", ("out",), remember_days=None).obsolete_keys(old) == []
 
 
 @pytest.mark.parametrize(

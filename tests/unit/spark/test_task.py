@@ -33,7 +33,7 @@ def run(server: ClaimServer, targets: list[int], connection: dict[str, Any] | No
     """Return the result that a task of share 0 of two reports."""
     connection = {"bootstrap.servers": "127.0.0.1:1"} | (connection or {})
     where = tuple(("t", partition, 1_000_000) for partition in range(4))
-    job = task.Job("id", IDENTITY, where, 2, connection, server.office, "none", 1.0)
+    job = task.Job("id", IDENTITY, where, 2, connection, server.claims_client, "none", 1.0)
     values = pa.array([b"v"] * len(targets), pa.binary())
     rows = pa.record_batch({TARGET: pa.array(targets, pa.int32()), "key": values, "value": values})
     (result,) = task.writer(job)(iter([pack_rows(rows, 2, 0)]))
