@@ -22,8 +22,8 @@ from eos import log
 from eos.app.definition import App
 from eos.encoding.serde import function_name
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
+from eos.kafka.admin.facts import check_topics
 from eos.kafka.client.settings import Settings
-from eos.session.consumer.queries import check_topics
 from eos.signals import ShutdownExpired, StopSignals, took_too_long
 from spark_connector import failures, keyed
 from spark_connector.apply import OUTPUTS, Apply

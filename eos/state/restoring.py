@@ -84,8 +84,9 @@ class Restoring:
         self._ends: dict[int, int] = {}  # of the partitions that are being read
         self._ready: dict[int, Values] = {}
         self._client: Any = None
-        self._began = self._logged_at = world.now()
-        self._waiting_logged_at = world.now()
+        self._began = world.now()
+        self._progress_log = log.Reminder(world.now, _LOG_INTERVAL_S)
+        self._waits_log = log.Reminder(world.now)
         self._next_check = 0.0
         self._bytes = 0  # read and not yet written
         self._read = self._keys = 0
@@ -224,8 +225,7 @@ class Restoring:
         if not isinstance(reason, Unavailable) and now > progress.waiting_since + _SETTLE_TIMEOUT_S + more_s:
             raise reason
         log.debug("changelog not ready", topic=self._topic, partition=partition, reason=reason)
-        if now - self._waiting_logged_at >= 2 * _LOG_INTERVAL_S:
-            self._waiting_logged_at = now
+        if self._waits_log.tick():
             log.warning("state restore waiting", function=self._function, partition=partition, reason=reason)
 
     def _read_ready(self) -> Generator[None]:
@@ -292,14 +292,12 @@ class Restoring:
         self._keys += len(progress.values) - own_entries(progress.values)
 
     def _log_progress(self) -> None:
-        now = self._world.now()
-        if now - self._logged_at < _LOG_INTERVAL_S:
+        if not self._progress_log.tick():
             return
-        self._logged_at = now
         log.info(
             "restoring state",
             function=self._function,
             read=self._read,
             left=self.left,
-            per_second=round(self._read / (now - self._began)),
+            per_second=round(self._read / (self._world.now() - self._began)),
         )

@@ -34,7 +34,7 @@ SESSION_MS = 6_000
 
 @pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    """A single node that this module may stop and start."""
+    """Start a single node that this module may stop and start."""
     yield from local_kafka(request)
 
 
@@ -66,9 +66,9 @@ def test_commit_waits_for_a_restarting_broker_and_is_exact(
     pipeline.wait_state("Ongoing", timeout_s=2.5)
     wait_for_markers(pipeline)
     alone.stop(0)
-    worker.go_on()
+    worker.release()
     alone.start(0)
-    assert worker.wait(PATIENCE_S) == 0, worker.last_words
+    assert worker.wait(PATIENCE_S) == 0, worker.final_output
     pipeline.verify()
 
 
@@ -90,8 +90,8 @@ def test_session_expired_during_an_outage_is_not_a_newer_instance(alone: LocalKa
     alone.start(0)
     back = time.monotonic()
     wait_until("some heartbeats", lambda: time.monotonic() > back + 2.5)
-    worker.go_on()
-    assert worker.wait(PATIENCE_S) == 0, worker.last_words
+    worker.release()
+    assert worker.wait(PATIENCE_S) == 0, worker.final_output
     pipeline.verify()
 
 
@@ -105,9 +105,9 @@ def test_killed_coordinator_loses_and_duplicates_nothing(step: str, cluster: Loc
     pipeline.wait_state("Ongoing", timeout_s=5)
     victim = coordinator_of(pipeline.servers, pipeline.transactional_ids()[0])
     cluster.kill(victim)
-    worker.go_on()
+    worker.release()
     try:
-        assert worker.wait(PATIENCE_S) == 0, worker.last_words
+        assert worker.wait(PATIENCE_S) == 0, worker.final_output
     finally:
         cluster.start(victim)
         cluster.wait_in_sync()
@@ -127,5 +127,5 @@ def test_killing_three_brokers_in_turn_loses_and_duplicates_nothing(cluster: Loc
         cluster.wait_in_sync()
     assert worker.running
     worker.terminate()
-    assert worker.wait() == 0, worker.last_words
+    assert worker.wait() == 0, worker.final_output
     pipeline.verify()

@@ -192,8 +192,8 @@ def test_proof_finds_a_duplicate_record() -> None:
 
 def test_proof_finds_a_record_that_replaced_another() -> None:
     """Replace a record and keep the count, so that only keys and lineage show the difference."""
-    stranger = (0, 0, 0, b"flight 99", DELAYS[0][4])
-    assert judged([stranger, *DELAYS[1:], *LATES]) >= {
+    foreign_record = (0, 0, 0, b"flight 99", DELAYS[0][4])
+    assert judged([foreign_record, *DELAYS[1:], *LATES]) >= {
         "records in flight-delays",
         "records lost",
         "records without an input",

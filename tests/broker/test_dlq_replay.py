@@ -155,9 +155,9 @@ def test_replay_killed_in_a_transaction_continues_exactly_once(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = len(shop.outputs(settled=step == "commit"))  # A later kill would leave a transaction open.
     assert 0 < before < 250, "the kill came before or after the replay"
-    told = shop.replay(MENDED="1")
+    printed = shop.replay(MENDED="1")
     left = 250 - before
-    assert told == f"{left} replayed, {left} handled ({left} outputs), 0 failed again"
+    assert printed == f"{left} replayed, {left} handled ({left} outputs), 0 failed again"
     assert shop.outputs() == sorted(value.upper() for value in values)
     assert shop.listed() == []
 
@@ -172,7 +172,7 @@ def test_replay_without_committed_offsets_needs_a_start_option(shop: Shop) -> No
     assert shop.eos("dlq", "replay", "shop:app").returncode == 64, "a first replay cannot be told from a repeated one"
     assert shop.replay("--from", "earliest", MENDED="1").startswith("2 replayed, 2 handled")
     group = f"{shop.id}-dlq-replay"
-    assert {place[1] for place in committed_offsets(shop.servers, group, [shop.dlq])} == {0, 1}, (
+    assert {offset[1] for offset in committed_offsets(shop.servers, group, [shop.dlq])} == {0, 1}, (
         "the offsets of partitions with and without dead letters"
     )
     admin.delete_consumer_groups([group])[group].result()
@@ -180,7 +180,7 @@ def test_replay_without_committed_offsets_needs_a_start_option(shop: Shop) -> No
     assert again.returncode == 64
     assert "letters there are older than the 7 days" in again.stderr
     assert "`--from earliest` takes all of them" in again.stderr
-    assert "they may have been replayed before" in shop.eos("dlq", "list", "shop:app").stderr
+    assert "may have been replayed before" in shop.eos("dlq", "list", "shop:app").stderr
     assert shop.outputs() == ["BAD 0", "BAD 1"]
 
 
@@ -205,8 +205,8 @@ def test_dead_letters_are_dropped_and_repaired_one_by_one(shop: Shop) -> None:
     assert shop.replay(MENDED="1") == "1 replayed, 1 handled (1 outputs), 0 failed again"
     assert shop.outputs() == ["BAD 0", "BAD STILL", "GOOD"]
     assert shop.listed() == []
-    for place in committed_offsets(shop.servers, f"{shop.id}-dlq-replay", [shop.dlq]).values():
-        assert place > 0
+    for offset in committed_offsets(shop.servers, f"{shop.id}-dlq-replay", [shop.dlq]).values():
+        assert offset > 0
     shop.write_dead_letters(3)
     assert shop.eos("dlq", "drop", "shop:app").returncode == 64, "an id needs its topic"
     assert shop.eos("dlq", "drop", "shop:app", "--exception", "KeyError").returncode == 64, (
@@ -220,8 +220,8 @@ def test_dead_letters_are_dropped_and_repaired_one_by_one(shop: Shop) -> None:
 
 def test_output_refused_by_the_client_fails_its_dead_letter_only(shop: Shop) -> None:
     shop.write_dead_letters(3)
-    told = shop.replay("--function", "far_too_large")
-    assert told == "3 replayed, 2 handled (2 outputs), 1 failed again"
+    printed = shop.replay("--function", "far_too_large")
+    assert printed == "3 replayed, 2 handled (2 outputs), 1 failed again"
     assert shop.outputs() == ["bad 0", "bad 2"]
     (kind,) = shop.listed()
     assert (kind["letters"], kind["exception"]) == (1, "eos.handling.RecordRefused")

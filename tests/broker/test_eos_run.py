@@ -91,26 +91,26 @@ def test_states_are_returned(eos_run):
 def test_fixture_runs_an_app_as_the_worker_does(kafka: LocalKafka, tmp_path: Path) -> None:
     known = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
     before = set(known.list_topics(timeout=10).topics)
-    code, said = run_pytest(tmp_path, TEST, "-q", f"--eos-kafka={kafka.bootstrap_servers}")
-    assert code == 0, said
-    assert "5 passed" in said
+    code, output = run_pytest(tmp_path, TEST, "-q", f"--eos-kafka={kafka.bootstrap_servers}")
+    assert code == 0, output
+    assert "5 passed" in output
     of_brokers = {"__consumer_offsets", "__transaction_state"}
     assert set(known.list_topics(timeout=10).topics) - of_brokers <= before
 
 
 def test_run_refuses_an_existing_topic_and_removes_the_others(kafka: LocalKafka, names: Callable[[str], str]) -> None:
     app = eos.App(names("app"))
-    there = create_topic(kafka.bootstrap_servers, names("out"))
+    existing = create_topic(kafka.bootstrap_servers, names("out"))
 
-    @app.process(names("in"), to=there)
+    @app.process(names("in"), to=existing)
     def copy(value: bytes) -> bytes:
         return value
 
-    with pytest.raises(ConfigurationError, match=f"the topic {there} exists at "):
+    with pytest.raises(ConfigurationError, match=f"the topic {existing} exists at "):
         run_on(kafka.bootstrap_servers, app, [(names("in"), "a")])
     known = AdminClient({"bootstrap.servers": kafka.bootstrap_servers}).list_topics(timeout=10).topics
-    assert (there in known, names("in") in known) == (True, False)
-    assert end_offsets(kafka.bootstrap_servers, there).log_end == {(there, 0): 0}
+    assert (existing in known, names("in") in known) == (True, False)
+    assert end_offsets(kafka.bootstrap_servers, existing).log_end == {(existing, 0): 0}
 
 
 BYTEMAN = "4.0.24"

@@ -51,7 +51,7 @@ class Loop:
     servers: str
     names: Callable[[str], str]
     count: int
-    begun: Callable[[TransactSession], None]
+    on_begin: Callable[[TransactSession], None]
 
     def run(self) -> TransactSession:
         near = self.kafka.bootstrap_servers
@@ -71,7 +71,7 @@ class Loop:
         }
         with TransactSession(Settings(settings), [self.source], until_end=True) as session:
             for txn in session:
-                self.begun(session)
+                self.on_begin(session)
                 for record in txn.records:
                     txn.send(self.target, stamp(0, record.partition, record.offset), partition=0)
         return session
@@ -94,7 +94,7 @@ def test_healthy_producer_is_kept_at_any_distance(
 ) -> None:
     kafka: LocalKafka = request.getfixturevalue(broker)
     with Delay(proxied_port(kafka), kafka.proxied_upstream, each_way_ms):
-        loop = Loop(kafka, kafka.proxied_servers, names, count, begun=lambda session: None)
+        loop = Loop(kafka, kafka.proxied_servers, names, count, on_begin=lambda session: None)
         began = time.monotonic()
         counters = loop.run().counters
     assert counters.transactions >= count
@@ -115,7 +115,7 @@ class Wire:
         self.found: Counter[str] = Counter()
         self.missed: list[str] = []
 
-    def begun(self, session: TransactSession) -> None:
+    def on_begin(self, session: TransactSession) -> None:
         now, client = time.monotonic(), session.producer.client
         if self.client is not None:
             self._judge(session, replaced=client is not self.client)
@@ -131,17 +131,17 @@ class Wire:
         self.cuts += self.proxy.cut_all() > 0
 
     def _judge(self, session: TransactSession, replaced: bool) -> None:
-        twice = []
+        repeated = []
         for api in (*ONCE, ApiKey.AddPartitionsToTxn):
             requests = self.proxy.seen(api, since=self.began_at)
             # The client also repeats an AddPartitionsToTxn on the same connection, after CONCURRENT_TRANSACTIONS.
             times = len(requests) if api in ONCE else len({request.connection for request in requests})
             if times > 1:
-                twice.append(f"{api.name} {times} times")
-        what = SENT_TWICE if twice else "sent once"
+                repeated.append(f"{api.name} {times} times")
+        what = SENT_TWICE if repeated else "sent once"
         self.found[f"{what}, {'replaced' if replaced else 'kept'}"] += 1
-        if twice and not replaced:
-            self.missed.append(f"transaction {session.counters.transactions}: {', '.join(twice)}")
+        if repeated and not replaced:
+            self.missed.append(f"transaction {session.counters.transactions}: {', '.join(repeated)}")
 
 
 @runs(0, 30)
@@ -150,14 +150,14 @@ def test_request_sent_twice_replaces_the_producer(
 ) -> None:
     kafka: LocalKafka = request.getfixturevalue(broker)
     port = proxied_port(kafka)
-    behind = free_ports(1, [port])[0]
+    upstream_port = free_ports(1, [port])[0]
     with (
-        Delay(behind, kafka.proxied_upstream, each_way_ms),
-        HoldingProxy(port, ("127.0.0.1", behind)) as proxy,
+        Delay(upstream_port, kafka.proxied_upstream, each_way_ms),
+        HoldingProxy(port, ("127.0.0.1", upstream_port)) as proxy,
     ):
         # A transaction takes five or six round trips.
         wire = Wire(proxy, longest_s=12 * each_way_ms / 1000, seed=each_way_ms)
-        loop = Loop(kafka, kafka.proxied_servers, names, count, wire.begun)
+        loop = Loop(kafka, kafka.proxied_servers, names, count, wire.on_begin)
         counters = loop.run().counters
         if wire.timer is not None:
             wire.timer.join()

@@ -39,12 +39,12 @@ def test_finding_shows_itself_and_leaves_no_process(script: Path, tmp_path: Path
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        said, _ = running.communicate(timeout=PATIENCE_S)
+        output, _ = running.communicate(timeout=PATIENCE_S)
         left = processes_of(tmp_path)
-        assert left == [], said
+        assert left == [], output
     finally:
         for process in processes_of(tmp_path):
             process.kill()
         running.wait()
-    assert running.returncode == 0, said
-    assert any(line.startswith("SEEN: ") for line in said.splitlines()), said
+    assert running.returncode == 0, output
+    assert any(line.startswith("SEEN: ") for line in output.splitlines()), output

@@ -36,5 +36,5 @@ def test_queue_that_stays_full_aborts_without_losing_records(kafka: LocalKafka, 
         held.release()
         pipeline.wait_handled(pipeline.loaded)
         worker.terminate()
-        assert worker.wait() == 0, worker.last_words
+        assert worker.wait() == 0, worker.final_output
     pipeline.verify()

@@ -39,17 +39,19 @@ def test_group_without_committed_offsets_is_refused_until_reset(
     delete_group(pipeline)
     pipeline.load(300)
     refused = pipeline.worker(until_end=True, settings={"auto.offset.reset": reset})
-    assert refused.wait() == INPUT_GONE, refused.last_words
+    assert refused.wait() == INPUT_GONE, refused.final_output
     for part in (pipeline.app, "before (noted on", "offsets.retention.minutes", danger, "eos reset"):
-        assert part in refused.last_words
+        assert part in refused.final_output
     assert not pipeline.committed()
-    places = [argument for (topic, number), at in before.items() for argument in ("--from", f"{topic}:{number}:{at}")]
+    start_options = [
+        argument for (topic, number), at in before.items() for argument in ("--from", f"{topic}:{number}:{at}")
+    ]
     topics = [argument for topic in pipeline.sources for argument in ("--topic", topic)]
-    told = pipeline.eos(
-        *("reset", "--group", pipeline.app, *topics, *places, "--yes", "--wait", "30"),
+    reset_command = pipeline.eos(
+        *("reset", "--group", pipeline.app, *topics, *start_options, "--yes", "--wait", "30"),
         *("--bootstrap-servers", pipeline.servers),
     )
-    assert told.wait() == 0, told.log
+    assert reset_command.wait() == 0, reset_command.log
     pipeline.finish(settings={"auto.offset.reset": reset})
     # Not `pipeline.verify`, which watches the offsets that the test deleted.
     pipeline.settle()

@@ -142,8 +142,8 @@ def test_several_topics_are_read_as_one_log(kafka, names):
     for deleted in admin.delete_records([TopicPartition(topics[0], 0, 2)]).values():
         assert deleted.result(30).low_watermark == 2
     log = read_topic(servers, topics, header=HEADER)
-    by_place = sorted(zip(log.topic, log.partition, log.offset, log.values, strict=True))
-    assert by_place == [(0, 0, 2, b"three"), (1, 1, 0, b"four")]
+    by_position = sorted(zip(log.topic, log.partition, log.offset, log.values, strict=True))
+    assert by_position == [(0, 0, 2, b"three"), (1, 1, 0, b"four")]
     outputs = log.outputs()
     assert sorted(zip(outputs.source_topic, outputs.source_partition, outputs.source_offset, strict=True)) == [
         (0, 0, 8),
@@ -275,7 +275,7 @@ def test_records_deleted_during_a_read_are_an_error(kafka, names, monkeypatch):
         assert deleted.result(30).low_watermark == 2
     # Simulate records deleted between the query for the log's beginning and the first fetch.
     monkeypatch.setattr(
-        history, "_beginnings", lambda admin, places: [TopicPartition(topic, at, 0) for topic, at in places]
+        history, "_beginnings", lambda admin, wanted: [TopicPartition(topic, at, 0) for topic, at in wanted]
     )
     with pytest.raises(InputGone, match="reading failed"):
         read_topic(servers, topic)

@@ -84,10 +84,10 @@ def held_at(step: Step, pipeline: Pipeline, settings: dict[str, str]) -> Iterato
             worker = pipeline.worker(servers=kafka.proxied_servers, settings=settings, holds=places)
             worker.wait_at(*places[0])
             rule = arm(1)
-            for place in places[1:]:
-                worker.go_on()
-                worker.wait_at(*place)
-            worker.go_on()
+            for hold in places[1:]:
+                worker.release()
+                worker.wait_at(*hold)
+            worker.release()
         else:
             rule = arm(step.nth)
             worker = pipeline.worker(servers=kafka.proxied_servers, settings=settings)
@@ -142,8 +142,8 @@ def kill_and_finish(
             successor.wait_at("offsets sent", 1)
             pipeline.wait_state("Ongoing", timeout_s=2.5)
             arrive(late)
-            successor.go_on()
-            assert successor.wait() == 0, successor.last_words
+            successor.release()
+            assert successor.wait() == 0, successor.final_output
         else:
             pipeline.finish(settings=settings)
     pipeline.verify()

@@ -35,7 +35,7 @@ def test_preflight_survives_a_late_answer_about_the_group(
 ) -> None:
     with HoldingProxy.before(kafka) as proxy:
         rule = proxy.on(late, Fault.HOLD_RESPONSE)
-        asking = subprocess.Popen(
+        client = subprocess.Popen(
             [sys.executable, "-c", ASKING, kafka.proxied_servers, names("group")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -43,9 +43,9 @@ def test_preflight_survives_a_late_answer_about_the_group(
             text=True,
         )
         rule.wait(60)
-        assert asking.stdout is not None
-        told = asking.stdout.readline()
+        assert client.stdout is not None
+        answer = client.stdout.readline()
         rule.release()
-        _, errors = asking.communicate("\n", timeout=60)
-    assert asking.returncode == 0, errors
-    assert told.strip() == "None", "a late answer must be treated as unknown"
+        _, errors = client.communicate("\n", timeout=60)
+    assert client.returncode == 0, errors
+    assert answer.strip() == "None", "a late answer must be treated as unknown"

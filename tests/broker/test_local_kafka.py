@@ -87,7 +87,7 @@ def test_used_port_is_named_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "sentence"),
     [
         # Refused before there is a log, by the tool that formats the storage, ...
         ({"num.network.threads": -1}, "could not be formatted.*num.network.threads"),
@@ -96,10 +96,10 @@ def test_used_port_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_failed_start_is_one_sentence_with_the_reason(
-    config: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, object], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eos.broker.node.storage_copy_path", lambda *_: tmp_path / "none")
-    with pytest.raises(Unavailable, match=words) as raised, LocalKafka(data=tmp_path, config=config):
+    with pytest.raises(Unavailable, match=sentence) as raised, LocalKafka(data=tmp_path, config=config):
         pass
     assert str(tmp_path) in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -179,17 +179,17 @@ def test_broker_commands_start_show_and_stop(broker: Command, names: Callable[[s
     port = str(free_ports(1)[0])
     assert broker("status")[0] == 69
     assert broker("stop") == (0, "Kafka is not running\n")
-    code, said = broker("start", "--port", port, "--config", "num.partitions=5", "--config", "no.such=1")
-    assert (code, "--config no.such: Kafka 4.4.0 has no setting of this name" in said) == (78, True), said
+    code, output = broker("start", "--port", port, "--config", "num.partitions=5", "--config", "no.such=1")
+    assert (code, "--config no.such: Kafka 4.4.0 has no setting of this name" in output) == (78, True), output
     assert not broker.data.joinpath("node-0").exists()
     settings = ("--config", "num.partitions=5", "--config", "super.users=User:a")
-    code, said = broker("start", "--port", port, *settings)
-    assert (code, f"Kafka 4.4.0 is running: 127.0.0.1:{port}" in said) == (0, True), said
+    code, output = broker("start", "--port", port, *settings)
+    assert (code, f"Kafka 4.4.0 is running: 127.0.0.1:{port}" in output) == (0, True), output
     assert "num.partitions=5\n" in (broker.data / "node-0" / "server.properties").read_text()
-    code, said = broker("start")
-    assert (code, "already running" in said) == (0, True), said
-    code, said = broker("status")
-    assert (code, port in said, "up" in said, str(broker.data) in said) == (0, True, True, True), said
+    code, output = broker("start")
+    assert (code, "already running" in output) == (0, True), output
+    code, output = broker("status")
+    assert (code, port in output, "up" in output, str(broker.data) in output) == (0, True, True, True), output
     create_topic(f"127.0.0.1:{port}", names("out"))
     commit(f"127.0.0.1:{port}", names("out"), names("tx"), "kept")
     (pid,) = broker.pids()
@@ -203,20 +203,20 @@ def test_broker_commands_start_show_and_stop(broker: Command, names: Callable[[s
 def test_broker_start_restarts_killed_nodes_and_checks_the_data(broker: Command) -> None:
     port = free_ports(1)[0]
     assert broker("start", "--port", str(port))[0] == 0
-    code, said = broker("start", "--nodes", "3")
-    assert (code, "belongs to 1 node, not 3" in said) == (78, True), said
-    code, said = broker("start", "--version", "4.2.1")
-    assert (code, "written by Kafka 4.4.0" in said) == (78, True), said
-    code, said = broker("start", "--port", str(port + 1))
-    assert (code, "is running" in said) == (78, True), said
+    code, output = broker("start", "--nodes", "3")
+    assert (code, "belongs to 1 node, not 3" in output) == (78, True), output
+    code, output = broker("start", "--version", "4.2.1")
+    assert (code, "written by Kafka 4.4.0" in output) == (78, True), output
+    code, output = broker("start", "--port", str(port + 1))
+    assert (code, "is running" in output) == (78, True), output
     (pid,) = broker.pids()
     os.kill(pid, signal.SIGKILL)
     wait_until("the killed broker is reported as down", lambda: broker("status")[0] == 69, DEADLINE_S)
-    code, said = broker("start")
-    assert code == 0, said
+    code, output = broker("start")
+    assert code == 0, output
     assert broker.pids() not in ([], [pid])
     assert broker("stop")[0] == 0
     with socket.create_server(("127.0.0.1", port)):
-        code, said = broker("start")
-    assert (code, said) == (69, f"eos: port {port} on 127.0.0.1 is in use by another process\n")
+        code, output = broker("start")
+    assert (code, output) == (69, f"eos: port {port} on 127.0.0.1 is in use by another process\n")
     assert is_free(port)

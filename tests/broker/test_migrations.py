@@ -212,10 +212,10 @@ def test_each_order_counts_once_across_a_move_and_its_reversal(move: Move, tmp_p
         # Our program.
         eos_run(servers, tmp_path, "app")
         sums = orders.check(move.may_double)
-        letters = [m.value() for found in settled_records(servers, "orders.dlq").values() for m in found]
+        dead_letters = [m.value() for found in settled_records(servers, "orders.dlq").values() for m in found]
         left = [value for (partition, offset), value in orders.broken.items() if offset >= taken_over[partition]]
-        assert sorted(letters) == sorted(left)
-        assert letters
+        assert sorted(dead_letters) == sorted(left)
+        assert dead_letters
         if move.stateful:
             eos_run(servers, tmp_path, "sums")
             steps = read(servers, "customer-totals-2")

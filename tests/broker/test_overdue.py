@@ -121,13 +121,13 @@ def test_member_ends_the_overdue_transaction_of_a_dead_one(kafka: LocalKafka, pi
         assert {name: now[name] for name in was_open} == {name: epoch + 1 for name, epoch in was_open.items()}
     pipeline.wait_handled(pipeline.loaded, 60)
     paused.resume()
-    paused.go_on()
+    paused.release()
     paused.wait_log("owner=the broker aborted our transaction at its timeout", 60)
     pipeline.load_transaction(300)
     pipeline.wait_handled(pipeline.loaded, 60)
     for worker in (paused, survivor):
-        assert worker.running, worker.last_words
+        assert worker.running, worker.final_output
         worker.terminate()
     for worker in (paused, survivor):
-        assert worker.wait() == 0, worker.last_words
+        assert worker.wait() == 0, worker.final_output
     pipeline.verify()

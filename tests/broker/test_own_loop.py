@@ -140,7 +140,7 @@ def test_leaving_the_loop_aborts_an_open_transaction(loop: Loop) -> None:
 
 
 def test_rejected_and_refused_records_become_dead_letters(loop: Loop) -> None:
-    letters = create_topic(loop.servers, f"{loop.source}.dlq")
+    dead_letter_topic = create_topic(loop.servers, f"{loop.source}.dlq")
     refused: dict[int, PoisonRecord] = {}
     with loop.session() as session:
         while not session.stop_requested:
@@ -158,7 +158,7 @@ def test_rejected_and_refused_records_become_dead_letters(loop: Loop) -> None:
                 refused[error.offset] = error
     assert [(error.topic, error.offset) for error in refused.values()] == [(loop.source, 5)]
     assert loop.copied() == [value for value in ALL if value not in (b"3", b"5")]
-    assert settled_values(loop.servers, letters)[0] == [b"3", b"5"]
+    assert settled_values(loop.servers, dead_letter_topic)[0] == [b"3", b"5"]
     assert session.counters.dead_letters == 2
 
 

@@ -79,7 +79,7 @@ def test_topic_created_during_a_run_is_read_from_its_beginning(
     pipeline.load_transaction(120, places=new)
     pipeline.wait_handled(pipeline.loaded)
     worker.terminate()
-    assert worker.wait() == 0, worker.last_words
+    assert worker.wait() == 0, worker.final_output
     pipeline.verify()
 
 
@@ -174,7 +174,7 @@ def test_new_topics_on_three_brokers_stop_no_worker(cluster: LocalKafka, pipelin
         worker.wait_log(TAKEN, count=number)
     pipeline.wait_handled(pipeline.loaded)
     worker.terminate()
-    assert worker.wait() == 0, worker.last_words
+    assert worker.wait() == 0, worker.final_output
     pipeline.verify()
 
 

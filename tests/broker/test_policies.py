@@ -32,10 +32,10 @@ EVERY = 10
 SESSION = {"session.timeout.ms": "3000"}
 CONSUMER = {"group.protocol": "consumer"}
 POISON, UNAVAILABLE, TEMPORARY, CONFIGURATION = 65, 69, 75, 78
-Place = tuple[str, int, int]
+Position = tuple[str, int, int]
 
 
-def with_dead_letters(pipeline: Pipeline, max_bytes: int | None = None) -> list[str]:
+def create_dlq_topics(pipeline: Pipeline, max_bytes: int | None = None) -> list[str]:
     """Create the dead-letter topics. `max_bytes`: the largest batch that they accept."""
     topics = [f"{source}.dlq" for source in pipeline.sources]
     create_topics(pipeline.servers, [NewTopic(topic, 3, 1) for topic in topics])
@@ -54,18 +54,18 @@ def dead_letters(pipeline: Pipeline, topics: list[str]) -> Outputs:
     for name in ("topic", "partition", "offset"):
         log = read_topic(pipeline.servers, topics, header=f"eos-dlq-{name}")
         where = zip(log.topic.tolist(), log.partition.tolist(), log.offset.tolist(), strict=True)
-        columns[name] = {place: value or b"" for place, value in zip(where, log.headers or [], strict=True)}
-    places = sorted(columns["topic"])
-    table = np.array(places, np.int64).reshape(-1, 3)
+        columns[name] = {position: value or b"" for position, value in zip(where, log.headers or [], strict=True)}
+    positions = sorted(columns["topic"])
+    table = np.array(positions, np.int64).reshape(-1, 3)
     return Outputs(
         topics=tuple(topics),
         topic=table[:, 0].astype(np.int32),
         partition=table[:, 1].astype(np.int32),
         offset=table[:, 2],
-        source_topic=np.array([pipeline.sources.index(columns["topic"][p].decode()) for p in places], np.int32),
-        source_partition=np.array([int(columns["partition"][p]) for p in places], np.int32),
-        source_offset=np.array([int(columns["offset"][p]) for p in places], np.int64),
-        copy=np.zeros(len(places), np.int32),
+        source_topic=np.array([pipeline.sources.index(columns["topic"][p].decode()) for p in positions], np.int32),
+        source_partition=np.array([int(columns["partition"][p]) for p in positions], np.int32),
+        source_offset=np.array([int(columns["offset"][p]) for p in positions], np.int64),
+        copy=np.zeros(len(positions), np.int32),
     )
 
 
@@ -77,17 +77,17 @@ def combined(first: Outputs, second: Outputs) -> Outputs:
 
 
 def judge(
-    pipeline: Pipeline, letters: list[str], fails: Callable[[Place], bool], dead: bool, complete: bool = True
+    pipeline: Pipeline, dlq_topics: list[str], fails: Callable[[Position], bool], dead: bool, complete: bool = True
 ) -> int:
     """Check every rule, and return how many loaded inputs failed. `fails`: inputs without outputs, which have one
     dead letter if `dead`."""
-    topics = [*pipeline.destinations, *letters]
+    topics = [*pipeline.destinations, *dlq_topics]
     settled_ends(pipeline.servers, topics, 20)
     outputs = read_topic(pipeline.servers, pipeline.destinations).outputs()
-    if letters:
-        outputs = combined(outputs, dead_letters(pipeline, letters))
+    if dlq_topics:
+        outputs = combined(outputs, dead_letters(pipeline, dlq_topics))
     loaded = [(pipeline.sources[t], p, offset) for t, p, offset in pipeline._loaded]
-    failing = np.array([fails(place) for place in loaded])
+    failing = np.array([fails(position) for position in loaded])
     report = check(
         inputs(pipeline),
         outputs,
@@ -115,15 +115,15 @@ def inputs(pipeline: Pipeline) -> Inputs:
     return given if pipeline._attempts else dataclasses.replace(given, transaction=None)
 
 
-def one_of_many(place: Place) -> bool:
-    return is_poison(place[2], EVERY)
+def one_of_many(position: Position) -> bool:
+    return is_poison(position[2], EVERY)
 
 
 # Workers that are killed between dead letters.
 
 
-def killed_among_dead_letters(pipeline: Pipeline, settings: dict[str, str]) -> None:
-    letters = with_dead_letters(pipeline)
+def kill_between_dead_letters(pipeline: Pipeline, settings: dict[str, str]) -> None:
+    dlq_topics = create_dlq_topics(pipeline)
     settings = settings | {
         "transaction.timeout.ms": "30000"
     }  # a successor ends the open transaction before the broker does
@@ -133,29 +133,29 @@ def killed_among_dead_letters(pipeline: Pipeline, settings: dict[str, str]) -> N
         worker.wait_at(step, nth)
         wait_until(
             "a dead letter in the open transaction",
-            lambda: not {topic for topic, _ in pipeline.open_partitions()}.isdisjoint(letters),
+            lambda: not {topic for topic, _ in pipeline.open_partitions()}.isdisjoint(dlq_topics),
         )
         worker.kill()
     pipeline.finish(**orders)
-    dead = judge(pipeline, letters, one_of_many, dead=True)
+    dead = judge(pipeline, dlq_topics, one_of_many, dead=True)
     assert dead > 100
     assert "dead_letters=" in pipeline.workers[-1].log
 
 
 def test_dead_letters_of_killed_workers_exist_exactly_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
-    killed_among_dead_letters(pipelines.on(kafka, 2_000), SESSION)
+    kill_between_dead_letters(pipelines.on(kafka, 2_000), SESSION)
 
 
 @pytest.mark.deep
 def test_dead_letters_in_the_consumer_protocol_exist_exactly_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 2_000)
     pipeline.set_group_session_timeout(2_000)
-    killed_among_dead_letters(pipeline, CONSUMER)
+    kill_between_dead_letters(pipeline, CONSUMER)
 
 
 @pytest.mark.deep
 def test_dead_letters_before_kip_890_exist_exactly_once(kafka392: LocalKafka, pipelines: Pipelines) -> None:
-    killed_among_dead_letters(pipelines.on(kafka392, 2_000), SESSION)
+    kill_between_dead_letters(pipelines.on(kafka392, 2_000), SESSION)
 
 
 # Records that the client or the broker refuses.
@@ -177,13 +177,13 @@ def test_policy_handles_an_output_that_is_too_large(
     refused_by: str, policy: str, settings: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 900)
-    letters = with_dead_letters(pipeline) if policy != "skip" else []
+    dlq_topics = create_dlq_topics(pipeline) if policy != "skip" else []
     if refused_by == "the-broker":
         limit_bytes(pipeline, pipeline.destinations[1], 100_000)
-    place = pipeline.record((pipeline.sources[0], 1), 70)
+    position = pipeline.record((pipeline.sources[0], 1), 70)
     size = 2_000_000 if refused_by == "the-client" else 200_000
-    pipeline.finish(on_error=policy, large_at=(*place, size), large_last=True, settings=settings)
-    assert judge(pipeline, letters, lambda at: at == place, dead=policy != "skip") == 1
+    pipeline.finish(on_error=policy, large_at=(*position, size), large_last=True, settings=settings)
+    assert judge(pipeline, dlq_topics, lambda at: at == position, dead=policy != "skip") == 1
     log = pipeline.workers[-1].log
     assert "MSG_SIZE_TOO_LARGE" in log
     assert ("retries=2" in log) is (policy == "retry")
@@ -191,28 +191,28 @@ def test_policy_handles_an_output_that_is_too_large(
 
 def test_record_that_fails_an_asynchronous_send_is_found(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
-    letters = with_dead_letters(pipeline)
+    dlq_topics = create_dlq_topics(pipeline)
     limit_bytes(pipeline, pipeline.destinations[1], 100_000)
-    place = pipeline.record((pipeline.sources[0], 1), 3)
+    position = pipeline.record((pipeline.sources[0], 1), 3)
     # A long transaction of a slow function: the refusal comes long before its end, and the client then accepts no more.
     settings = {"eos.transaction.interval.ms": "1000"}
-    pipeline.finish(on_error="dlq", large_at=(*place, 200_000), work_ms=3, settings=settings)
-    assert judge(pipeline, letters, lambda at: at == place, dead=True) == 1
+    pipeline.finish(on_error="dlq", large_at=(*position, 200_000), work_ms=3, settings=settings)
+    assert judge(pipeline, dlq_topics, lambda at: at == position, dead=True) == 1
     assert "MSG_SIZE_TOO_LARGE" in pipeline.workers[-1].log
 
 
 def test_refused_dead_letter_stops_the_worker_with_65(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
-    letters = with_dead_letters(pipeline, max_bytes=100)
-    topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 50)
-    worker = pipeline.worker(on_error="dlq", raise_at=place)
+    dlq_topics = create_dlq_topics(pipeline, max_bytes=100)
+    topic, partition, offset = position = pipeline.record((pipeline.sources[0], 1), 50)
+    worker = pipeline.worker(on_error="dlq", raise_at=position)
     worker.assert_ended(POISON, f"{topic}[{partition}]@{offset}", "DeadLetterRefused", "MSG_SIZE_TOO_LARGE")
-    judge(pipeline, letters, lambda at: at == place, dead=True, complete=False)
+    judge(pipeline, dlq_topics, lambda at: at == position, dead=True, complete=False)
     assert pipeline.committed()[topic, partition] <= offset
-    for name in letters:
+    for name in dlq_topics:
         limit_bytes(pipeline, name, 1_000_000)
-    pipeline.finish(on_error="dlq", raise_at=place)
-    assert judge(pipeline, letters, lambda at: at == place, dead=True) == 1
+    pipeline.finish(on_error="dlq", raise_at=position)
+    assert judge(pipeline, dlq_topics, lambda at: at == position, dead=True) == 1
 
 
 # Retries.
@@ -220,9 +220,9 @@ def test_refused_dead_letter_stops_the_worker_with_65(kafka: LocalKafka, pipelin
 
 def test_retry_waits_without_an_open_transaction(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
-    letters = with_dead_letters(pipeline)
-    place = pipeline.record((pipeline.sources[0], 1), 50)
-    worker = pipeline.worker(on_error="retry-slowly", raise_at=place)
+    dlq_topics = create_dlq_topics(pipeline)
+    position = pipeline.record((pipeline.sources[0], 1), 50)
+    worker = pipeline.worker(on_error="retry-slowly", raise_at=position)
     worker.wait_log("record failed, retry scheduled")
     pipeline.wait_not_open()
     members = pipeline.members()
@@ -233,10 +233,10 @@ def test_retry_waits_without_an_open_transaction(kafka: LocalKafka, pipelines: P
     assert worker.wait() == 0
     assert worker.log.count("record failed, retry scheduled") == 1
     assert "aborts=0" in worker.log
-    judge(pipeline, letters, lambda at: at == place, dead=True, complete=False)
-    assert pipeline.committed()[place[0], place[1]] <= place[2]
+    judge(pipeline, dlq_topics, lambda at: at == position, dead=True, complete=False)
+    assert pipeline.committed()[position[0], position[1]] <= position[2]
     pipeline.finish()
-    judge(pipeline, letters, lambda at: False, dead=True)
+    judge(pipeline, dlq_topics, lambda at: False, dead=True)
 
 
 # Functions that are too slow.
@@ -256,11 +256,11 @@ def test_record_slower_than_the_timeout_gets_its_own_transaction(kafka: LocalKaf
 @pytest.mark.long
 def test_function_slower_than_the_poll_interval_is_exit_78(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
-    place = pipeline.record((pipeline.sources[0], 1), 20)
+    position = pipeline.record((pipeline.sources[0], 1), 20)
     settings = {"session.timeout.ms": "6000", "max.poll.interval.ms": "6000", "transaction.timeout.ms": "30000"}
-    worker = pipeline.worker(slow_at=(*place, 8.0), settings=settings)
-    worker.assert_ended(CONFIGURATION, "max.poll.interval.ms=6000", f"{place[0]}[{place[1]}]@{place[2]}")
-    assert pipeline.committed()[place[0], place[1]] == place[2], "the records before it must be committed"
+    worker = pipeline.worker(slow_at=(*position, 8.0), settings=settings)
+    worker.assert_ended(CONFIGURATION, "max.poll.interval.ms=6000", f"{position[0]}[{position[1]}]@{position[2]}")
+    assert pipeline.committed()[position[0], position[1]] == position[2], "the records before it must be committed"
     pipeline.finish()
     pipeline.verify()
 
@@ -285,16 +285,16 @@ def double(order: Order) -> Order:
 
 def test_input_that_cannot_be_decoded_becomes_a_dead_letter(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)  # each value is b"input", which is not JSON
-    letters = with_dead_letters(pipeline)
+    dlq_topics = create_dlq_topics(pipeline)
     pipeline.program(TYPED, "--until-end").assert_ended(0)
-    assert judge_dead(pipeline, letters) == 60
+    assert judge_dead(pipeline, dlq_topics) == 60
     settings = {
         "bootstrap.servers": pipeline.servers,
         "group.id": f"{pipeline.app}-look",
         "auto.offset.reset": "earliest",
     }
     consumer = Consumer(settings | {"isolation.level": "read_committed"})
-    consumer.subscribe(letters)
+    consumer.subscribe(dlq_topics)
     message = wait_until("a dead letter", lambda: consumer.poll(0.5), 30)
     consumer.close()
     headers: Any = dict(message.headers())
@@ -312,9 +312,9 @@ def test_input_that_cannot_be_decoded_becomes_a_dead_letter(kafka: LocalKafka, p
     assert int(headers["eos-dlq-timestamp"]) > 1_600_000_000_000
 
 
-def judge_dead(pipeline: Pipeline, letters: list[str]) -> int:
+def judge_dead(pipeline: Pipeline, dlq_topics: list[str]) -> int:
     """Check that each input has exactly one dead letter."""
-    found = dead_letters(pipeline, letters)
+    found = dead_letters(pipeline, dlq_topics)
     report = check(inputs(pipeline), found, fan_out=1, committed=pipeline.committed(), complete=True)
     report.raise_if_violated()
     return len(found)
@@ -372,10 +372,10 @@ def test_batch_and_async_failures_keep_other_records_in_order(
     program: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 900)
-    letters = with_dead_letters(pipeline)
+    dlq_topics = create_dlq_topics(pipeline)
     worker = pipeline.program(program, "--until-end")
     worker.assert_ended(0)
-    assert judge(pipeline, letters, one_of_many, dead=True) > 50
+    assert judge(pipeline, dlq_topics, one_of_many, dead=True) > 50
     if program is ASYNC:
         worker.wait_line("opened")
         worker.wait_line("at once: 100")
@@ -429,13 +429,13 @@ else:
 @pytest.mark.parametrize("batch", [False, pytest.param(True, marks=pytest.mark.long)], ids=["single", "batch"])
 def test_refused_outputs_are_found_in_a_large_transaction(batch: bool, kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
-    letters = with_dead_letters(pipeline)
+    dlq_topics = create_dlq_topics(pipeline)
     pipeline.program(REFUSED.replace("{batch}", str(batch)), "--until-end").assert_ended(0)
 
-    def refused(place: Place) -> bool:
-        return place[1] == 1 and place[2] % 100 in (7, 8)
+    def refused(position: Position) -> bool:
+        return position[1] == 1 and position[2] % 100 in (7, 8)
 
-    assert judge(pipeline, letters, refused, dead=True) >= 4
+    assert judge(pipeline, dlq_topics, refused, dead=True) >= 4
     log = pipeline.workers[-1].log
     assert "MSG_SIZE_TOO_LARGE" in log
     assert "_UNKNOWN_PARTITION" in log
@@ -495,7 +495,7 @@ app.process(second, to={destinations!r}[0], on_error=eos.skip)(copy)
 
 def test_verify_counts_skipped_records_and_dead_letters(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 900)
-    letters = with_dead_letters(pipeline)
+    dlq_topics = create_dlq_topics(pipeline)
     worker = pipeline.program(LINEAGE, "--until-end", "-X", "eos.lineage=true")
     worker.assert_ended(0)
     failing = {
@@ -511,9 +511,9 @@ def test_verify_counts_skipped_records_and_dead_letters(kafka: LocalKafka, pipel
         done = forked.run(["eos", "verify", *where, *inputs, *named], env=os.environ | {"COLUMNS": "240"})
         return done.returncode, done.stdout + done.stderr
 
-    code, told = verify(pipeline.destinations[0], letters[0])
-    assert code == 0, told
-    assert f"{pipeline.loaded:,} inputs and {outputs:,} outputs of group {pipeline.app} examined: holds" in told
-    code, told = verify(pipeline.destinations[0])
-    assert code == 1, told  # Without their topic, the dead letters are missing outputs.
-    assert "no_losses" in told.rpartition("VIOLATED")[2]
+    code, printed = verify(pipeline.destinations[0], dlq_topics[0])
+    assert code == 0, printed
+    assert f"{pipeline.loaded:,} inputs and {outputs:,} outputs of group {pipeline.app} examined: holds" in printed
+    code, printed = verify(pipeline.destinations[0])
+    assert code == 1, printed  # Without their topic, the dead letters are missing outputs.
+    assert "no_losses" in printed.rpartition("VIOLATED")[2]

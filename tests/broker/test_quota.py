@@ -31,8 +31,8 @@ def limit_producer(servers: str, client_id: str, bytes_per_s: float) -> None:
         validate_only=False,
     )
     with Wire(servers) as wire:
-        told = wire.ask(request)
-    assert [one.error_code for one in told.entries] == [0], told
+        response = wire.ask(request)
+    assert [one.error_code for one in response.entries] == [0], response
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,12 @@ def test_joins_and_leaves_before_kip_890_are_exactly_once(
 def join_and_leave(pipeline: Pipeline, protocol: str, chance: random.Random) -> None:
     settings = PROTOCOLS[protocol]
     alive: dict[str, WorkerProcess] = {"a": pipeline.worker("a", settings=settings)}
-    told = []
+    changes = []
     for _ in range(CHANGES):
         pipeline.load_transaction(2_000)
         progress(pipeline)
-        told.append(change_one_member(pipeline, alive, chance, settings))
-    print(f"{protocol}: {', '.join(told)}")
+        changes.append(change_one_member(pipeline, alive, chance, settings))
+    print(f"{protocol}: {', '.join(changes)}")
     pipeline.wait_handled(pipeline.loaded)
     for worker in alive.values():
         worker.terminate()
@@ -101,7 +101,7 @@ def change_one_member(
         worker.kill()
         return f"kill {name}"
     worker.terminate()
-    assert worker.wait() == 0, worker.last_words
+    assert worker.wait() == 0, worker.final_output
     return f"stop {name}"
 
 
@@ -120,9 +120,9 @@ def test_rebalance_waits_for_the_transaction_of_a_slow_member(
         # after the revocation. A change while offsets are being sent would refuse them (ILLEGAL_GENERATION), so the
         # test waits for it.
         pipeline.wait_stable()
-    slow.go_on()
+    slow.release()
     slow.wait_at("offsets sent", 5)
-    slow.go_on()
+    slow.release()
     joining.wait_log("partitions assigned")
     slow.wait_log("partitions revoked")
     pipeline.wait_handled(pipeline.loaded)
@@ -143,13 +143,13 @@ def test_revoked_partitions_end_their_transaction(protocol: str, kafka: LocalKaf
     if protocol != "consumer":
         long["heartbeat.interval.ms"] = "500"
     settings = PROTOCOLS[protocol] | {"transaction.timeout.ms": "120000"} | long
-    place = pipeline.record((pipeline.sources[0], 1), 20)
-    slow = pipeline.worker("slow", settings=settings, hold_at=place, work_ms=2.0)
+    position = pipeline.record((pipeline.sources[0], 1), 20)
+    slow = pipeline.worker("slow", settings=settings, hold_at=position, work_ms=2.0)
     slow.wait_at("record", 1)
     joining = pipeline.worker("joining", settings=PROTOCOLS[protocol])
     pipeline.wait_members(2)
     pipeline.wait_state("Ongoing", instance="slow")
-    slow.go_on()
+    slow.release()
     slow.wait_log("transaction aborted")
     first_end = next(line for line in slow.log.splitlines() if "committed" in line or "transaction aborted" in line)
     if (
@@ -157,7 +157,7 @@ def test_revoked_partitions_end_their_transaction(protocol: str, kafka: LocalKaf
     ):  # The group may need more time than the transaction was open.
         raise TooSlow(f"no revocation reached the first transaction: {first_end}")
     slow.terminate()  # Otherwise it would collect records for a minute.
-    assert slow.wait() == 0, slow.last_words
+    assert slow.wait() == 0, slow.final_output
     pipeline.wait_handled(pipeline.loaded)
     stop_all(pipeline, joining)
 
@@ -171,8 +171,8 @@ def test_member_that_rejoined_unnoticed_commits_nothing_old(kafka: LocalKafka, p
     pipeline = prepared(pipelines, kafka, 3_000, "cooperative-sticky")
     settings = PROTOCOLS["cooperative-sticky"] | {"transaction.timeout.ms": str(LONG_MS)}
     with HoldingProxy.before(kafka) as proxy:
-        away = pipeline.worker("away", servers=kafka.proxied_servers, settings=settings, holds=[("flush", 3)])
-        away.wait_at("flush", 3)
+        disconnected = pipeline.worker("away", servers=kafka.proxied_servers, settings=settings, holds=[("flush", 3)])
+        disconnected.wait_at("flush", 3)
         pipeline.wait_state("Ongoing", instance="away")
         joining_again = proxy.on(ApiKey.JoinGroup, Fault.HOLD_REQUEST)
         taker = pipeline.worker("taker", settings=settings)
@@ -181,16 +181,16 @@ def test_member_that_rejoined_unnoticed_commits_nothing_old(kafka: LocalKafka, p
         taker.wait_log("committed taken", count=3)
         joining_again.release()
         taker.wait_log("partitions revoked")  # for it; it does not know yet that they are newly assigned
-        away.go_on()
+        disconnected.release()
         pipeline.wait_handled(pipeline.loaded)
-        stop_all(pipeline, away, taker)
-        assert "rejoined the group" in away.log
+        stop_all(pipeline, disconnected, taker)
+        assert "rejoined the group" in disconnected.log
 
 
 def stop_all(pipeline: Pipeline, *workers: WorkerProcess) -> None:
     for worker in workers:
         worker.terminate()
-    assert [worker.wait() for worker in workers] == [0] * len(workers), [worker.last_words for worker in workers]
+    assert [worker.wait() for worker in workers] == [0] * len(workers), [worker.final_output for worker in workers]
     pipeline.verify()
 
 
@@ -229,7 +229,7 @@ def test_member_that_lost_partitions_in_a_transaction_continues(
         # Another member has these records now and has committed them, so the transaction of the first must not commit.
         taker.wait_log("committed taken", count=3)
     loser.resume()
-    loser.go_on()
+    loser.release()
     pipeline.wait_handled(pipeline.loaded)
     # The first is a member again and has half of the partitions.
     loser.wait_log("partitions lost")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer
 from kafka import KafkaConsumer
-from kafka import TopicPartition as Place
+from kafka import TopicPartition as KafkaPartition
 from kafka.structs import OffsetAndMetadata
 
 from eos.broker import LocalKafka
@@ -43,8 +43,10 @@ def test_reset_skips_a_poison_record_and_replays_the_input(life: Life) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "skips up to 1" in shown.stdout
     assert life.reset("--skip", poison).returncode == 64, "the prompt has no terminal to ask on"
-    over = life.reset("--skip", f"{life.input}[0]@2", "--yes")
-    assert (over.returncode, f"{poison} comes before {life.input}[0]@2" in over.stderr) == (78, True), over.stderr
+    skipped = life.reset("--skip", f"{life.input}[0]@2", "--yes")
+    assert (skipped.returncode, f"{poison} comes before {life.input}[0]@2" in skipped.stderr) == (78, True), (
+        skipped.stderr
+    )
     assert life.committed()[0] == 1
     moved = life.reset("--skip", poison, "--yes")
     assert moved.returncode == 0, moved.stderr
@@ -135,10 +137,10 @@ def test_reset_keeps_offset_metadata(life: Life) -> None:
     lineage = ("-X", "eos.lineage=true")
     assert life.run(*lineage).returncode == 65
     other = KafkaConsumer(bootstrap_servers=life.servers, group_id=life.app, enable_auto_commit=False)
-    before = other.committed(Place(life.input, 0), metadata=True)
+    before = other.committed(KafkaPartition(life.input, 0), metadata=True)
     assert json.loads(before.metadata.rstrip("\0"))["lineage"] == [0, 1, 1]
     assert life.reset("--skip", f"{life.input}[0]@1", "--yes", "--wait", "30").returncode == 0
-    after = other.committed(Place(life.input, 0), metadata=True)
+    after = other.committed(KafkaPartition(life.input, 0), metadata=True)
     assert after.offset == 2
     notes = json.loads(before.metadata.rstrip("\0"))
     assert json.loads(after.metadata.rstrip("\0")) == notes | {"lineage": [0, 2, 1]}
@@ -146,11 +148,11 @@ def test_reset_keeps_offset_metadata(life: Life) -> None:
     found = verify(life.servers, [life.input], [life.output], life.app)
     assert (found.report.ok, found.inputs, found.outputs) == (True, 3, 2), str(found.report)
     for text in ("AQAAAZ", "x" * 40):
-        other.commit({Place(life.input, 0): OffsetAndMetadata(3, text, -1)})
+        other.commit({KafkaPartition(life.input, 0): OffsetAndMetadata(3, text, -1)})
         group = ("--group", life.app, "--topic", life.input)
         assert life.eos("reset", *group, "--from", f"{life.input}[0]@1", "--yes").returncode == 0
         assert life.eos("reset", *group, "--accept-changelog", "--yes").returncode == 0
-        after = other.committed(Place(life.input, 0), metadata=True)
+        after = other.committed(KafkaPartition(life.input, 0), metadata=True)
         assert (after.offset, after.metadata.rstrip("\0")) == (1, text)
     other.close()
 

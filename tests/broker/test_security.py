@@ -199,13 +199,13 @@ def test_worker_without_history_rights_works_with_a_warning(case: Case) -> None:
     case.kafka.withdraw("TOPIC", "__eos_places")
     ended = case.run("SASL", PLAIN)
     assert ended.returncode == 0, ended.stderr
-    (said,) = (line for line in ended.stderr.splitlines() if "group history not written" in line)
+    (warning,) = (line for line in ended.stderr.splitlines() if "group history not written" in line)
     for part in (
         "offsets.retention.minutes",
         "topic __eos_places cannot be created: not authorised",
         "set eos.places.topic to nothing",
     ):
-        assert part in said
+        assert part in warning
     settled_ends(case.kafka.servers["PLAINTEXT"], [case.output])
     assert case.outputs() == case.values
 
@@ -268,9 +268,9 @@ def test_right_withdrawn_during_a_run_stops_the_worker_with_77(which: str, case:
         kind, name, sentence = resource(case, which)
         assert case.kafka.withdraw(kind, name) == 1
         wait_until("the worker's end", ended, 60)
-    words = log.read_text().splitlines()[-1]
-    assert worker.returncode == 77, words
-    assert sentence.split(":")[0] in words
+    last_line = log.read_text().splitlines()[-1]
+    assert worker.returncode == 77, last_line
+    assert sentence.split(":")[0] in last_line
 
 
 def test_command_without_its_right_is_exit_77(case: Case) -> None:

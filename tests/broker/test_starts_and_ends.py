@@ -189,7 +189,7 @@ def test_until_end_leaves_later_records_to_the_next_run(kafka: LocalKafka, pipel
     worker = pipeline.worker(until_end=True, holds=[("flush", 1)])
     worker.wait_at("flush", 1)
     pipeline.load(300)
-    worker.go_on()
+    worker.release()
     assert worker.wait() == 0
     pipeline.verify(complete=False)
     pipeline.finish()
@@ -304,8 +304,8 @@ def test_unreachable_cluster_is_exit_69_in_time(
     arguments: tuple[str, ...], limit_s: float, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka)
-    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    unreachable = f"127.0.0.1:{free_ports(1)[0]}"
     began = time.monotonic()
-    worker = pipeline.program(APP, "--bootstrap-servers", nobody, *arguments)
-    worker.assert_ended(UNAVAILABLE, nobody, "cannot be reached")
+    worker = pipeline.program(APP, "--bootstrap-servers", unreachable, *arguments)
+    worker.assert_ended(UNAVAILABLE, unreachable, "cannot be reached")
     took_under(limit_s, began, "the worker of a cluster that is not there")

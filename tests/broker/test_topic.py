@@ -40,8 +40,8 @@ def eos(kafka: LocalKafka, capfd: pytest.CaptureFixture[str], monkeypatch: pytes
     return run
 
 
-def values(told: str) -> list[tuple[str, str]]:
-    return [(row["value"], row["state"]) for row in map(json.loads, told.splitlines())]
+def values(output: str) -> list[tuple[str, str]]:
+    return [(row["value"], row["state"]) for row in map(json.loads, output.splitlines())]
 
 
 def begun(kafka: LocalKafka, transactional_id: str) -> Producer:
@@ -56,8 +56,8 @@ def test_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka, 
     assert eos("create", topic, second, "--partitions", "2")[0] == 0
     assert eos("partitions", topic, "1") == (64, "", f"eos: {topic} has 2 partitions: Kafka cannot remove any\n")
     assert eos("partitions", topic, "2", "--yes")[:2] == (0, f"{topic}: has 2 partitions\n")
-    code, _, told = eos("partitions", topic, "4")
-    assert (code, "confirm with --yes" in told, "--with-state" in told) == (64, True, True)
+    code, _, output = eos("partitions", topic, "4")
+    assert (code, "confirm with --yes" in output, "--with-state" in output) == (64, True, True)
     assert eos("partitions", topic, "4", "--yes")[:2] == (0, f"{topic}: 2 partitions before, 4 now\n")
     assert eos("delete", topic, second)[0] == 64
     assert {row["topic"] for row in json.loads(eos("list", "--json")[1])} >= {topic, second}
@@ -74,8 +74,8 @@ def test_topic_is_created_written_in_one_transaction_and_read(
     assert eos("create", topic, "--partitions", "2")[:2] == (0, f"{topic}: created with 2 partitions\n")
     assert eos("create", topic, second)[1] == f"{topic}: exists\n{second}: created with 8 partitions\n"
     assert eos("tail", topic) == (0, "", f"{topic}: no committed records\n")
-    code, told, _ = eos("send", topic, "to", "be", "--key", "k", "--header", "h=v", "--partition", "1")
-    assert (code, told) == (0, f"sent in one transaction: {topic}[1]@0, {topic}[1]@1\n")
+    code, output, _ = eos("send", topic, "to", "be", "--key", "k", "--header", "h=v", "--partition", "1")
+    assert (code, output) == (0, f"sent in one transaction: {topic}[1]@0, {topic}[1]@1\n")
     assert visible_values(kafka.bootstrap_servers, topic) == {0: [], 1: [b"to", b"be"]}
     lines = eos("tail", topic)[1].splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"{topic}[1]@0", f"{topic}[1]@1"]
@@ -121,8 +121,8 @@ def test_uncommitted_records_are_shown_and_marked_on_request(eos: Run, kafka: Lo
     unfinished.flush(10)
     eos("send", topic, "behind")
     committed = [("a", "committed"), ("b", "committed"), ("c", "committed")]
-    code, told, rest = eos("tail", topic, "--json")
-    assert (code, values(told)) == (0, committed)
+    code, output, rest = eos("tail", topic, "--json")
+    assert (code, values(output)) == (0, committed)
     assert rest == f"{topic}: 3 more offsets are in an open transaction; --uncommitted shows them\n"
     every = [*committed[:2], ("never", "aborted"), committed[2], ("maybe", "open"), ("behind", "open")]
     for how in (("--from-beginning",), ("-n", "100"), ()):
@@ -201,8 +201,8 @@ def test_closed_output_pipe_is_no_error(kafka: LocalKafka, eos: Run, names: Name
 def test_missing_topic_is_not_created_by_a_query(eos: Run, names: Names) -> None:
     topic = names("nowhere")
     for arguments in (("tail", topic), ("send", topic, "x")):
-        code, told, error = eos(*arguments)
-        assert (code, told) == (69, "")
+        code, output, error = eos(*arguments)
+        assert (code, output) == (69, "")
         assert f"topic {topic} does not exist at " in error
         assert error.endswith(f": `eos topic create {topic}` creates it\n")
     assert topic not in eos("list")[1]
@@ -219,9 +219,9 @@ def test_query_waits_for_new_topics_but_not_deleted_ones(eos: Run, kafka: LocalK
             assert next(early) == []
         eos("send", topic, *"abcde")
         assert [seen.record.value for got in early for seen in got] == [b"d", b"e"]
-    place = TopicPartition(topic, 0, 4)
+    partition_offset = TopicPartition(topic, 0, 4)
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
-    admin.delete_records([place])[place].result(10)
+    admin.delete_records([partition_offset])[partition_offset].result(10)
     with (
         TopicReader(settings, topic, {0: 3}, uncommitted=False) as reader,
         pytest.raises(InputGone, match="retention removed records"),

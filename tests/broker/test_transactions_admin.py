@@ -240,10 +240,10 @@ def test_worker_waiting_for_a_hanging_offset_names_the_command(kafka: LocalKafka
     command = ["eos", "run", "theapp.py:app", "--until-end", "--bootstrap-servers", servers]
     with log.open("wb") as stderr, until_killed(forked.Popen(command, cwd=tmp_path, stderr=stderr)) as worker:
         wait_until("the cause", lambda: "because=" in log.read_text() or worker.poll() is not None, 60)
-        said = log.read_text()
-        assert worker.poll() is None, said
-        assert f"because=a transaction of {name} hangs on {OFFSETS_LOG}[{log_partition_of(app, 8)}]" in said
-        assert f"command=`eos txn find-hanging --topic {OFFSETS_LOG}`" in said
+        logged = log.read_text()
+        assert worker.poll() is None, logged
+        assert f"because=a transaction of {name} hangs on {OFFSETS_LOG}[{log_partition_of(app, 8)}]" in logged
+        assert f"command=`eos txn find-hanging --topic {OFFSETS_LOG}`" in logged
         assert visible_values(servers, names("out")) == {0: []}
         with ClusterAdmin(settings(kafka)) as admin:
             for hanging in find_open(admin, [OFFSETS_LOG]):

@@ -43,8 +43,8 @@ def source(kafka: LocalKafka, names: Callable[[str], str]) -> str:
 def test_record_with_unreadable_headers_follows_the_policy(
     kafka: LocalKafka, source: str, names: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    servers, target, letters = kafka.bootstrap_servers, names("out"), f"{source}.dlq"
-    for topic in (target, letters):
+    servers, target, dlq_topic = kafka.bootstrap_servers, names("out"), f"{source}.dlq"
+    for topic in (target, dlq_topic):
         create_topic(servers, topic)
     settings = eos.Settings({"bootstrap.servers": servers, "eos.instance": "one"})
     name = names("app")
@@ -59,9 +59,9 @@ def test_record_with_unreadable_headers_follows_the_policy(
     assert visible_values(servers, target)[0] == [b"v0", b"v1"]
     worker("dlq").run()
     assert visible_values(servers, target)[0] == [b"v0", b"v1", b"v3", b"v4"]
-    assert visible_values(servers, letters)[0] == [b"v2"]
-    assert read_topic(servers, letters, header="b").headers == [b"2"]
-    assert read_topic(servers, letters, header="eos-dlq-message").headers == [WHY.encode()]
+    assert visible_values(servers, dlq_topic)[0] == [b"v2"]
+    assert read_topic(servers, dlq_topic, header="b").headers == [b"2"]
+    assert read_topic(servers, dlq_topic, header="eos-dlq-message").headers == [WHY.encode()]
     assert read_topic(servers, source, header="b").headers == [None, None, b"2", None, None]
 
     capfd.readouterr()
@@ -81,8 +81,8 @@ def _copied(value: str) -> str:
 def test_own_loop_gets_the_record_and_can_omit_its_headers(
     kafka: LocalKafka, source: str, names: Callable[[str], str]
 ) -> None:
-    servers, letters, group = kafka.bootstrap_servers, f"{source}.dlq", names("g")
-    create_topic(servers, letters)
+    servers, dlq_topic, group = kafka.bootstrap_servers, f"{source}.dlq", names("g")
+    create_topic(servers, dlq_topic)
     settings = {"bootstrap.servers": servers, "group.id": group, "transactional.id": group}
     values = []
     with TransactSession(settings, [source], until_end=True) as session:
@@ -94,4 +94,4 @@ def test_own_loop_gets_the_record_and_can_omit_its_headers(
                 except ValueError as error:
                     txn.dead_letter(record, error)
     assert values == [b"v0", b"v1", b"v2", b"v3", b"v4"]
-    assert visible_values(servers, letters)[0] == [b"v2"]
+    assert visible_values(servers, dlq_topic)[0] == [b"v2"]

@@ -113,8 +113,8 @@ class Run:
     def remove_half(self, topic: str) -> int:
         """Delete the first half of partition 0 as retention does, and return the new first offset."""
         begin = end_offsets(self.servers, topic).log_end[topic, 0] // 2
-        place = TopicPartition(topic, 0, begin)
-        self.admin.delete_records([place])[place].result(30)
+        target = TopicPartition(topic, 0, begin)
+        self.admin.delete_records([target])[target].result(30)
         return begin
 
     def compact(self, topic: str) -> None:
@@ -144,21 +144,21 @@ def test_verify_passes_a_killed_run_and_names_each_damage(run: Run, names: Calla
         killed.kill()
         killed.wait()
     assert run.committed() < COUNT, "the kill came too late"
-    code, told = run.verify()
-    assert code == 0, told  # The committed records are complete, the others are still to come.
+    code, printed = run.verify()
+    assert code == 0, printed  # The committed records are complete, the others are still to come.
     assert run.worker("-X", "eos.lineage=true").wait(120) == 0, (run.directory / "worker.log").read_text()
-    code, told = run.verify()
-    assert code == 0, told
-    assert f"{COUNT:,} inputs and {OUTPUTS:,} outputs of group {run.group} examined: holds" in told
+    code, printed = run.verify()
+    assert code == 0, printed
+    assert f"{COUNT:,} inputs and {OUTPUTS:,} outputs of group {run.group} examined: holds" in printed
 
     victim = 2_000
 
     def without_one(messages: list[Message]) -> list[Message]:
         return messages[:victim] + messages[victim + 1 :]
 
-    code, told = run.verify(run.copy(names("dropped"), without_one), run.targets[1])
-    assert code == 1, told
-    assert "VIOLATED: no_losses" in told
+    code, printed = run.verify(run.copy(names("dropped"), without_one), run.targets[1])
+    assert code == 1, printed
+    assert "VIOLATED: no_losses" in printed
 
     doubled: list[lineage.Source] = []
 
@@ -166,15 +166,15 @@ def test_verify_passes_a_killed_run_and_names_each_damage(run: Run, names: Calla
         doubled.append(source_of(messages[victim]))
         return [*messages, messages[victim]]
 
-    code, told = run.verify(run.copy(names("doubled"), with_one_twice), run.targets[1])
-    assert code == 1, told
-    assert f"{run.source}[{doubled[0].partition}]@{doubled[0].offset}" in told
-    assert "no_duplicates" in told.rpartition("VIOLATED")[2]
+    code, printed = run.verify(run.copy(names("doubled"), with_one_twice), run.targets[1])
+    assert code == 1, printed
+    assert f"{run.source}[{doubled[0].partition}]@{doubled[0].offset}" in printed
+    assert "no_duplicates" in printed.rpartition("VIOLATED")[2]
 
-    code, told = run.verify(run.targets[0])  # without one of the two topics, half of its outputs are missing
-    assert code == 1, told
-    assert "no_losses" in told.rpartition("VIOLATED")[2]
-    assert f"note: only {run.targets[0]} was searched for outputs: if the App writes to another topic too" in told
+    code, printed = run.verify(run.targets[0])  # without one of the two topics, half of its outputs are missing
+    assert code == 1, printed
+    assert "no_losses" in printed.rpartition("VIOLATED")[2]
+    assert f"note: only {run.targets[0]} was searched for outputs: if the App writes to another topic too" in printed
 
 
 def test_verify_finds_a_loss_after_outputs_deleted_by_retention(run: Run, names: Callable[[str], str]) -> None:
@@ -186,29 +186,29 @@ def test_verify_finds_a_loss_after_outputs_deleted_by_retention(run: Run, names:
 
     damaged = run.copy(names("damaged"), without_the_newest_of_partition_0)
     begin = run.remove_half(run.targets[0])
-    code, told = run.verify()
-    assert code == 0, told
-    assert f"{run.targets[0]}[0] no longer begins at 0 but at {begin}: not decided" in told
+    code, printed = run.verify()
+    assert code == 0, printed
+    assert f"{run.targets[0]}[0] no longer begins at 0 but at {begin}: not decided" in printed
 
     run.remove_half(damaged)
-    code, told = run.verify(damaged, run.targets[1])
-    assert code == 1, told
-    assert "VIOLATED: no_losses" in told
+    code, printed = run.verify(damaged, run.targets[1])
+    assert code == 1, printed
+    assert "VIOLATED: no_losses" in printed
     run.compact(damaged)
-    code, told = run.verify(damaged, run.targets[1])
-    assert code == 0, told
-    assert f"{damaged} is compacted: not decided" in told
+    code, printed = run.verify(damaged, run.targets[1])
+    assert code == 0, printed
+    assert f"{damaged} is compacted: not decided" in printed
 
 
 def test_verify_without_lineage_decides_nothing(run: Run) -> None:
     assert run.worker().wait(120) == 0, (run.directory / "worker.log").read_text()
-    code, told = run.verify()
-    assert code == 65, told
-    assert "nothing to examine" in told
-    assert "eos.lineage=true" in told
-    code, told = run.verify("there-is-no-such-topic")
-    assert code == 69, told
-    assert "there-is-no-such-topic" in told
+    code, printed = run.verify()
+    assert code == 65, printed
+    assert "nothing to examine" in printed
+    assert "eos.lineage=true" in printed
+    code, printed = run.verify("there-is-no-such-topic")
+    assert code == 69, printed
+    assert "there-is-no-such-topic" in printed
 
 
 def test_verify_checks_intermediate_and_dead_letter_topics(
@@ -216,10 +216,10 @@ def test_verify_checks_intermediate_and_dead_letter_topics(
 ) -> None:
     run = Run(kafka, names, tmp_path, CHAIN)
     assert run.worker("-X", "eos.lineage=true", "--create-topics").wait(120) == 0, (tmp_path / "worker.log").read_text()
-    code, told = run.verified(str(tmp_path / "app.py"))
-    assert code == 0, told
-    assert "note:" not in told
+    code, printed = run.verified(str(tmp_path / "app.py"))
+    assert code == 0, printed
+    assert "note:" not in printed
     handled = (
         2 * COUNT - 11
     )  # 1000, ..., 11000 are dead letters of the first function; the second function reads the others
-    assert f"{handled:,} inputs and {handled:,} outputs of group {run.group} examined: holds\n" in told
+    assert f"{handled:,} inputs and {handled:,} outputs of group {run.group} examined: holds\n" in printed

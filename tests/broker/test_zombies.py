@@ -87,8 +87,8 @@ def test_worker_paused_past_its_transaction_timeout_continues(
         ),
     )
     worker.resume()
-    worker.go_on()
-    assert worker.wait() == 0, worker.last_words
+    worker.release()
+    assert worker.wait() == 0, worker.final_output
     assert Owner.OWN_TIMEOUT.value in worker.log
     pipeline.verify()
 
@@ -105,10 +105,12 @@ def test_worker_with_only_timed_out_transactions_stops(kafka: LocalKafka, pipeli
     for nth in times:
         worker.wait_at("flushed", nth)
         pipeline.wait_not_open()
-        worker.go_on()
-    assert worker.wait() == TEMPORARY, worker.last_words
-    assert f"{len(times)} rebuilds without one commit" in worker.last_words
-    assert f"sending the outputs of one record took longer than transaction.timeout.ms={SHORT_MS}" in worker.last_words
+        worker.release()
+    assert worker.wait() == TEMPORARY, worker.final_output
+    assert f"{len(times)} rebuilds without one commit" in worker.final_output
+    assert (
+        f"sending the outputs of one record took longer than transaction.timeout.ms={SHORT_MS}" in worker.final_output
+    )
     assert worker.log.count("rebuilt from the committed offsets") == MOST_REBUILDS
     pipeline.finish()
     pipeline.verify()
@@ -121,8 +123,8 @@ def assert_fenced(
 
     The time comes from its open transaction, its first commit, or our own last commit.
     """
-    assert worker.wait(30) == FENCED, worker.last_words
-    sentence = worker.last_words
+    assert worker.wait(30) == FENCED, worker.final_output
+    sentence = worker.final_output
     ours = [d for d in idle_or_open if f"ours: producer id {d.producer_id} epoch {d.epoch};" in sentence]
     assert ours, sentence
     theirs = re.search(r"now producer id (\d+) epoch (\d+) in state (\w+)", sentence)
@@ -133,7 +135,7 @@ def assert_fenced(
 
 
 def assert_unaffected(successor: WorkerProcess) -> None:
-    assert successor.wait() == 0, successor.last_words
+    assert successor.wait() == 0, successor.final_output
     assert "aborts=0" in successor.log
     assert "warning fenced" not in successor.log
     assert "rebuilt" not in successor.log
@@ -172,10 +174,10 @@ def test_zombie_resumed_during_its_successors_transaction_is_fenced(
         wait_until_past(before, timeout_ms)
     pipeline.wait_state("Ongoing")
     zombie.resume()
-    zombie.go_on()
+    zombie.release()
     assert_fenced(zombie, before, since="in state Ongoing since")
     pipeline.wait_state("Ongoing", timeout_s=1)
-    successor.go_on()
+    successor.release()
     assert_unaffected(successor)
     pipeline.verify()
 
@@ -195,7 +197,7 @@ def test_zombie_resumed_after_its_successor_finished_is_fenced(
         wait_until_past(before, timeout_ms)
     pipeline.wait_not_open()
     zombie.resume()
-    zombie.go_on()
+    zombie.release()
     assert_fenced(zombie, before, since="started")
     pipeline.load_transaction(300)
     pipeline.wait_handled(pipeline.loaded)
@@ -252,7 +254,7 @@ def test_zombie_is_fenced_although_its_successor_was_killed(kafka: LocalKafka, p
     pipeline.wait_not_open()
     wait_until_past(before, TIMEOUT_MS)
     zombie.resume()
-    zombie.go_on()
+    zombie.release()
     assert_fenced(zombie, before)
     pipeline.finish()
     pipeline.verify()
@@ -284,8 +286,8 @@ def test_group_member_without_the_id_is_no_newer_instance(broker: LocalKafka, pi
         wait_until(
             "the other consumer has its membership", lambda: other.poll(0.1) is not None or bool(other.assignment())
         )
-    worker.go_on()
-    assert worker.wait() == 0, worker.last_words
+    worker.release()
+    assert worker.wait() == 0, worker.final_output
     assert "rejoined the group" in worker.log
     pipeline.verify()
 
@@ -341,8 +343,8 @@ def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> TransactionalI
     def row() -> TransactionalIdState | None:
         found = ask()
         assert found is not None
-        there = (found.producer_id, found.epoch, found.state) == (mine.producer_id, mine.epoch + bumps, state)
-        return found if there else None
+        reached = (found.producer_id, found.epoch, found.state) == (mine.producer_id, mine.epoch + bumps, state)
+        return found if reached else None
 
     return wait_until(f"epoch +{bumps} {state}", row)
 

@@ -81,22 +81,22 @@ def test_only_resources_of_dead_runs_are_removed(docker: Any, names: Any) -> Non
             made["person"] = make({}, "person")
             # A paused container must be removed too.
             made["dead"][0].pause()
-            assert not any(map(is_gone, made["dead"]))
+            assert not any(map(is_removed, made["dead"]))
             process.communicate(timeout=30)
             removed = remove_leftovers(docker)
             # Removed by this call, or by that of a parallel run, which may still be working.
-            wait_until("the resources of dead runs are removed", lambda: all(map(is_gone, made["dead"])), 60)
+            wait_until("the resources of dead runs are removed", lambda: all(map(is_removed, made["dead"])), 60)
             assert names("alive") not in removed
             assert names("person") not in removed
             for kind in ("alive", "person"):
-                assert not any(map(is_gone, made[kind]))
+                assert not any(map(is_removed, made[kind]))
                 assert made[kind][0].status == "running"
         finally:
             for things in made.values():
                 remove(docker, things)
 
 
-def is_gone(thing: Any) -> bool:
+def is_removed(thing: Any) -> bool:
     from docker.errors import NotFound
 
     try:

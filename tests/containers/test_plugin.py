@@ -25,11 +25,11 @@ def test_a_fault(eos_kafka):
 def test_a_cut(eos_kafka):
     eos_kafka.partition(0)
 """
-    code, said = run_pytest(tmp_path, test, f"--eos-kafka={kafka.bootstrap_servers}")
-    assert code == 0, said
-    assert "1 passed, 2 skipped" in said
-    assert f"not run: a fault needs a cluster of our own, not {kafka.bootstrap_servers}" in said
-    assert f"eos: brokers are those at {kafka.bootstrap_servers}" in said
+    code, output = run_pytest(tmp_path, test, f"--eos-kafka={kafka.bootstrap_servers}")
+    assert code == 0, output
+    assert "1 passed, 2 skipped" in output
+    assert f"not run: a fault needs a cluster of our own, not {kafka.bootstrap_servers}" in output
+    assert f"eos: brokers are those at {kafka.bootstrap_servers}" in output
     assert kafka.running(0)
 
 
@@ -47,11 +47,11 @@ def test_a_cut(eos_kafka):
     eos_kafka.partition(0)
 """
     nowhere = f"unix://{tmp_path}/no.sock"
-    code, said = run_pytest(tmp_path, test, "--eos-kafka-nodes=1", DOCKER_HOST=nowhere)
-    assert code == 0, said
-    assert "2 passed, 1 skipped" in said
-    assert said.count("eos: brokers are local JVMs: no container engine answers") == 1
-    assert "not run: local JVMs share one network address" in said
+    code, output = run_pytest(tmp_path, test, "--eos-kafka-nodes=1", DOCKER_HOST=nowhere)
+    assert code == 0, output
+    assert "2 passed, 1 skipped" in output
+    assert output.count("eos: brokers are local JVMs: no container engine answers") == 1
+    assert "not run: local JVMs share one network address" in output
 
 
 @pytest.mark.deep_for("jvm")
@@ -74,23 +74,23 @@ def test_a_cut(eos_kafka):
     eos_kafka.partition(0)
     assert eos_kafka.reachable() == []
 """
-    code, said = run_pytest(tmp_path, test, f"--eos-kafka={backend}", "--eos-kafka-nodes=1")
-    assert code == 0, said
-    assert ("2 passed" if backend == "container" else "1 passed, 1 skipped") in said
-    assert ("eos: brokers are containers of" if backend == "container" else "local JVMs, as requested") in said
+    code, output = run_pytest(tmp_path, test, f"--eos-kafka={backend}", "--eos-kafka-nodes=1")
+    assert code == 0, output
+    assert ("2 passed" if backend == "container" else "1 passed, 1 skipped") in output
+    assert ("eos: brokers are containers of" if backend == "container" else "local JVMs, as requested") in output
 
 
 def test_requested_backend_is_not_replaced(tmp_path: Path) -> None:
     test = "def test_it(eos_cluster):\n    eos_cluster(nodes=1)\n"
-    code, said = run_pytest(tmp_path, test, "--eos-kafka=container", DOCKER_HOST=f"unix://{tmp_path}/no.sock")
-    assert code == 1, said
-    assert "Unavailable: no container engine answers" in said
+    code, output = run_pytest(tmp_path, test, "--eos-kafka=container", DOCKER_HOST=f"unix://{tmp_path}/no.sock")
+    assert code == 1, output
+    assert "Unavailable: no container engine answers" in output
 
 
 def test_invalid_cluster_option_is_a_usage_error(tmp_path: Path) -> None:
-    code, said = run_pytest(tmp_path, "", "--eos-kafka=podman")
+    code, output = run_pytest(tmp_path, "", "--eos-kafka=podman")
     assert code == 4
-    assert "--eos-kafka=podman: must be container, jvm or HOST:PORT" in said
+    assert "--eos-kafka=podman: must be container, jvm or HOST:PORT" in output
 
 
 def test_plugin_imports_only_the_package_and_pytest() -> None:

@@ -1,14 +1,14 @@
-"""Chaos: transactions of several clients through a shim, with random faults on both of its sides; Kafka is the judge.
+"""Run transactions of several clients through a shim with random faults on both of its sides, and judge Kafka.
 
     python -m tests.shim.chaos --transactions 20000 --faults 2000 --seed 1
 
     clients ──► Mischief ──► shim ──► Mischief ──► real broker
 
 Every client keeps a ledger: its transaction n writes n to both partitions of its topic and moves its group's offset to
-n + 1; one in five is aborted and done again. After whatever raised it does what the library's documentation asks for:
-the same call again where that is retriable, else a new producer that goes on from the group's stable offset. At the end
-both partitions must hold 0, 1, 2, ... once each and in order, and the offset must be their number: a gap is a lost
-record, a repetition a doubled one, a difference between the partitions a torn transaction.
+n + 1. One in five is aborted and repeated. After any exception the client does what the library's documentation asks
+for: the same call again if it is retriable, else a new producer that continues from the group's stable offset. At the
+end both partitions must hold 0, 1, 2, ... once each and in order, and the offset must be their number. A gap is a lost
+record, a repetition a duplicate one, and a difference between the partitions a torn transaction.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ TARGETS = {
 ACTIONS = ("cut before", "cut after", "late", "late copy", "delay")
 LONGEST_LATE_S = 0.4
 KILL_EVERY_S = 20.0
-_TARGETED_REQUESTS = 14.0  # of a transaction, on both sides, weighted as above
-FINISH_S = 120.0  # for the transactions under way once enough have ended
+_TARGETED_REQUESTS = 14.0  # seconds of a transaction, on both sides, weighted as above
+FINISH_S = 120.0  # for unfinished transactions after enough have ended
 
 
 class Mischief:
-    """A proxy of frames that does `ACTIONS` to a share of the requests in `TARGETS`."""
+    """Proxy frames, and do `ACTIONS` to a share of the requests in `TARGETS`."""
 
     def __init__(self, name: str, port: int, upstream: tuple[str, int], rate: float, seed: int) -> None:
         self.name, self.port, self.upstream, self.rate = name, port, upstream, rate
@@ -78,7 +78,7 @@ class Mischief:
         task = asyncio.current_task()
         assert task is not None
         self._keep(task)
-        swallowed = set[int]()  # correlation ids whose answer is the last thing the client does not get
+        swallowed = set[int]()  # correlation ids whose response is the last one that the client does not get
         try:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 back_reader, back_writer = await asyncio.open_connection(*self.upstream)
@@ -122,7 +122,7 @@ class Mischief:
         writer.close()
 
     async def _deliver(self, frame: bytes, after_s: float) -> None:
-        """What was under way all the time, on a connection of its own; nobody waits for its answer."""
+        """Deliver a request that was on its way, on its own connection; nobody waits for its response."""
         await asyncio.sleep(after_s)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             reader, writer = await asyncio.open_connection(*self.upstream)
@@ -138,7 +138,7 @@ class Mischief:
 
 
 class Ledger:
-    """One client with its topic and group; `run` returns when `over` says so."""
+    """Run one client with its topic and group; `run` returns when `over` returns True."""
 
     def __init__(
         self, kafka: LocalKafka, kind: type[Client], servers: str, name: str, seed: int, copies: int = 1
@@ -160,7 +160,7 @@ class Ledger:
                     self.next = max(0, stable_offset(self._kafka.bootstrap_servers, self.name, self.source))
                 self._transaction(self._client)
             except (KafkaException, KafkaError, AssertionError, SystemError, TimeoutError) as error:
-                # Whatever it was: a new producer fences the old one and goes on from what is committed.
+                # After any error, a new producer fences the old one and continues from the committed offset.
                 self.errors[str(error)[:120]] += 1
                 self._drop()
         self._drop()
@@ -196,9 +196,9 @@ class Ledger:
             client.close(5)
 
     def judge(self) -> list[str]:
-        """What is wrong in Kafka."""
+        """Return the violations found in Kafka."""
         servers = self._kafka.bootstrap_servers
-        producer_of(servers, self.name).close()  # ends what the last client may have left open
+        producer_of(servers, self.name).close()  # ends transactions that the last client may have left open
         values = settled_values(servers, self.topic)
         found = {partition: [int(value or b"-1") for value in each] for partition, each in values.items()}
         count = max(0, stable_offset(servers, self.name, self.source))
@@ -219,7 +219,7 @@ class Ledger:
 
 
 class Run:
-    """One chaos run; `report` afterwards."""
+    """Run the chaos once, and report the results."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class Run:
         began = told = killed = time.monotonic()
 
         def enough() -> bool:
-            # Of every client: their sum may be the work of the fast ones.
+            # Of every client, because their sum may be the work of the fast ones.
             both = all(each.committed and each.aborted for each in self.ledgers)
             reached = both and self.ended >= self.transactions and self.done >= self.faults
             return reached or time.monotonic() - began > self.at_most_s
@@ -339,8 +339,8 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=2_000)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--at-most-s", type=float, default=3600.0, help="fails when it has not reached them by then")
-    parser.add_argument("--no-protect", action="store_true", help="to see what it is for")
+    parser.add_argument("--at-most-s", type=float, default=3600.0, help="fail if the numbers are not reached by then")
+    parser.add_argument("--no-protect", action="store_true", help="run without protection, to see the losses")
     given: Any = parser.parse_args()
     option = "--no-protect" if given.no_protect else "--protect"
     print(f"seed {given.seed}, {option}", flush=True)

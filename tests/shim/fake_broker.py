@@ -1,4 +1,5 @@
-"""An upstream that does what no real broker does on command: odd answers, no reading, no answer, an early end."""
+"""Run an upstream that fails on command as no real broker does: odd responses, no reading, no response, an early
+end."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Answer = Callable[[bytes], bytes | None]
 
 
 def metadata(port: int) -> bytes:
-    """A Metadata v4 answer, without its size, that names one broker."""
+    """Return a Metadata v4 response without its size that names one broker."""
     broker = MetadataResponse.MetadataResponseBroker(version=4, node_id=1, host="127.0.0.1", port=port, rack=None)
     response = MetadataResponse(
         version=4, throttle_time_ms=0, brokers=[broker], cluster_id="c", controller_id=1, topics=[]
@@ -23,15 +24,15 @@ def metadata(port: int) -> bytes:
 
 
 def _is_shims_own(connection: socket.socket) -> bool:
-    """Its questions begin with ApiVersions v0; a connection that ended without a word may count as one."""
+    """Return whether a connection is the shim's own: it begins with ApiVersions v0, or ended without a request."""
     return connection.recv(8, socket.MSG_PEEK | socket.MSG_WAITALL)[4:] in (b"", b"\0\x12\0\0")
 
 
 class FakeBroker:
-    """Answers ApiVersions v0 and Metadata v4 like a broker of its own; the rest is `answer`'s.
+    """Answer ApiVersions v0 and Metadata v4 as a single broker; `answer` answers the rest.
 
-    `answer` gets a whole request and returns the body behind the correlation id; None: no answer. A connection that
-    does not begin with ApiVersions v0, as the shim's own questions do, is `take`'s alone, bytes and all.
+    `answer` gets a whole request and returns the body after the correlation id, or None for no response. `take` gets
+    all bytes of a connection that does not begin with ApiVersions v0, as the shim's own queries do.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class FakeBroker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`, which would take one more
+            self._listener.shutdown(
+                socket.SHUT_RDWR
+            )  # wakes the thread in `accept`, which would accept one more connection
         self._listener.close()
 
     def _accept(self) -> None:

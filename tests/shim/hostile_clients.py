@@ -35,7 +35,7 @@ LARGEST_RSS_BYTES = 400 * MIB
 
 
 def head(api_key: int, version: int, size: int, correlation_id: int = 1) -> bytes:
-    """A request's beginning: `size` bytes are announced, and the client id is null."""
+    """Return the beginning of a request that announces `size` bytes and has a null client id."""
     return struct.pack(">ihhih", size, api_key, version, correlation_id, -1)
 
 
@@ -49,7 +49,7 @@ def connect(shim: RunningShim, host: str) -> socket.socket:
 
 
 def send_until_closed(connection: socket.socket, first: bytes, piece: bytes, total: int) -> int:
-    """Bytes that were taken before the shim closed, `total` if it did not."""
+    """Send `total` bytes, and return how many were accepted before the shim closed."""
     sent = 0
     with contextlib.suppress(ConnectionError):
         connection.sendall(first)
@@ -60,7 +60,7 @@ def send_until_closed(connection: socket.socket, first: bytes, piece: bytes, tot
 
 
 def send_until_full(connection: socket.socket, data: bytes, total: int) -> int:
-    """Bytes that were taken before nothing more was for a second, or the shim closed; answers are not read."""
+    """Send until the shim accepts nothing for a second or closes, without reading; return the number of bytes."""
     connection.settimeout(1.0)
     sent = 0
     with contextlib.suppress(TimeoutError, ConnectionError):
@@ -70,14 +70,15 @@ def send_until_full(connection: socket.socket, data: bytes, total: int) -> int:
 
 
 def peak_rss(pid: int) -> int:
-    """The most memory this process ever had, in bytes."""
+    """Return the peak memory of this process in bytes."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 class Honest:
-    """Asks again and again on a connection that stays and on new ones, and produces; and asks the broker itself, to
-    know what the machine makes of it. Seconds; `asked` counts.
+    """Send requests repeatedly on kept and new connections, produce, and query the broker directly for comparison.
+
+    Times are in seconds; `asked` counts the requests.
     """
 
     def __init__(self, shim: RunningShim, broker: str, topic: str) -> None:
@@ -101,7 +102,7 @@ class Honest:
         assert self.failure is None, f"the honest client failed: {self.failure!r}"
         assert self.asked >= 3
         limit_s = LONGEST_ANSWER_S + self.slowest_direct_s
-        if self.slowest_s >= limit_s:  # a machine under load does that once, a shim that is held up always
+        if self.slowest_s >= limit_s:  # A loaded machine makes a client wait once, a blocked shim makes it wait always.
             raise TooSlow(f"an honest client waited {self.slowest_s:.2f} s ({limit_s:.2f} s allowed)")
         peak = peak_rss(self._shim.process.pid)
         assert peak < LARGEST_RSS_BYTES, f"the shim took {peak / MIB:.0f} MiB"
@@ -109,7 +110,7 @@ class Honest:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - `check` tells
+        except BaseException as error:  # noqa: BLE001 - `check` reports it
             self.failure = error
 
     def _ask(self) -> None:
@@ -143,7 +144,7 @@ class Honest:
 
 
 def some_frames(per_key: int) -> list[bytes]:
-    """Damaged requests of every API that is read, as the unit tests make them."""
+    """Yield damaged requests of every API that the shim reads, as the unit tests make them."""
     found: list[bytes] = []
     for key in KEYS:
 
@@ -156,9 +157,9 @@ def some_frames(per_key: int) -> list[bytes]:
     return found
 
 
-def throw(shim: RunningShim, host: str, frames: Sequence[bytes], seed: int, until: float) -> int:
-    """Sends random frames on one connection after the other until the time is up; how many frames."""
-    chance, thrown = random.Random(seed), 0
+def send_random_frames(shim: RunningShim, host: str, frames: Sequence[bytes], seed: int, until: float) -> int:
+    """Send random frames on one connection after the other until the time is over, and return their number."""
+    chance, frames_sent = random.Random(seed), 0
     hello = frame(api.API_VERSIONS, 0, b"")
     while time.monotonic() < until:
         with contextlib.suppress(OSError), connect(shim, host) as connection:
@@ -168,35 +169,39 @@ def throw(shim: RunningShim, host: str, frames: Sequence[bytes], seed: int, unti
                 data = bytearray(chance.choice(frames) * chance.choice((1, 1, 1, 50, 2_000)))
                 for _ in range(chance.choice((0, 0, 1, 3))):
                     data[chance.randrange(len(data))] = chance.randrange(256)
-                thrown += 1
+                frames_sent += 1
                 while data:
                     size = chance.choice((1, 7, 100, 5_000, 1_000_000))
                     connection.sendall(data[:size])
                     del data[:size]
                 if chance.random() < 0.3:
                     connection.recv(chance.choice((10, 100_000)))
-    return thrown
+    return frames_sent
 
 
 def random_frames(shim: RunningShim, seconds: float, per_key: int, seed: int = 1) -> int:
     """Send random frames from four clients at once, and return the number of frames."""
     frames = some_frames(per_key)
     until = time.monotonic() + seconds
-    thrown: list[int] = []
+    frames_sent: list[int] = []
     threads = [
-        threading.Thread(target=lambda n=n: thrown.append(throw(shim, f"127.0.0.{20 + n}", frames, seed + n, until)))
+        threading.Thread(
+            target=lambda n=n: frames_sent.append(
+                send_random_frames(shim, f"127.0.0.{20 + n}", frames, seed + n, until)
+            )
+        )
         for n in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(thrown)
+    return sum(frames_sent)
 
 
 @contextmanager
 def guarded_shim(upstream: str, directory: Path) -> Iterator[RunningShim]:
-    """With all that reads requests: protection, a policy, the trace and the counts."""
+    """Start a shim with everything that reads requests: protection, a policy, the trace and the counts."""
     policy = directory / "policy.toml"
     policy.write_text(
         '[[topic]]\nname = "guarded-*"\ntransactional_only = true\nread_committed_only = true\n'
@@ -222,9 +227,9 @@ def main() -> int:
         made = running(upstream) if arguments.plain else guarded_shim(upstream, Path(directory))
         create_topic(upstream, "honest")
         with made as shim, Honest(shim, upstream, "honest") as honest:
-            thrown = random_frames(shim, arguments.minutes * 60, 400, arguments.seed)
+            frames_sent = random_frames(shim, arguments.minutes * 60, 400, arguments.seed)
             print(
-                f"{thrown} bursts of random frames in {arguments.minutes:g} min; honest answers: {honest.asked}, "
+                f"{frames_sent} bursts of random frames in {arguments.minutes:g} min; honest answers: {honest.asked}, "
                 f"slowest {honest.slowest_s:.2f} s (broker itself: {honest.slowest_direct_s:.2f} s); the shim's peak "
                 f"{peak_rss(shim.process.pid) / MIB:.0f} MiB; {len(shim.events)} log lines",
                 flush=True,

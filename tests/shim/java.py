@@ -1,4 +1,4 @@
-"""Kafka's own Java clients, out of the same jars the local broker runs on."""
+"""Run Kafka's own Java clients from the jars of the local broker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start(main_class: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def ended(main_class: str, *arguments: str, input: str = "", timeout_s: float = 60.0) -> tuple[int, str, str]:
-    """Its exit code, standard output and standard error; TimeoutExpired when it does not end, and then it is killed."""
+    """Return exit code, standard output and standard error; on a timeout kill the client and raise TimeoutExpired."""
     process = start(main_class, *arguments)
     try:
         output, errors = process.communicate(input, timeout_s)
@@ -39,7 +39,7 @@ def ended(main_class: str, *arguments: str, input: str = "", timeout_s: float = 
 
 
 def run(main_class: str, *arguments: str, input: str = "", timeout_s: float = 60.0) -> str:
-    """Its standard output; AssertionError with what it said when it fails, TimeoutExpired when it does not end."""
+    """Return standard output; raise AssertionError with all output if the client fails, TimeoutExpired if it hangs."""
     code, output, errors = ended(main_class, *arguments, input=input, timeout_s=timeout_s)
     assert code == 0, f"{main_class} ended with {code}: {output[-500:]} {errors[-2000:]}"
     return output

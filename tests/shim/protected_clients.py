@@ -22,20 +22,20 @@ from tests.support.reading import TooSlow, settled_values
 
 def producer_of(servers: str, name: str, **more: Any) -> Producer:
     settings = {"bootstrap.servers": servers, "transactional.id": name, "linger.ms": 0, "log_level": 0}
-    # After an abort the first Produce is challenged: the second comes after this backoff.
+    # The first Produce after an abort is challenged, and the second one comes after this backoff.
     producer = Producer(settings | {"retry.backoff.ms": 20} | more)
     producer.init_transactions(30)
     return producer
 
 
 def flush(producer: Producer) -> None:
-    """Waits for the answers, good or bad. After a restart of the shim the client waits before it connects again."""
+    """Wait for all responses, good or bad. After a restart of the shim, the client waits before it reconnects."""
     if left := producer.flush(30):
-        raise TooSlow(f"{left} records had no answer within 30 s")
+        raise TooSlow(f"{left} records had no response within 30 s")
 
 
 def send(producer: Producer, topic: str, *values: str, partition: int = 0) -> list[Any]:
-    """Produces and waits for the acknowledgements; the delivery errors."""
+    """Produce records, wait for their acknowledgements, and return the delivery errors."""
     errors: list[Any] = []
     for value in values:
         producer.produce(topic, value, partition=partition, on_delivery=lambda error, _: errors.append(error))
@@ -50,7 +50,7 @@ def texts(servers: str, topic: str) -> list[str]:
 
 
 class Faulty:
-    """A client's way to the broker with a HoldingProxy on one side of a shim; `servers` is where clients connect."""
+    """Run a shim with a HoldingProxy on one side; clients connect to `servers`."""
 
     def __init__(self, kafka: LocalKafka, proxy: HoldingProxy, shim: RunningShim, servers: str, name: str) -> None:
         self.kafka, self.proxy, self.shim, self.servers, self.name = kafka, proxy, shim, servers, name
@@ -58,7 +58,7 @@ class Faulty:
 
 @contextmanager
 def faulty(kafka: LocalKafka, side: str, option: str, name: str) -> Iterator[Faulty]:
-    """`side`: "client" puts the proxy between client and shim, "broker" between shim and broker."""
+    """Start it; `side`: "client" puts the proxy between client and shim, "broker" between shim and broker."""
     if side == "broker":
         with (
             HoldingProxy.before(kafka) as proxy,
@@ -66,11 +66,11 @@ def faulty(kafka: LocalKafka, side: str, option: str, name: str) -> Iterator[Fau
         ):
             yield Faulty(kafka, proxy, shim, shim.bootstrap_servers, name)
         return
-    # Addresses say the proxy's port: it has to be the first of the shim's and the shim's own another.
-    told, own = free_ports(2)
-    options = (option, "--log-level", "debug", "--listen", f"127.0.0.1:{own}", "--advertise", f"127.0.0.1:{told}")
-    with running(kafka.bootstrap_servers, *options) as shim, HoldingProxy(told, ("127.0.0.1", own)) as proxy:
-        yield Faulty(kafka, proxy, shim, f"127.0.0.1:{told}", name)
+    # Addresses contain the proxy's port, so the proxy gets the shim's first port, and the shim another one.
+    advertised, own = free_ports(2)
+    options = (option, "--log-level", "debug", "--listen", f"127.0.0.1:{own}", "--advertise", f"127.0.0.1:{advertised}")
+    with running(kafka.bootstrap_servers, *options) as shim, HoldingProxy(advertised, ("127.0.0.1", own)) as proxy:
+        yield Faulty(kafka, proxy, shim, f"127.0.0.1:{advertised}", name)
 
 
 def python_producer(servers: str, name: str, **more: Any) -> Any:
@@ -80,7 +80,7 @@ def python_producer(servers: str, name: str, **more: Any) -> Any:
     return producer
 
 
-_HANGS_S = 45.0  # kafka-python gives a request up after 30 s and sends it again
+_HANGS_S = 45.0  # kafka-python times a request out after 30 s and sends it again.
 
 
 class _Lines(logging.Handler):
@@ -94,7 +94,7 @@ class _Lines(logging.Handler):
 
 
 class _Hanging:
-    """A client whose calls may never return."""
+    """Run calls of a client that may never return."""
 
     hung = False
 
@@ -107,31 +107,33 @@ class _Hanging:
 
 
 class Confluent(_Hanging):
-    """A transactional client; the same face for each library, so that one test judges both."""
+    """Wrap a transactional client; each library has the same methods, so that one test judges both."""
 
-    # What a late request of an aborted transaction is told: the identity ended with it.
+    # The error of a late request of an aborted transaction, whose identity ended with it.
     late_after_abort: Mapping[str, int] = {"EndTxn": 47, "Produce": 47}
-    reuses_sequences = True  # of records that an abort gave up
+    reuses_sequences = True  # of records that an abort purged
 
     def __init__(self, servers: str, name: str, backoff_ms: int = 20, debug: str = "") -> None:
         self.disconnects: list[str] = []
-        self.lines: list[str] = []  # what librdkafka says, with `debug`
+        self.lines: list[str] = []  # librdkafka's log, with `debug`
         more: dict[str, Any] = {"retry.backoff.ms": backoff_ms, "retry.backoff.max.ms": max(backoff_ms, 1_000)}
-        more["metadata.recovery.strategy"] = "none"  # with rebootstrap the hang below comes at every kill of the shim
+        more["metadata.recovery.strategy"] = (
+            "none"  # With rebootstrap, the hang below happens at every kill of the shim.
+        )
         if debug:
             logger = logging.Logger(name)
             logger.addHandler(_Lines(self.lines))
             more |= {"debug": debug, "log_level": 7, "logger": logger}
         self.producer = producer_of(servers, name, error_cb=lambda error: self.disconnects.append(error.name()), **more)
 
-    def says(self, what: str, since: int = 0) -> None:
+    def wait_for_log(self, what: str, since: int = 0) -> None:
         eventually(lambda: (self.producer.poll(0.05), [line for line in self.lines[since:] if what in line])[1])
 
     def begin(self) -> None:
         self.producer.begin_transaction()
 
     def send(self, topic: str, value: str, partition: int = 0) -> None:
-        """Acknowledged."""
+        """Send a record and wait until it is acknowledged."""
         assert not send(self.producer, topic, value, partition=partition)
 
     def offer(self, topic: str, value: str) -> None:
@@ -141,14 +143,18 @@ class Confluent(_Hanging):
         flush(self.producer)
 
     def notices_the_cut(self) -> None:
-        """An abort before would send the record again first, or wait for it (docs/explanation/protect.md, limits)."""
+        """Wait until the client notices the cut, because an earlier abort would first send the record again or wait
+        for it.
+
+        docs/explanation/protect.md describes it under limits.
+        """
         eventually(lambda: (self.producer.poll(0.05), self.disconnects)[1])
 
     def send_offset(self, group: str, source: str, offset: int) -> None:
         metadata = metadata_of(group)
         positions = [TopicPartition(source, 0, offset)]
-        # It waits for a coordinator that was away, past its time-out (librdkafka issues 5456 and 5511), and a producer
-        # inside a call cannot be closed.
+        # librdkafka waits past its timeout for a coordinator that was down (librdkafka issues 5456 and 5511), and a
+        # producer inside a call cannot be closed.
         self._bounded(lambda: self.producer.send_offsets_to_transaction(positions, metadata, 10), 25)
 
     def end(self, committed: bool) -> None:
@@ -165,7 +171,7 @@ class Confluent(_Hanging):
 
 
 class Python(_Hanging):
-    """kafka-python."""
+    """Wrap kafka-python."""
 
     late_after_abort: Mapping[str, int] = {"EndTxn": 51, "Produce": 19}
     reuses_sequences = False
@@ -190,12 +196,12 @@ class Python(_Hanging):
         self.offered[-1].get(30)
 
     def notices_the_cut(self) -> None:
-        """Its record is given back to be sent again, and that is said."""
+        """Wait until the log reports that the record is queued again."""
         eventually(lambda: any("retrying" in line for line in self._lines))
 
     def send_offset(self, group: str, source: str, offset: int) -> None:
         offsets = {PythonPartition(source, 0): OffsetAndMetadata(offset, "", -1)}
-        # It waits for ever for a group's coordinator that died in between (3.0.12, with and without a shim).
+        # It waits for ever for a group coordinator that died in between (3.0.12, with and without a shim).
         self._bounded(lambda: self.producer.send_offsets_to_transaction(offsets, group), _HANGS_S)
 
     def end(self, committed: bool) -> None:

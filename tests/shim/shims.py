@@ -1,4 +1,4 @@
-"""`eos shim` as a process of its own, as users run it; what it says is read from its JSON log lines."""
+"""Run `eos shim` as a separate process, as users do, and read its JSON log lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAUNCHED: WeakSet[subprocess.Popen[str]] = WeakSet()
 
 
 class RunningShim:
-    """The events it logged so far are `events`; everything it wrote to standard output is `output`."""
+    """Own a shim; `events` holds the events logged so far, `output` everything on standard output."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -38,7 +38,7 @@ class RunningShim:
 
     @property
     def bootstrap_servers(self) -> str:
-        """The first local port; the other brokers are found through it."""
+        """Return the address of the first local port, through which clients find the other brokers."""
         return str(self.named("listening")[0]["address"])
 
     @property
@@ -49,18 +49,22 @@ class RunningShim:
         return [event for event in list(self.events) if event.get("event") == name]
 
     def closed_for_cause(self) -> list[dict[str, Any]]:
-        """The connections it closed; but for those of clients that got no time to come beyond their hello in 30 s."""
+        """Return the connections that it closed, except those of clients that sent only their first request within
+        30 s."""
         return [
-            said for said in self.named("connection closed") if "did not complete its login" not in str(said["reason"])
+            event
+            for event in self.named("connection closed")
+            if "did not complete its login" not in str(event["reason"])
         ]
 
     def connections(self) -> list[tuple[int, int]]:
-        """(local port, remote port) of its TCP connections; a half-closed one counts, it holds a descriptor too."""
+        """Return (local port, remote port) of its TCP connections, including half-closed ones, which use a
+        descriptor."""
         found = psutil.Process(self.process.pid).net_connections("tcp")
         return [(c.laddr.port, c.raddr.port) for c in found if c.raddr]
 
     def stop(self) -> int:
-        """SIGTERM; its exit code."""
+        """Send SIGTERM, and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(END_TIMEOUT_S)
@@ -82,7 +86,7 @@ class RunningShim:
 
 
 def start(upstream: str, *options: str, brokers: int = 1) -> RunningShim:
-    """A shim on free ports that listens for that many brokers."""
+    """Start a shim on free ports that listens for this many brokers."""
     arguments = ["shim", "--upstream", upstream, "--log-format", "json", *options]
     if "--listen" not in options:
         arguments += ["--listen", "127.0.0.1:0"]
@@ -106,20 +110,20 @@ def launch(*arguments: str) -> subprocess.Popen[str]:
 
 
 def refused(code: int, sentence: str, *arguments: str) -> str:
-    """What a shim with these arguments says; it must end by itself with this code and sentence, without a traceback."""
+    """Start a shim that must exit with this code and sentence, without a traceback, and return its output."""
     process = launch("shim", *arguments)
     try:
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == code, f"{arguments}: {process.returncode}, {said}"
-    assert sentence in said, f"{arguments}: {said}"
-    assert "Traceback" not in said, said
-    return said
+    assert process.returncode == code, f"{arguments}: {process.returncode}, {output}"
+    assert sentence in output, f"{arguments}: {output}"
+    assert "Traceback" not in output, output
+    return output
 
 
 def end_all() -> None:
-    """What a test that failed half way left behind."""
+    """Stop every shim that a failed test left running."""
     for process in _LAUNCHED:
         process.kill()
         process.wait()
@@ -127,7 +131,7 @@ def end_all() -> None:
 
 @contextmanager
 def running(upstream: str, *options: str, brokers: int = 1) -> Iterator[RunningShim]:
-    """As `start`; at the end it must drain and exit with 0, and must have had no internal error."""
+    """Start a shim; at the end it must drain, exit with 0, and have logged no internal error."""
     shim = start(upstream, *options, brokers=brokers)
     try:
         yield shim
@@ -142,12 +146,12 @@ def running(upstream: str, *options: str, brokers: int = 1) -> Iterator[RunningS
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """The first true value of `condition`; TooSlow at the deadline."""
-    return wait_until("what the test waits for", condition, timeout_s)
+    """Return the first true value of `condition`; raise TooSlow after the timeout."""
+    return wait_until("the condition of the test", condition, timeout_s)
 
 
 def read(consumer: Consumer, count: int) -> list[str]:
-    """The next `count` values of what it subscribed to."""
+    """Return the next `count` values of the consumer's subscription."""
     values: list[str] = []
 
     def poll() -> bool:
@@ -161,7 +165,7 @@ def read(consumer: Consumer, count: int) -> list[str]:
 
 
 def read_group(servers: str, group: str, *topics: str, count: int, **settings: Any) -> list[str]:
-    """The first `count` values of the topics, read by a new member of a new group."""
+    """Return the first `count` values of the topics, read by a new member of a new group."""
     common = {"bootstrap.servers": servers, "group.id": group, "auto.offset.reset": "earliest"}
     consumer = Consumer(common | settings)
     consumer.subscribe(list(topics))

@@ -1,8 +1,9 @@
-"""`make sweep`: our own worker through every fault at every step of a transaction, on real Kafka, with one table.
+"""Run our own worker through every fault at every step of a transaction on real Kafka (`make sweep`), with one
+table.
 
-Two ways through the shim: without its protection, so that the worker's own rules have to do; and with it, the faults
-between worker and shim, where the shim cannot tell a late request by its epoch. (Those between a protecting shim and
-the brokers are `--ways broker`.)
+There are two ways through the shim. In the first, the shim does not protect, so that the worker's own rules must
+suffice. In the second, it protects, and the faults are between worker and shim, where the shim cannot recognise a late
+request by its epoch. (`--ways broker` runs the faults between a protecting shim and the brokers.)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _APPS = Path(__file__).parents[1] / "support"
 APP, KEEPING_APP = f"{_APPS / 'sweep_app.py'}:app", f"{_APPS / 'sweep_app_keeping.py'}:app"
 RECORDS = {"sweep-in": [b"record %d" % number for number in range(60)]}
 
-# What the sweep is told of each way.
+# the arguments of the sweep for each way
 WAYS: dict[str, dict[str, Any]] = {
     "unprotected": {"protect": False},
     "client": {"protect": True, "side": "client"},
@@ -31,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def ways_on(version: str) -> list[str]:
-    """Before 4.0 no broker offers what protection is made of, and there is one protocol for groups."""
+    """Return the ways for a version: before 4.0, no broker has what protection needs, and groups have one protocol."""
     return ["unprotected", "client"] if _since_4(version) else ["unprotected"]
 
 
@@ -47,9 +48,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--over", nargs="*", default=list(every_txn_step))
     parser.add_argument("--actions", nargs="*", default=list(ACTIONS))
-    parser.add_argument("--protocols", nargs="*", help="classic, consumer; as a default what the brokers have")
-    parser.add_argument("--ways", nargs="*", choices=list(WAYS), help="as a default unprotected and client")
-    parser.add_argument("--kafka", default=DEFAULT_VERSION, help="its version")
+    parser.add_argument("--protocols", nargs="*", help="classic, consumer; default: those that the brokers have")
+    parser.add_argument("--ways", nargs="*", choices=list(WAYS), help="default: unprotected and client")
+    parser.add_argument("--kafka", default=DEFAULT_VERSION, help="the version of Kafka")
     options = parser.parse_args()
     if options.ways and not _since_4(options.kafka) and options.ways != ["unprotected"]:
         parser.error(f"Kafka {options.kafka} has no EndTxn v5: there is no protection to go through")
@@ -64,7 +65,7 @@ def main() -> int:
                     outcomes.append(outcome)
                     console.print(f"{outcome.seconds:5.1f} s  {outcome}", highlight=False)
     finally:
-        # Also of a run that is broken off: half an hour's work.
+        # Also after an interrupt, because a run takes half an hour.
         console.print(table(outcomes))
         console.print(f"{len(outcomes)} runs on Kafka {options.kafka} in {(time.monotonic() - began) / 60:.0f} minutes")
     return 1 if any(outcome.wrong for outcome in outcomes) else 0

@@ -13,12 +13,12 @@ from tests.shim.shims import RunningShim, eventually
 
 
 class Watch:
-    """What was seen: `by_shim` connections of the shim to a broker, `direct` those of anybody else but brokers."""
+    """Record connections to brokers: `by_shim` those of the shim, `direct` those of other processes except brokers."""
 
     def __init__(self, ports: set[int], allowed: set[int], shim: int) -> None:
         self.by_shim: set[tuple[int, int]] = set()
         self.direct: set[tuple[int | None, int, int]] = set()
-        self.looks = 0
+        self.examinations = 0
         self._ports, self._allowed, self._shim = ports, allowed, shim
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -26,9 +26,9 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(0.05):
-            self.look()
+            self.examine()
 
-    def look(self) -> None:
+    def examine(self) -> None:
         for connection in psutil.net_connections("tcp"):
             if not connection.raddr or connection.raddr.port not in self._ports:
                 continue
@@ -37,7 +37,7 @@ class Watch:
                 self.by_shim.add(ends)
             elif connection.pid is not None and connection.pid not in self._allowed:
                 self.direct.add((connection.pid, *ends))
-        self.looks += 1
+        self.examinations += 1
 
     def end(self) -> None:
         self._stop.set()
@@ -46,21 +46,21 @@ class Watch:
 
 @contextmanager
 def only_through(shim: RunningShim, kafka: LocalKafka) -> Iterator[Watch]:
-    """Fails when a process other than the shim and the brokers was seen on a broker's client port inside the block.
+    """Fail if a process other than the shim and the brokers connects to a broker's client port inside the block.
 
-    The block must hold its clients open at its end: what nobody was seen doing proves nothing.
+    The block must keep its clients open until its end; otherwise a missing observation proves nothing.
     """
     ports = {int(server.rsplit(":", 1)[1]) for server in kafka.bootstrap_servers.split(",")}
     brokers = {kafka.pid(i) for i in range(len(ports))}
-    # Clients of earlier tests and of the readiness check may be closing still.
+    # Clients of earlier tests and of the readiness check may still be closing.
     watch = Watch(ports, brokers, shim.process.pid)
     try:
-        eventually(lambda: watch.looks >= 1)
+        eventually(lambda: watch.examinations >= 1)
         before = set(watch.direct)
         yield watch
-        watch.look()
+        watch.examine()
     finally:
         watch.end()
-    assert watch.looks >= 2, "nobody looked"
+    assert watch.examinations >= 2, "no connections were examined"
     assert watch.by_shim, "the shim was never seen connected to a broker"
     assert not watch.direct - before, f"connected to a broker past the shim (pid, from, to): {watch.direct - before}"

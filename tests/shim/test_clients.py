@@ -1,4 +1,4 @@
-"""Clients nobody here wrote, through a shim in front of three real brokers, on the oldest and the newest Kafka."""
+"""Run foreign clients through a shim in front of three real brokers, on the oldest and the newest Kafka."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_topic(shim: RunningShim, name: str, partitions: int = 6) -> str:
 
 
 def produce_transactions(shim: RunningShim, topic: str, transactional_id: str) -> list[str]:
-    """Four transactions of 50 records, the second one aborted; what must be readable."""
+    """Commit three and abort one of four transactions of 50 records, and return the readable values."""
     producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "transactional.id": transactional_id})
     producer.init_transactions(30)
     committed = []
@@ -200,13 +200,13 @@ def test_java_transactional_client_copies_exactly_once(broker: LocalKafka, shim:
         producer.produce(source, f"{i}".encode())
     assert producer.flush(30) == 0
     with only_through(shim, broker):
-        said = java.run(
+        printed = java.run(
             java.TRANSACTIONAL_COPIER,
             *("--broker-list", shim.bootstrap_servers, "--input-topic", source, "--input-partition", "0"),
             *("--output-topic", target, "--max-messages", "200", "--transaction-size", "30"),
             *("--consumer-group", names("g"), "--transactional-id", names("id"), "--group-mode"),
         )
-    assert '"totalProcessed":200' in said.replace(" ", "")
+    assert '"totalProcessed":200' in printed.replace(" ", "")
     assert read_group(shim.bootstrap_servers, names("v"), target, count=200) == [str(i) for i in range(200)]
 
 
@@ -224,7 +224,7 @@ def test_java_share_group_consumes(broker: LocalKafka, shim: RunningShim, names:
         producer = Producer({"bootstrap.servers": servers})
 
         def consumed() -> bool:
-            # A share group begins at the end of the topic, whenever that is: new records until it has enough.
+            # A share group starts at the end of the topic at an unknown time, so send new records until it has enough.
             producer.produce(topic, b"shared")
             producer.flush(10)
             return consumer.poll() is not None
@@ -247,12 +247,12 @@ def test_kcat_lists_produces_and_consumes(broker: LocalKafka, shim: RunningShim,
         )
         return done.stdout
 
-    command = ["kcat", "-m", "60", "-b", servers]  # by itself it waits 5 s for metadata
+    command = ["kcat", "-m", "60", "-b", servers]  # kcat itself waits 5 s for metadata.
     with contextlib.ExitStack() as afterwards, only_through(shim, broker):
         kcat("-P", "-t", topic, input="one\ntwo\n")
         assert kcat("-C", "-t", topic, "-e", "-q") == "one\ntwo\n"
         listed = json.loads(kcat("-L", "-J"))
-        # The others are too short to be seen for sure: this one stays connected to the end of the block.
+        # The others are too short to be observed; this one stays connected until the end of the block.
         staying = subprocess.Popen([*command, "-C", "-t", topic, "-q", "-u"], stdout=subprocess.PIPE, text=True)
         afterwards.callback(staying.communicate)
         afterwards.callback(staying.kill)
@@ -264,7 +264,7 @@ def test_kcat_lists_produces_and_consumes(broker: LocalKafka, shim: RunningShim,
 
 @pytest.mark.deep
 def test_eos_worker_runs_an_app(broker: LocalKafka, shim: RunningShim, names: Names, tmp_path: Path) -> None:
-    # The example with names of this try: another try would meet the topics, the group and the transactions of this one.
+    # Names of this try, because a second try would find the topics, the group and the transactions of the first.
     app, code = tmp_path / "flights.py", Path("examples/flights.py").read_text()
     for name in ("flights", "flight-delays", "late-flights"):
         assert f'"{name}"' in code

@@ -1,4 +1,4 @@
-"""What goes wrong on a connection: garbage, leaks, huge frames, slow and half-closed peers, and the shim's own end."""
+"""Break connections: garbage, leaks, huge frames, slow and half-closed peers, and stops of the shim."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_garbage_first_bytes_close_the_connection_with_one_line(
             wire.socket.sendall(garbage)
             assert wire.ended()
         closed(shim, reason)
-        with Wire(shim.bootstrap_servers) as wire:  # and the next client is served
+        with Wire(shim.bootstrap_servers) as wire:  # The next client is still served.
             assert wire.ask(MetadataRequest(version=4, topics=[])).brokers
 
 
@@ -70,7 +70,7 @@ def test_leaked_address_in_unknown_version_closes_the_connection() -> None:
     with FakeBroker(answer) as upstream, running(upstream.address) as shim:
         with Wire(shim.bootstrap_servers) as wire:
             wire.socket.sendall(frame(3, 99, 5))
-            assert wire.ended(), "the answer reached the client"
+            assert wire.ended(), "the response must not reach the client"
         closed(shim, f"the upstream address {upstream.address} is in a response to Metadata v99")
 
 
@@ -182,7 +182,7 @@ def test_slow_reader_pauses_the_other_side(slow: str) -> None:
             sent = 0
 
             def stuck() -> bool:
-                """True once nothing more could be sent for a while: the socket buffers are full."""
+                """Return True once the socket buffers are full and nothing could be sent for a while."""
                 nonlocal sent
                 wire.socket.settimeout(1.0)
                 try:
@@ -199,7 +199,7 @@ def test_slow_reader_pauses_the_other_side(slow: str) -> None:
             wire.socket.sendall(data[sent:])
         else:
             wire.socket.sendall(frame(36, 1, 9))
-            # The broker can only be blocked by us: its sender does not end while the client does not read.
+            # Only the client can block the broker, whose sender does not end while the client does not read.
             assert not ended.wait(2)
             assert memory(shim) - before < 16 * MIB
             left = 60 * MIB
@@ -222,7 +222,7 @@ def test_half_closed_client_gets_its_response() -> None:
     with FakeBroker(take=take) as broker, running(broker.address) as shim, Wire(shim.bootstrap_servers) as wire:
         wire.socket.sendall(frame(36, 1, 9))
         wire.socket.shutdown(socket.SHUT_WR)
-        eventually(saw_end.is_set)  # the end of the client's half reaches the broker
+        eventually(saw_end.is_set)  # The end of the client's half reaches the broker.
         assert wire.receive()[8:] == b"late"
         assert wire.ended()
         eventually(lambda: not shim.connections())
@@ -256,7 +256,7 @@ def test_many_connections_leave_no_resources(broker: FakeBroker) -> None:
         files, size = psutil.Process(shim.process.pid).num_fds(), memory(shim)
         for _ in range(4):
             burst(200)
-        # The last descriptor is closed a moment after its connection is over.
+        # The last descriptor is closed a moment after its connection ends.
         eventually(lambda: psutil.Process(shim.process.pid).num_fds() <= files)
         assert memory(shim) - size < 8 * MIB
 
@@ -276,7 +276,7 @@ def test_stopped_shim_delivers_pending_responses(number: signal.Signals) -> None
         busy.socket.sendall(frame(36, 1, 9))
         eventually(asked.is_set)
         shim.process.send_signal(number)
-        assert idle.ended(), "a connection with nothing under way stayed open"
+        assert idle.ended(), "an idle connection stayed open"
         assert shim.process.poll() is None
         go.set()
         assert busy.receive()[8:] == b"answered"
@@ -285,7 +285,8 @@ def test_stopped_shim_delivers_pending_responses(number: signal.Signals) -> None
 
 
 def test_stopped_shim_completes_a_request_in_progress() -> None:
-    """A Produce of a busy producer is always under way; without its rest the stop would last until its time is up."""
+    """Stop during a Produce, which a busy producer always has in progress; without its rest, the stop would time
+    out."""
     began = threading.Event()
     sent = frame(36, 1, 9, bytes(MIB))
 
@@ -306,7 +307,7 @@ def test_stopped_shim_completes_a_request_in_progress() -> None:
         assert busy.receive()[8:] == b"done"
         assert busy.ended()
         assert shim.process.wait(30) == 0
-        assert not shim.named("drain timed out"), "it waited until its time was up"
+        assert not shim.named("drain timed out"), "the stop waited until its timeout"
 
 
 def test_wrong_arguments_end_with_sentence_and_exit_code(broker: FakeBroker) -> None:
@@ -353,7 +354,7 @@ def test_upstream_that_is_not_kafka_is_named() -> None:
             self.request.recv(100)
             self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
 
-    # Others may come first: a client of a test before this one, whose broker had this port.
+    # Other requests may come first, of an earlier test's client whose broker had this port.
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Web) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
@@ -372,18 +373,18 @@ def test_clients_get_the_advertised_address(broker: FakeBroker) -> None:
 
 
 def test_unfinished_heads_stay_within_the_memory_limit() -> None:
-    """Of 119 KB each, 107 MB in all, where 33 MiB are allowed; a connection itself takes 20 KB."""
-    begun = struct.pack(">ihhih", 600_000, 0, 9, 1, -1) + b"\1\x63" + uvarint(120_000) + bytes(119_000)
+    """Send 119 KB on each connection, 107 MB in all, where 33 MiB are allowed; a connection itself takes 20 KB."""
+    unfinished = struct.pack(">ihhih", 600_000, 0, 9, 1, -1) + b"\1\x63" + uvarint(120_000) + bytes(119_000)
     options = ("--max-frame-bytes", str(MIB))
     with FakeBroker() as broker, running(broker.address, *options) as shim, ExitStack() as stack:
         address, port = shim.bootstrap_servers.rsplit(":", 1)
         before = memory(shim)
         for _ in range(900):
-            stranger = stack.enter_context(socket.create_connection((address, int(port)), 20))
+            client = stack.enter_context(socket.create_connection((address, int(port)), 20))
             with contextlib.suppress(ConnectionError):
-                stranger.sendall(begun)
+                client.sendall(unfinished)
         (first, *_) = eventually(lambda: shim.named("connection closed"))
         assert "connections have used up their memory" in first["reason"]
-        with Wire(shim.bootstrap_servers) as wire:  # answered behind all of them
+        with Wire(shim.bootstrap_servers) as wire:  # This request is answered after all of them.
             assert wire.ask(MetadataRequest(version=4, topics=[])).brokers
         assert memory(shim) - before < (33 + 18 + 13) * MIB

@@ -1,6 +1,6 @@
-"""Faults against real Kafka: each does on the wire what its name says, and a plan that did not come true fails the run.
+"""Inject faults with real Kafka: each does what its name says, and a plan whose fault did not happen fails the run.
 
-The broker's own view (what is in the log, who is where in a transaction) says whether a request was applied.
+The broker's state (the log and its transactions) shows whether a request was applied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def faulty(kafka: LocalKafka, tmp_path: Path, plan: str, *options: str, ends_wit
 
 
 def plain_producer(shim: RunningShim) -> Producer:
-    """Without transactions."""
+    """Return a producer without transactions."""
     return Producer({"bootstrap.servers": shim.bootstrap_servers, "linger.ms": 0, "log_level": 0})
 
 
@@ -61,8 +61,10 @@ def test_late_commit_commits_half_of_next_transaction(kafka: LocalKafka, names: 
         producer.abort_transaction(30)
         producer.close()
         (late,) = eventually(lambda: shim.named("late copy delivered"))
-        assert late["answer"] == "ok", "the coordinator obeyed the late copy"
-    assert texts(kafka.bootstrap_servers, topic) == ["first", "left"], "every call was ok, and yet"
+        assert late["answer"] == "ok", "the coordinator must apply the late copy"
+    assert texts(kafka.bootstrap_servers, topic) == ["first", "left"], (
+        "all calls succeeded, but a record must be missing"
+    )
 
 
 @pytest.mark.deep_for("blackhole-*")
@@ -73,7 +75,7 @@ def test_late_commit_commits_half_of_next_transaction(kafka: LocalKafka, names: 
 def test_fault_phase_decides_if_broker_ended_transaction(
     kafka: LocalKafka, names: Names, tmp_path: Path, action: str, phase: str, applied: bool
 ) -> None:
-    """The client gets no answer either way; `times` takes its retries too, so that only the first counts."""
+    """Withhold the response in either phase; `times` covers the retries too, so that only the first request counts."""
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     plan = f'[[rule]]\napi = "EndTxn"\naction = "{action}"\nphase = "{phase}"\n'
     plan += '[[rule]]\napi = "EndTxn"\naction = "reset"\ntimes = 1000000\noptional = true\n'
@@ -125,12 +127,12 @@ def test_error_fault_replaces_request_or_response(kafka: LocalKafka, names: Name
     with faulty(kafka, tmp_path, plan, "--trace", "--trace-format", "json") as shim:
         producer = producer_of(shim.bootstrap_servers, name)
         producer.begin_transaction()
-        assert not send(producer, topic, "x"), "it is retriable"
+        assert not send(producer, topic, "x"), "the error must be retriable"
         producer.commit_transaction(30)
         producer.close()
         faults = eventually(lambda: len(found := shim.named("fault injected")) >= 2 and found)
         assert [fault["rule"].split(" ")[0] for fault in faults] == ["error", "error"]
-        # The trace stands on the clients' side of the faults, so it sees them as the clients do.
+        # The trace is on the clients' side of the faults, so it sees them as the clients do.
         eventually(lambda: any("CONCURRENT_TRANSACTIONS" in line and "EndTxn" in line for line in shim.output))
     assert texts(kafka.bootstrap_servers, topic) == ["x"]
 
@@ -178,11 +180,11 @@ def test_response_waits_until_another_rule_fired(kafka: LocalKafka, names: Names
     until = { rule = 1 }
     """
     with faulty(kafka, tmp_path, plan) as shim:
-        told: list[tuple[int, str]] = []
+        delivered: list[tuple[int, str]] = []
         producer = plain_producer(shim)
 
         def report(error: Any, message: Any) -> None:
-            told.append((message.partition(), error.name()))
+            delivered.append((message.partition(), error.name()))
 
         producer.produce(topic, "waits", partition=0, on_delivery=report)
         eventually(lambda: texts(kafka.bootstrap_servers, topic))
@@ -190,10 +192,10 @@ def test_response_waits_until_another_rule_fired(kafka: LocalKafka, names: Names
         assert not send(other, topic, "of another client, asked later and answered", partition=0)
         other.close()
         producer.poll(0)
-        assert not told, "it was applied, and is not answered"
+        assert not delivered, "the broker must apply the request without a response"
         producer.produce(topic, "opens", partition=1, on_delivery=report)
         assert producer.flush(30) == 0
-        assert sorted(told) == [(0, "INVALID_REQUEST"), (1, "MSG_SIZE_TOO_LARGE")]
+        assert sorted(delivered) == [(0, "INVALID_REQUEST"), (1, "MSG_SIZE_TOO_LARGE")]
         producer.close()
 
 
@@ -217,15 +219,15 @@ def test_throttled_response_reaches_the_client(kafka: LocalKafka, names: Names, 
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     plan = '[[rule]]\napi = "Produce"\naction = "throttle"\nphase = "after_apply"\nthrottle_ms = 700\n'
     with faulty(kafka, tmp_path, plan) as shim:
-        told: list[float] = []
+        throttle_times_s: list[float] = []
         producer = producer_of(
-            shim.bootstrap_servers, names("id"), throttle_cb=lambda event: told.append(event.throttle_time)
+            shim.bootstrap_servers, names("id"), throttle_cb=lambda event: throttle_times_s.append(event.throttle_time)
         )
         producer.begin_transaction()
         assert not send(producer, topic, "x")
         producer.commit_transaction(30)
-        eventually(lambda: producer.poll(0.05) or told)
-        assert told[0] == 0.7
+        eventually(lambda: producer.poll(0.05) or throttle_times_s)
+        assert throttle_times_s[0] == 0.7
         producer.close()
 
 

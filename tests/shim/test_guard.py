@@ -1,4 +1,4 @@
-"""The guard on real Kafka, with three clients: each refusal is an error as a broker gives it, and a log line."""
+"""Guard real Kafka from three clients: each refusal is an error as brokers send it, and a log line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Names = Callable[[str], str]
 
 
 class Guarded:
-    """A shim with the policy of this module; `topic` and `group` are guarded, `free` and any other group are not."""
+    """Run a shim with this module's policy: `topic` and `group` are guarded, `free` and all other groups are not."""
 
     def __init__(self, kafka: LocalKafka, shim: RunningShim, names: Names) -> None:
         self.kafka, self.shim, self.servers = kafka, shim, shim.bootstrap_servers
@@ -32,7 +32,7 @@ class Guarded:
         self.group, self.name = names("guarded"), names("allowed")
 
     def refusals(self, api: str) -> list[dict[str, Any]]:
-        """As logged by now: a line may come after the answer that the client got."""
+        """Return the refusals logged so far; a line may come after the response to the client."""
         return [event for event in self.shim.named("request refused by policy") if event["api"] == api]
 
     def values(self, topic: str) -> list[str]:
@@ -96,7 +96,7 @@ def test_kafka_python_is_refused_by_the_policy(guarded: Guarded) -> None:
     with pytest.raises(TopicAuthorizationFailedError):
         producer.send(guarded.topic, b"plain", partition=0).get(30)
     producer.close()
-    # An idempotent producer of this client is done for after such an error.
+    # An idempotent producer of this client cannot continue after such an error.
     producer = KafkaProducer(bootstrap_servers=guarded.servers, retries=2)
     producer.send(guarded.free, b"plain", partition=0).get(30)
     producer.close()
@@ -177,14 +177,14 @@ def test_long_timeout_and_foreign_id_are_refused_at_init(
 
 
 def test_java_console_clients_are_refused(guarded: Guarded) -> None:
-    """The newest Java clients name topics by id in Produce and Fetch; the guard knows the names from Metadata."""
+    """Run the newest Java clients, which send topic ids in Produce and Fetch; the guard learns names from Metadata."""
     commit_one(guarded.servers, guarded.name, guarded.topic, "transactional")
     produce = ["--bootstrap-server", guarded.servers, "--topic", guarded.topic]
     _, output, errors = java.ended(java.CONSOLE_PRODUCER, *produce, input="plain\n")
     assert "TopicAuthorizationException" in output + errors
     eventually(lambda: guarded.refusals("Produce"))
     consume = ["--bootstrap-server", guarded.servers, "--topic", guarded.topic, "--from-beginning"]
-    # Longer than we wait for it: giving up is ours to do.
+    # Longer than the test waits, so that the test decides about the timeout.
     consume += ["--max-messages", "1", "--timeout-ms", "120000"]
     _, output, errors = java.ended(java.CONSOLE_CONSUMER, *consume)
     assert "TopicAuthorizationException" in output + errors

@@ -1,4 +1,4 @@
-"""/livez, /readyz and /metrics of a running shim: true while it serves, and not true while it does not."""
+"""Query /livez, /readyz and /metrics of a running shim: they agree with its state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask(shim: RunningShim, path: str, timeout_s: float = 20.0) -> tuple[int, str
 
 
 def metrics(shim: RunningShim) -> dict[tuple[str, ...], float]:
-    """(name, label values by their labels' names...) -> value."""
+    """Return the metrics: (name, label values in the order of their names) -> value."""
     status, text = ask(shim, "/metrics")
     assert status == 200
     return {
@@ -43,7 +43,7 @@ def metrics(shim: RunningShim) -> dict[tuple[str, ...], float]:
 
 
 def transactions(servers: str, name: str, topic: str) -> None:
-    """Two committed ones, one aborted."""
+    """Commit two transactions and abort one."""
     producer = Producer({"bootstrap.servers": servers, "transactional.id": name, "log_level": 0})
     producer.init_transactions(30)
     for number in range(3):
@@ -92,10 +92,10 @@ def test_hanging_shim_is_not_live_and_without_brokers_not_ready(names: Names) ->
     with LocalKafka() as kafka, running(kafka.bootstrap_servers, *_OPTIONS) as shim:
         assert ask(shim, "/readyz")[0] == 200
         kafka.kill(0)
-        # A client has to come before the shim knows; none before it knows that the broker is back.
+        # The shim learns about the brokers from its clients' connections, so a client must connect first.
         client = Producer({"bootstrap.servers": shim.bootstrap_servers, "log_level": 0})
         eventually(lambda: client.poll(0.1) or ask(shim, "/readyz") == (503, "no broker can be reached\n"))
-        assert ask(shim, "/livez")[0] == 200, "that is no reason to restart it"
+        assert ask(shim, "/livez")[0] == 200, "missing brokers must not make the shim restart"
         client.close()
         kafka.start(0)
         eventually(lambda: ask(shim, "/readyz")[0] == 200)
@@ -111,7 +111,7 @@ def test_hanging_shim_is_not_live_and_without_brokers_not_ready(names: Names) ->
 def test_required_protection_waits_until_brokers_support_it(
     names: Names,
 ) -> None:
-    """The same addresses with Kafka 3.9.2 first, then nobody, then 4.4.0."""
+    """Run Kafka 3.9.2, then no broker, then 4.4.0 at the same address."""
     (port,) = free_ports(1)
     topic = names("out")
 
@@ -144,5 +144,7 @@ def test_required_protection_waits_until_brokers_support_it(
                 create_topic(new.bootstrap_servers, topic := names(f"t{len(shim.events)}"))
                 name = names(f"id{len(shim.events)}")
                 transactions(shim.bootstrap_servers, name, topic)
-                assert transaction_of(new.bootstrap_servers, name).producer_epoch >= 3, "an epoch for each"
+                assert transaction_of(new.bootstrap_servers, name).producer_epoch >= 3, (
+                    "each transaction must have its own epoch"
+                )
                 assert len([e for e in shim.events if e.get("event") == "protection unavailable"]) == 1

@@ -1,6 +1,7 @@
-"""Strangers in front of a real shim and broker: an honest client beside them is answered within a second, the shim
-stays small, and it says who was sent away and why. One shim for the whole file; each stranger has an address of its
-own.
+"""Run hostile clients against a real shim and broker, in parallel with an honest client.
+
+The honest client must get each response within a second. The shim must stay small, and must log which clients it
+disconnected and why. All tests share one shim; each hostile client has its own address.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ def honest(shim: RunningShim, kafka: LocalKafka, names: Callable[[str], str]) ->
     honest.check()
 
 
-def sent_away(shim: RunningShim, host: str, reason: str) -> None:
-    """One line of the log says who and why, and all of them are few and short."""
-    told = eventually(
+def assert_refused(shim: RunningShim, host: str, reason: str) -> None:
+    """Check that the log names the client and the reason, and that its lines are few and short."""
+    closed_events = eventually(
         lambda: [e for e in shim.named("connection closed") if str(e["client"]).startswith(f"{host}:")], 10
     )
-    reasons = {str(event["reason"]) for event in told}
+    reasons = {str(event["reason"]) for event in closed_events}
     assert all(reason in each for each in reasons), reasons
     lines = list(shim.events)
     assert len(lines) < 200
@@ -74,14 +75,14 @@ HEAD_END = b"\0\2t\xff\xff\0\0\1\0"  # no tags, transactional.id "t", acks -1, t
         ("127.0.0.5", b"\1\x63" + uvarint(80 * MIB), bytes(MIB), "a head of more than 131072 bytes"),
         ("127.0.0.6", HEAD_END + b"\3\2a\1" + uvarint(40 * MIB), EMPTY_TAGS, "tagged fields"),
     ],
-    ids=["a count without an end", "a name without an end", "tags", "one tag", "tags behind a topic"],
+    ids=["a count without an end", "a name without an end", "tags", "one tag", "tags after a topic"],
 )
 def test_produce_of_80_mb_without_content(
     shim: RunningShim, honest: Honest, host: str, start: bytes, piece: bytes, reason: str
 ) -> None:
-    with connect(shim, host) as stranger:
-        send_until_closed(stranger, head(api.PRODUCE, 9, 10 + len(start) + 80 * MIB) + start, piece, 80 * MIB)
-        sent_away(shim, host, reason)
+    with connect(shim, host) as hostile:
+        send_until_closed(hostile, head(api.PRODUCE, 9, 10 + len(start) + 80 * MIB) + start, piece, 80 * MIB)
+        assert_refused(shim, host, reason)
 
 
 @pytest.mark.parametrize(
@@ -96,22 +97,22 @@ def test_produce_of_80_mb_without_content(
 )
 def test_control_frame_of_60_mb(shim: RunningShim, honest: Honest, api_key: int, version: int) -> None:
     host = f"127.0.1.{api_key}"
-    with connect(shim, host) as stranger:
-        taken = send_until_closed(stranger, head(api_key, version, 60 * MIB), bytes(MIB), 60 * MIB)
+    with connect(shim, host) as hostile:
+        taken = send_until_closed(hostile, head(api_key, version, 60 * MIB), bytes(MIB), 60 * MIB)
         assert taken < 30 * MIB
-        sent_away(shim, host, "exceed the limit of 2097152 for messages that are read whole")
+        assert_refused(shim, host, "exceed the limit of 2097152 for messages that are read whole")
 
 
 def test_api_versions_full_of_tags(shim: RunningShim, honest: Honest) -> None:
     asked = frame(api.API_VERSIONS, 3, b"\0\2x\2x" + uvarint(900_000) + EMPTY_TAGS[:1_800_000])
     with ExitStack() as stack:
         for _ in range(4):
-            stranger = stack.enter_context(connect(shim, "127.0.0.7"))
-            send_until_full(stranger, asked, 5 * len(asked))
+            hostile = stack.enter_context(connect(shim, "127.0.0.7"))
+            send_until_full(hostile, asked, 5 * len(asked))
 
 
 def test_requests_with_unread_responses(shim: RunningShim, honest: Honest) -> None:
-    """Answered by the shim itself: nobody has this identity."""
+    """Send requests that the shim itself answers, because the identity is unknown, and read no response."""
     asked = frame(api.END_TXN, 1, b"\0\x09strangers" + struct.pack(">qhb", 5, 5, 1)) * 10_000
     taken, before = list[int](), psutil.Process(shim.process.pid).memory_info().rss
     with ExitStack() as stack:
@@ -124,8 +125,8 @@ def test_requests_with_unread_responses(shim: RunningShim, honest: Honest) -> No
         for thread in threads:
             thread.join()
         grown = psutil.Process(shim.process.pid).memory_info().rss - before
-    assert max(taken) < 40 * MIB, "the shim went on reading"
-    assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB are kept for who reads nothing"
+    assert max(taken) < 40 * MIB, "the shim continued to read"
+    assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB are kept for a client that reads nothing"
 
 
 def test_300_silent_connections_open_none_to_the_broker(shim: RunningShim, kafka: LocalKafka, honest: Honest) -> None:
@@ -138,9 +139,9 @@ def test_300_silent_connections_open_none_to_the_broker(shim: RunningShim, kafka
     with ExitStack() as stack:
         silent = [stack.enter_context(connect(shim, "127.0.0.9")) for _ in range(300)]
         eventually(lambda: len(shim.connections()) >= 300)
-        for stranger in silent[:50]:
-            stranger.sendall(b"\0\0\0")  # of a frame's size
-        assert upstream() <= before + 2  # the honest client's next one may be among them
+        for hostile in silent[:50]:
+            hostile.sendall(b"\0\0\0")  # as long as a frame's size field
+        assert upstream() <= before + 2  # The honest client's next connection may be among them.
 
 
 def test_requests_sent_byte_by_byte(shim: RunningShim, honest: Honest) -> None:
@@ -149,35 +150,36 @@ def test_requests_sent_byte_by_byte(shim: RunningShim, honest: Honest) -> None:
     with ExitStack() as stack:
         slow = [stack.enter_context(connect(shim, "127.0.0.10")) for _ in range(90)]
         for at in range(150):
-            for number, stranger in enumerate(slow):
-                stranger.sendall(asked[number % len(asked)][at : at + 1])
+            for number, hostile in enumerate(slow):
+                hostile.sendall(asked[number % len(asked)][at : at + 1])
 
 
 def test_unfinished_frames(shim: RunningShim, honest: Honest) -> None:
-    """All together 450 MB: who stopped first goes first. A broker makes room for a whole frame when it begins, so ten
-    that are much larger would cost this one, of 1 GB, its life.
+    """Send 450 MB of unfinished frames: the shim closes the connection that stopped first.
+
+    A broker allocates a whole frame when it begins, so ten much larger ones would exhaust its 1 GB.
     """
     produce = head(api.PRODUCE, 9, 40 * MIB) + HEAD_END + b"\3"
     commit = head(api.TXN_OFFSET_COMMIT, 3, 2 * MIB - 100)
     with ExitStack() as stack:
         for number in range(110):
-            stranger = stack.enter_context(connect(shim, "127.0.0.11"))
+            hostile = stack.enter_context(connect(shim, "127.0.0.11"))
             if number % 11:
-                send_until_closed(stranger, commit, bytes(3 * MIB // 2), MIB)
+                send_until_closed(hostile, commit, bytes(3 * MIB // 2), MIB)
             else:
-                send_until_closed(stranger, produce, bytes(MIB), 30 * MIB)
-        sent_away(shim, "127.0.0.11", "connections have used up their memory")
+                send_until_closed(hostile, produce, bytes(MIB), 30 * MIB)
+        assert_refused(shim, "127.0.0.11", "connections have used up their memory")
 
 
 def test_all_versions_of_kafka_are_offered(shim: RunningShim, kafka: LocalKafka) -> None:
-    """Of the version the shim was made for; and a client that is newer learns which version to ask with."""
+    """Compare ApiVersions with the broker's, for which the shim was built; a newer client learns the version to use."""
     newest = api.NEWEST[api.API_VERSIONS]
     with Wire(kafka.bootstrap_servers) as direct, Wire(shim.bootstrap_servers) as through:
         for version in range(ApiVersionsRequest.max_version + 1):
             asked = ApiVersionsRequest(version=version, client_software_name="x", client_software_version="1")
             offered = direct.ask(asked)
             for each in offered.api_keys:
-                if each.api_key == api.TXN_OFFSET_COMMIT:  # the one that is held back, see api.NEWEST
+                if each.api_key == api.TXN_OFFSET_COMMIT:  # the only limited API, see api.NEWEST
                     each.max_version = min(each.max_version, api.NEWEST[api.TXN_OFFSET_COMMIT])
             assert through.ask(asked) == offered
         through.socket.sendall(frame(api.API_VERSIONS, newest + 1, b"\0\2x\2x\0", 99))
@@ -192,7 +194,7 @@ def test_all_versions_of_kafka_are_offered(shim: RunningShim, kafka: LocalKafka)
 def test_random_frames(
     kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path, seconds: float, per_key: int
 ) -> None:
-    """The ten minutes are `python -m tests.shim.hostile_clients` too."""
+    """Send random frames for seconds, or for ten minutes as `python -m tests.shim.hostile_clients` does."""
     topic = names("honest")
     create_topic(kafka.bootstrap_servers, topic)
     seed = int(time.time())

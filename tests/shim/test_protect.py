@@ -1,7 +1,7 @@
-"""Protect against real Kafka: late requests on both sides of the shim, wrong without it and right with it.
+"""Protect clients on real Kafka from late requests on both sides of the shim; without protection they do damage.
 
-A HoldingProxy stands on one side of the shim; its late copies are real requests of the client (or of the shim) that
-arrive when the next transaction is open. What is judged is what Kafka holds afterwards.
+A HoldingProxy is on one side of the shim. Its late copies are real requests of the client (or of the shim) that arrive
+during the next transaction. The contents of Kafka decide.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Names = Callable[[str], str]
 def test_each_transaction_has_its_own_epoch(kafka: LocalKafka, names: Names, codec: str) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out"), partitions=3), names("id")
     with running(kafka.bootstrap_servers) as shim:
-        assert shim.named("protection started"), "by default"
+        assert shim.named("protection started"), "protection must be on by default"
         producer = producer_of(shim.bootstrap_servers, name, **{"compression.type": codec})
         epochs, wanted = list[int](), list[str]()
         for number in range(12):
@@ -48,7 +48,7 @@ def test_each_transaction_has_its_own_epoch(kafka: LocalKafka, names: Names, cod
                 producer.commit_transaction(30)
                 wanted += values
             epochs.append(transaction_of(kafka.bootstrap_servers, name).producer_epoch)
-        assert epochs == list(range(epochs[0], epochs[0] + 12)), "one epoch per transaction on the broker"
+        assert epochs == list(range(epochs[0], epochs[0] + 12)), "the broker must see one epoch per transaction"
         producer.close()
     assert sorted(texts(kafka.bootstrap_servers, topic)) == sorted(wanted)
 
@@ -135,8 +135,8 @@ def test_h1_late_end_does_not_end_the_next_transaction(
         assert error == (of_the_client if side == "client" else 90)
         assert found == wanted
     else:
-        assert error == 0, "the late copy was obeyed"
-        assert found != wanted, "every call was ok, and yet"
+        assert error == 0, "the late copy must end the next transaction"
+        assert found != wanted, "all calls succeeded, but the result is wrong"
 
 
 @pytest.mark.deep_for("* commit-*-broker-*", "* abort-*-client-*", "* crash-*-broker-*", "*--no-protect-*-kafka-python")
@@ -168,20 +168,22 @@ def test_h1_next_transaction_is_complete_after_a_late_end(
             client.end(True)
         elif rest != "a crash":
             if not protected:
-                settled_values(servers, topic)  # an EndTxn is answered before its marker is written
+                settled_values(servers, topic)  # An EndTxn is answered before its marker is written.
             with contextlib.nullcontext() if protected else pytest.raises(FAILURES):
                 client.send(topic, "right")
                 client.end(rest.endswith("a commit"))
-        # A successor takes over: what the first client left open is aborted.
+        # A successor takes over, and the transaction that the first client left open is aborted.
         producer_of(servers, way.name).close()
         with contextlib.suppress(*FAILURES):
             client.close(1)
     found = texts(servers, topic)
     if rest == "offsets and a commit":
         assert stable_offset(servers, group, source) == 5
-        assert found == (["left"] if protected else []), "every call was ok, and yet"
+        assert found == (["left"] if protected else []), "all calls succeeded, but the result is wrong"
     elif rest == "the same partition and a commit":
-        assert found == (["first", "left", "right"] if protected else ["first", "left"]), "half of it is committed"
+        assert found == (["first", "left", "right"] if protected else ["first", "left"]), (
+            "half of the transaction is committed"
+        )
     else:
         assert found == (["first"] if protected else ["first", "left"])
 
@@ -206,7 +208,9 @@ def test_end_with_lost_responses_ends_its_transaction_once(
             each.wait()
         sent = [request.fields for request in way.proxy.seen(ApiKey.EndTxn, way.name)]
         assert len(sent) >= 4
-        assert [fields == sent[0] for fields in sent] == [True] * len(sent), "each with the identity it belongs to"
+        assert [fields == sent[0] for fields in sent] == [True] * len(sent), (
+            "each request must have the identity of its transaction"
+        )
         assert transaction_of(kafka.bootstrap_servers, way.name).producer_epoch == before + 1
         client.begin()
         client.send(topic, "second")
@@ -243,13 +247,13 @@ def test_h2b_abandoned_produce_does_not_harm_next_transaction(
         client.notices_the_cut()
         client.end(False)
         sent = way.proxy.seen(ApiKey.Produce, way.name, cut.request.seen_at)
-        # By a client that takes other sequences after an abort it may be.
+        # A client that continues with other sequences after an abort may send it again.
         if option == "--no-protect" and client.reuses_sequences and len(sent) > 1:
-            raise TooSlow("the record was sent again before the abort")
+            raise TooSlow("the record must not be sent again before the abort")
         client.begin()
         error = None
         if fault is Fault.LATE_COPY:
-            # AddPartitionsToTxn of this transaction has to be through, its Produce not yet.
+            # AddPartitionsToTxn of this transaction must be done, and its Produce not yet.
             held = way.proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, transactional_id=way.name)
             client.offer(topic, "kept")
             held.wait()
@@ -257,7 +261,7 @@ def test_h2b_abandoned_produce_does_not_harm_next_transaction(
             held.release()
             if option == "--no-protect" and not client.reuses_sequences:
                 with pytest.raises(OutOfOrderSequenceNumberError):
-                    client.flush()  # it says so at least: its next sequence is another
+                    client.flush()  # The client at least reports it: its next sequence is another one.
                 return
             client.flush()
         else:
@@ -272,7 +276,9 @@ def test_h2b_abandoned_produce_does_not_harm_next_transaction(
         assert found == ["first", "kept"]
     else:
         assert not error
-        assert found == (["first"] if fault is Fault.CUT_AFTER else ["first", "aborted"]), "every call was ok, and yet"
+        assert found == (["first"] if fault is Fault.CUT_AFTER else ["first", "aborted"]), (
+            "all calls succeeded, but the result is wrong"
+        )
 
 
 @pytest.mark.deep_for("--no-protect-*-kafka-python")
@@ -301,12 +307,12 @@ def test_late_offsets_do_not_move_the_group(
         assert error == (14 if side == "client" else 47)
         assert stable_offset(servers, group, source) == 2
     else:
-        assert error == 0, "the late copy was obeyed"
-        assert stable_offset(servers, group, source) == 1, "every call was ok, and yet"
+        assert error == 0, "the late copy must end the next transaction"
+        assert stable_offset(servers, group, source) == 1, "all calls succeeded, but the result is wrong"
 
 
 def abort_under_way(kafka: LocalKafka, names: Names, option: str, cut: bool) -> None:
-    """An abort that begins while the answer to a Produce of the transaction after an abort is under way."""
+    """Begin an abort while the response to a Produce of the transaction after an abort is on its way."""
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     with faulty(kafka, "client", option, names("id")) as way:
         client = Confluent(way.servers, way.name, debug="eos")
@@ -320,8 +326,8 @@ def abort_under_way(kafka: LocalKafka, names: Names, option: str, cut: bool) -> 
         started = time.monotonic()
         before = len(client.lines)
         abort = Background(lambda: client.producer.abort_transaction(3 if cut else 30))
-        # It purges what is queued, and waits for what is not.
-        client.says("Purging and flushing", since=before)
+        # It purges queued records, and waits for the others.
+        client.wait_for_log("Purging and flushing", since=before)
         if cut:
             way.proxy.cut_all()
         held.release()
@@ -382,14 +388,14 @@ def test_kafka_python_has_an_epoch_per_transaction(kafka: LocalKafka, names: Nam
                 producer.commit_transaction()
                 wanted += [f"{number}-{topic}-{i}" for topic in topics for i in range(9)]
             epochs.append(transaction_of(servers, name).producer_epoch)
-        assert epochs == list(range(epochs[0], epochs[0] + 9)), "one epoch per transaction on the broker"
+        assert epochs == list(range(epochs[0], epochs[0] + 9)), "the broker must see one epoch per transaction"
         producer.close()
         several = [
             request
             for request in proxy.seen(ApiKey.Produce, name)
             if sum(len(topic["partition_data"]) for topic in request.fields["topic_data"]) > 1
         ]
-        assert several, "no Produce had more than one partition"
+        assert several, "a Produce must have more than one partition"
     assert sorted(value for topic in topics for value in texts(servers, topic)) == sorted(wanted)
     assert stable_offset(servers, group, source) == 8
 
@@ -415,13 +421,13 @@ def test_aiokafka_has_an_epoch_per_transaction(kafka: LocalKafka, names: Names) 
     assert sorted(texts(kafka.bootstrap_servers, topic)) == sorted(wanted)
 
 
-# What is not protected, and says so; and clients that come and go.
+# Unprotected clients with their warnings, and clients that start and stop.
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3_600)
 def test_client_continues_after_the_last_epoch(kafka: LocalKafka, names: Names) -> None:
-    """EndTxn gives a new producer id then; the client keeps its own."""
+    """Exhaust the epochs: EndTxn then returns a new producer id, and the client keeps its own."""
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     with running(kafka.bootstrap_servers, "--protect") as shim:
         producer = producer_of(shim.bootstrap_servers, name)
@@ -436,7 +442,10 @@ def test_client_continues_after_the_last_epoch(kafka: LocalKafka, names: Names) 
 
 
 def test_commit_after_transaction_timeout_is_answered_as_by_broker(kafka: LocalKafka, names: Names) -> None:
-    """Brokers tell it to part 2 in another way, which is fatal to older clients as INVALID_TXN_STATE."""
+    """Let a transaction time out: brokers report it to KIP-890 part 2 with another error, INVALID_TXN_STATE.
+
+    This error is fatal to older clients.
+    """
     topic, told = create_topic(kafka.bootstrap_servers, names("out")), []
     with running(kafka.bootstrap_servers, "--protect") as shim:
         for which, servers in (("direct", kafka.bootstrap_servers), ("behind", shim.bootstrap_servers)):

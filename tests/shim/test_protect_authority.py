@@ -1,6 +1,7 @@
-"""What strangers send for an owner's transactional.id, before a broker with logins and rights: nothing happens to it.
+"""Send requests of unauthorised clients for an owner's transactional.id: none has an effect.
 
-They know its name and its identity. One has no login, one a login without any right.
+The broker has logins and rights. The clients know the id and its identity. One has no login, one has a login without
+any right.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def produce(name: str, topic: str, batch: bytes) -> Any:
 
 
 def requests(name: str, identity: Identity, topic: str) -> list[Any]:
-    """Each class of them, as the owner would send it."""
+    """Return one request of each class, as the owner would send it."""
     whose = {"transactional_id": name, "producer_id": identity[0], "producer_epoch": identity[1]}
     added = protocol.AddPartitionsToTxnRequest.AddPartitionsToTxnTopic(version=0, name=topic, partitions=[0])
     committed = protocol.TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
@@ -98,7 +99,7 @@ def login(wire: Wire) -> None:
 
 
 def attack(shim: RunningShim, name: str, identity: Identity, topic: str) -> None:
-    """Every request three times on a connection, so that what is challenged is asked again."""
+    """Send every request three times on a connection, so that a challenged request is repeated."""
     examined = 0
     with Wire(shim.bootstrap_servers) as known:
         login(known)
@@ -108,7 +109,8 @@ def attack(shim: RunningShim, name: str, identity: Identity, topic: str) -> None
             assert 0 not in answered, (request, answered)
             examined += 1
     for request in requests(name, identity, topic):
-        # All copies are under way at once: the broker ends the connection at the first it sees. None may reach it.
+        # All copies are sent at once: the broker closes the connection at the first that it sees, and none may reach
+        # it.
         with Wire(shim.bootstrap_servers) as unknown:
             unknown.send(request, request, request)
             unknown.socket.shutdown(socket.SHUT_WR)
@@ -143,7 +145,7 @@ def test_unauthorised_clients_do_not_change_transactions(secure: SecureKafka, sh
         else:
             owner.abort_transaction(30)
         found = transaction_of(plain, name)
-        if not commits:  # librdkafka took its next identity with it
+        if not commits:  # librdkafka took its next identity with it.
             virtual = (found.producer_id, found.producer_epoch)
         assert (found.producer_id, found.producer_epoch) == (first.producer_id, first.producer_epoch + number + 1)
         with ClusterAdmin(Settings(settings)) as admin:

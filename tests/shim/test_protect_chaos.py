@@ -1,4 +1,4 @@
-"""A small chaos run; the big one is `make chaos-shim`."""
+"""Run a small part of the chaos; `make chaos-shim` runs all of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_random_faults_lose_and_duplicate_nothing() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_chaos_without_protection_loses_and_duplicates_records() -> None:
-    """Else the runs that find nothing would say nothing."""
+    """Run without protection, to show that the chaos finds losses."""
     run = Run(
         transactions=1_500, faults=500, seed=20261121, option="--no-protect", clients=8, kills=True, at_most_s=400
     )

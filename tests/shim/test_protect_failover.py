@@ -1,4 +1,4 @@
-"""Protect while coordinators and leaders die, and while clients ask for their next epoch themselves (KIP-360)."""
+"""Protect clients while coordinators and leaders die, and while clients request their next epoch (KIP-360)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_death_of_coordinator_or_leader_loses_no_record(
                 try:
                     before = ledger.committed
                     eventually(lambda since=before: ledger.committed >= since + 20, 180)
-                finally:  # whoever has the cluster next wants three nodes
+                finally:  # The next test on the cluster needs three nodes.
                     cluster.start(victim)
                     cluster.wait_in_sync()
         finally:
@@ -55,10 +55,11 @@ def test_death_of_coordinator_or_leader_loses_no_record(
 
 
 def test_client_with_timed_out_record_gets_next_epoch(kafka: LocalKafka, names: Names) -> None:
-    """librdkafka aborts and asks for another epoch (KIP-360), because sequences have a gap now."""
+    """Let a record time out: librdkafka aborts and requests another epoch (KIP-360), because its sequences have a
+    gap."""
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     with faulty(kafka, "client", "--protect", names("id")) as way:
-        # It holds for the records that must arrive as well.
+        # The proxy also holds the records that must arrive.
         producer = producer_of(way.servers, way.name, **{"message.timeout.ms": 6_000})
         for round_ in range(2):
             producer.begin_transaction()
@@ -77,7 +78,7 @@ def test_client_with_timed_out_record_gets_next_epoch(kafka: LocalKafka, names: 
         asked = [
             request for request in way.proxy.seen(ApiKey.InitProducerId, way.name) if request.fields["producer_id"] >= 0
         ]
-        assert len(asked) >= 2, "the client never asked for its next epoch"
+        assert len(asked) >= 2, "the client did not request its next epoch"
         producer.close()
     assert texts(kafka.bootstrap_servers, topic) == [f"{word} {i}" for i in range(2) for word in ("first", "second")]
 
@@ -119,11 +120,11 @@ def test_bump_in_a_transaction_aborts_it(kafka: LocalKafka, names: Names) -> Non
         assert add(wire, first) == 0
         second = init(wire, first)
         assert second[1] > first[1]
-        assert add(wire, first) == 47, "the identity before is over"
+        assert add(wire, first) == 47, "the previous identity must be invalid"
         eventually(lambda: add(wire, second) == 0)
         assert end(wire, second) == 0
         third = init(wire, second)
-        assert third == init(wire, second), "the same question is answered as before"
+        assert third == init(wire, second), "the same request must have the same response"
         eventually(lambda: add(wire, third) == 0)
         assert end(wire, third) == 0
     state = transaction_of(kafka.bootstrap_servers, name)

@@ -1,4 +1,4 @@
-"""Our own transactions behind a protecting shim: who owns a transactional.id is told in the client's own epochs."""
+"""Run our own transactions through a protecting shim: the ownership of an id is judged by the client's own epochs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def send(transactions: Transactions, topic: str, *values: str) -> None:
 def test_described_epoch_is_the_clients_own(
     kafka: LocalKafka, settings: dict[str, Any], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A replacement, as on a slow machine, takes an epoch of its own.
+    # A replacement, as on a slow machine, takes its own epoch.
     monkeypatch.setattr(TransactionalProducer, "decide_replacement", decide_replacement_if_broken)
     with Transactions(settings) as transactions, ClusterAdmin(Settings(settings)) as admin:
         send(transactions, topic, "1", "2", "3")
@@ -98,7 +98,8 @@ def test_aborted_instance_continues_until_a_newer_one_starts(
 
 
 def test_shim_restart_without_journal_is_not_a_newer_instance(kafka: LocalKafka, names: Names, topic: str) -> None:
-    """It cannot tell the epochs of clients from before, and must not give one that looks newer than theirs."""
+    """Restart the shim without its journal: it no longer knows the epochs of clients, and must give none that looks
+    newer."""
     listen = ("--protect", "--listen", f"127.0.0.1:{free_ports(1)[0]}")
     first = start(kafka.bootstrap_servers, *listen)
     settings = {"bootstrap.servers": first.bootstrap_servers, "transactional.id": names("id"), "linger.ms": 0}
@@ -108,12 +109,12 @@ def test_shim_restart_without_journal_is_not_a_newer_instance(kafka: LocalKafka,
         first.process.wait()
         with running(kafka.bootstrap_servers, *listen):
 
-            def goes_on() -> bool:
+            def continues() -> bool:
                 try:
                     send(transactions, topic, "4")
                 except Temporary:
-                    return False  # fenced by the restart: it asks who owns the id, and may be tried again
+                    return False  # fenced by the restart: it checks the ownership, and can be retried
                 return True
 
-            wait_until("a transaction behind the new shim", goes_on, 60)
+            wait_until("a transaction through the new shim", continues, 60)
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"1", b"2", b"3", b"4"]

@@ -1,4 +1,4 @@
-"""A shim that ends or is killed at any step of a transaction, its journal, and two shims for one cluster."""
+"""Stop or kill a shim at any step of a transaction, with a journal, and run two shims for one cluster."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FENCED = (KafkaException, KafkaError, SystemError, AssertionError)
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """A test that fails between two starts leaves no shim behind."""
+    """Stop the shims of a test that failed between two starts."""
     yield
     end_all()
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> tuple[str, ...]:
-    """The same local port and journal at each start."""
+    """Return the same local port and journal for each start."""
     (port,) = free_ports(1)
     return ("--listen", f"127.0.0.1:{port}", "--journal", str(tmp_path / "journal"))
 
@@ -69,7 +69,7 @@ def test_client_survives_killed_shim_with_a_journal(
     client.begin()
     client.send(topic, "last")
     client.end(True)
-    # No init in between: an identity that had to be given out anew is two epochs further.
+    # No init in between: a new identity would be two epochs further.
     assert transaction_of(kafka.bootstrap_servers, name).producer_epoch == epoch + 1
     client.close()
     assert shim.stop() == 0
@@ -96,7 +96,7 @@ def test_killed_shim_fences_clients_in_a_transaction(
                 client.begin()
                 client.send(topic, "never")
             client.end(True)
-        refusals = eventually(functools.partial(shim.named, "request refused"))  # the line may come after the answer
+        refusals = eventually(functools.partial(shim.named, "request refused"))  # the line may come after the response
         assert {event["error"] for event in refusals} == {"INVALID_PRODUCER_EPOCH"}
         with contextlib.suppress(*FENCED):
             client.close(1)
@@ -111,11 +111,18 @@ def test_killed_shim_fences_clients_in_a_transaction(
 
 def test_late_end_from_before_a_restart_is_refused(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
-    told, own = free_ports(2)
-    options = ("--listen", f"127.0.0.1:{own}", "--advertise", f"127.0.0.1:{told}", "--journal", str(tmp_path / "j"))
-    with HoldingProxy(told, ("127.0.0.1", own)) as proxy:
+    advertised, own = free_ports(2)
+    options = (
+        "--listen",
+        f"127.0.0.1:{own}",
+        "--advertise",
+        f"127.0.0.1:{advertised}",
+        "--journal",
+        str(tmp_path / "j"),
+    )
+    with HoldingProxy(advertised, ("127.0.0.1", own)) as proxy:
         shim = start(kafka.bootstrap_servers, *options)
-        client = Confluent(f"127.0.0.1:{told}", names("id"))
+        client = Confluent(f"127.0.0.1:{advertised}", names("id"))
         client.begin()
         client.send(topic, "first")
         late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY)
@@ -152,7 +159,7 @@ def test_shim_killed_at_a_step_loses_nothing_with_journal(
     with HoldingProxy.before(kafka) as proxy:
         shim = start(kafka.proxied_servers, *options)
         ledger = Ledger(kafka, CLIENTS[client_name], shim.bootstrap_servers, names("x"), seed=1)
-        # The second one: the first transaction is committed.
+        # The second request, because the first transaction is committed.
         held = proxy.on(step, when, nth=1 if step is ApiKey.InitProducerId else 2, transactional_id=ledger.name)
         work = Background(lambda: ledger.run(lambda: ledger.committed >= 4 and ledger.aborted >= 1))
         held.wait(30)
@@ -176,7 +183,7 @@ def test_client_is_fenced_by_successor_at_another_shim(kafka: LocalKafka, names:
                 first.begin_transaction()
                 assert not send(first, topic, value)
                 (first.commit_transaction if value == "0" else first.abort_transaction)(30)
-            # Behind the other shim the same transactional.id is taken over, as by any successor.
+            # The same transactional.id is taken over through the other shim, as by any successor.
             second = producer_of(other.bootstrap_servers, name)
             second.begin_transaction()
             assert not send(second, topic, "2")
@@ -190,13 +197,13 @@ def test_client_is_fenced_by_successor_at_another_shim(kafka: LocalKafka, names:
             moved.begin_transaction()
             assert not send(moved, topic, "3")
             moved.commit_transaction(30)
-        # The same port leads to a shim that did not give this client its identity.
-        with running(kafka.bootstrap_servers, *fixed, "--log-level", "debug") as stranger:
+        # The same port leads to a shim that did not issue this client's identity.
+        with running(kafka.bootstrap_servers, *fixed, "--log-level", "debug") as other_shim:
             with pytest.raises(FENCED):
                 moved.begin_transaction()
                 send(moved, topic, "never")
                 moved.commit_transaction(30)
-            assert eventually(lambda: stranger.named("request refused"))  # the line may come after the answer
+            assert eventually(lambda: other_shim.named("request refused"))  # The line may come after the response.
     assert texts(kafka.bootstrap_servers, topic) == ["0", "2", "3"]
 
 
@@ -215,7 +222,7 @@ def test_journal_write_failure_does_not_stop_traffic(kafka: LocalKafka, names: N
     topic, journal = create_topic(kafka.bootstrap_servers, names("out")), tmp_path / "journal"
     with running(kafka.bootstrap_servers, "--journal", str(journal)) as shim:
         client = Confluent(shim.bootstrap_servers, names("id"))
-        # No file of this process may grow beyond what the journal has now.
+        # No file of this process may become larger than the journal is now.
         size = journal.stat().st_size
         assert size > 0
         subprocess.run(["prlimit", f"--pid={shim.process.pid}", f"--fsize={size}"], check=True)

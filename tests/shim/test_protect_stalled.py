@@ -1,7 +1,7 @@
-"""A client that stalls in the midst of a Produce, which the shim passes on as it comes, on real Kafka.
+"""Stall a client in the middle of a Produce, which the shim forwards as it arrives, on real Kafka.
 
-A client of our own, byte by byte: no library stops there. Meanwhile its transaction ends, or another connection takes
-over; then the rest of the Produce arrives. What is judged is what Kafka holds.
+The client is our own and sends byte by byte, because no library stops there. Meanwhile its transaction ends, or another
+connection takes over; then the rest of the Produce arrives. The contents of Kafka decide.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS = pytest.mark.parametrize("option", ["--protect", "--no-protect"])
 
 
 class Client:
-    """Its requests go out on any connection; it does not say which software it is, so it is challenged."""
+    """Send requests on any connection, without a software name, so that the shim challenges the client."""
 
     def __init__(self, shim: ShimThread, topic: str, name: str) -> None:
         self._shim, self._topic, self._name = shim, topic, name
@@ -48,12 +48,12 @@ class Client:
             wire.socket.close()
 
     def init(self) -> None:
-        # The first question of this kind makes the coordinators' topic.
+        # The first query of this kind creates the coordinators' topic.
         where = FindCoordinatorRequest(version=1, key=self._name, key_type=1)
         eventually(lambda: self.coordinator.ask(where).error_code == 0)
         request = InitProducerIdRequest(version=1, transactional_id=self._name, transaction_timeout_ms=60_000)
-        told = eventually(lambda: (made := self.coordinator.ask(request)).error_code == 0 and made)
-        self.producer_id, self.epoch = told.producer_id, told.producer_epoch
+        response = eventually(lambda: (made := self.coordinator.ask(request)).error_code == 0 and made)
+        self.producer_id, self.epoch = response.producer_id, response.producer_epoch
 
     def begin(self) -> None:
         topics = AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
@@ -76,8 +76,8 @@ class Client:
     def end(self, committed: bool) -> None:
         identity = {"producer_id": self.producer_id, "producer_epoch": self.epoch}
         request = EndTxnRequest(version=1, transactional_id=self._name, committed=committed, **identity)
-        told = self.coordinator.ask(request)
-        assert told.error_code == 0, told.error_code
+        response = self.coordinator.ask(request)
+        assert response.error_code == 0, response.error_code
 
     def produce(self, sequence: int, value: str) -> Any:
         builder = MemoryRecordsBuilder(2, 0, 1 << 20)
@@ -90,31 +90,31 @@ class Client:
         return ProduceRequest(version=9, transactional_id=self._name, acks=-1, timeout_ms=10_000, topic_data=data)
 
     def sends(self, wire: Wire, sequence: int, value: str) -> int:
-        """The broker's, or the shim's, error code."""
+        """Return the error code of the broker or of the shim."""
         return error_of(wire.ask(self.produce(sequence, value)))
 
     def stalls(self, wire: Wire, sequence: int) -> Callable[[], int]:
-        """Sends all but the end of a Produce; what sends the rest, and returns the error code of its answer."""
-        before = self._begun()
+        """Send all but the end of a Produce; return a function that sends the rest and returns the error code."""
+        before = self._forwarded()
         request = self.produce(sequence, LONG)
         sent = wire.frame(request)
         wire.socket.sendall(sent[: len(sent) // 2])
-        eventually(lambda: self._begun() > before)
+        eventually(lambda: self._forwarded() > before)
 
-        def goes_on() -> int:
+        def send_rest() -> int:
             wire.socket.sendall(sent[len(sent) // 2 :])
             return error_of(answer(request, wire.receive()))
 
-        return goes_on
+        return send_rest
 
-    def _begun(self) -> int:
-        """How many Produce requests the shim has begun to pass."""
+    def _forwarded(self) -> int:
+        """Return how many Produce requests the shim has begun to forward."""
         assert self._shim._chain is not None
         return self._shim._chain.traffic.requests.get(api.PRODUCE, (0, 0))[0]
 
 
-def error_of(told: Any) -> int:
-    return int(told.responses[0].partition_responses[0].error_code)
+def error_of(response: Any) -> int:
+    return int(response.responses[0].partition_responses[0].error_code)
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def client_of(kafka: LocalKafka, names: Names, option: str = "--protect") -> Ite
 
 @OPTIONS
 def test_stalled_produce_does_not_enter_next_transaction(kafka: LocalKafka, names: Names, option: str) -> None:
-    """Without protection it takes the place of the next record (H2b): nobody is told of an error."""
+    """Stall without protection: the Produce takes the place of the next record (H2b), and no client gets an error."""
     with client_of(kafka, names, option) as (client, topic):
         stalled = client.stalls(client.connection(), 0)
         client.end(False)
@@ -164,7 +164,7 @@ def test_stalled_produce_of_ended_transaction_is_refused(kafka: LocalKafka, name
             client.init()
         client.begin()
         assert stalled() == INVALID_PRODUCER_EPOCH
-        # A committed client counts on, also what it did not wait for; a new one from 0.
+        # After a commit, the client's sequences continue, also after lost responses; a new client starts at 0.
         assert client.sends(wire, 2 if way == "commit" else 0, "next") == 0
         client.end(True)
     assert texts(kafka.bootstrap_servers, topic) == (["first", "next"] if way == "commit" else ["next"])
@@ -177,7 +177,7 @@ def test_interrupted_produce_is_appended_once_after_a_retry(kafka: LocalKafka, n
         client.stalls(breaking, 1)
         breaking.socket.close()
         other = client.connection()
-        assert client.sends(other, 1, LONG) == NOT_ENOUGH_REPLICAS, "challenged"
+        assert client.sends(other, 1, LONG) == NOT_ENOUGH_REPLICAS, "the shim must challenge the request"
         assert client.sends(other, 1, LONG) == 0
         assert client.sends(other, 2, "second") == 0
         client.end(True)
@@ -188,12 +188,12 @@ def test_interrupted_produce_is_appended_once_after_a_retry(kafka: LocalKafka, n
 
 
 def test_produce_overtaken_on_trusted_connection_is_appended_once(kafka: LocalKafka, names: Names) -> None:
-    """The challenge moves the trust while the first copy is half there; its rest is a duplicate to the broker."""
+    """Move the trust to another connection while the first copy is half sent; its rest is a duplicate to the broker."""
     with client_of(kafka, names) as (client, topic):
         trusted, other = client.connection(), client.connection()
         assert client.sends(trusted, 0, "first") == 0
         stalled = client.stalls(trusted, 1)
-        assert client.sends(other, 1, LONG) == NOT_ENOUGH_REPLICAS, "challenged"
+        assert client.sends(other, 1, LONG) == NOT_ENOUGH_REPLICAS, "the shim must challenge the request"
         assert client.sends(other, 1, LONG) == 0
         assert stalled() == 0
         assert client.sends(other, 2, "second") == 0
@@ -202,13 +202,14 @@ def test_produce_overtaken_on_trusted_connection_is_appended_once(kafka: LocalKa
 
 
 def test_produce_overtaken_before_acceptance_is_appended_once(kafka: LocalKafka, names: Names) -> None:
-    """No connection is trusted before the broker took its Produce, and then the one whose answer came last."""
+    """Overtake a Produce before any acceptance: the shim trusts no connection before, and then the last one
+    answered."""
     with client_of(kafka, names) as (client, topic):
         stalled = client.stalls(client.connection(), 0)
         other = client.connection()
         assert client.sends(other, 0, LONG) == 0
         assert stalled() == 0
-        assert client.sends(other, 1, "second") == NOT_ENOUGH_REPLICAS, "challenged"
+        assert client.sends(other, 1, "second") == NOT_ENOUGH_REPLICAS, "the shim must challenge the request"
         assert client.sends(other, 1, "second") == 0
         client.end(True)
     assert texts(kafka.bootstrap_servers, topic) == [LONG, "second"]

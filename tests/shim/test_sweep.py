@@ -1,7 +1,7 @@
-"""A small part of `make sweep`: our worker is right where the same worker without its replacement rule is caught.
+"""Run a small part of `make sweep`: our worker is right, and the same worker without its replacement rule is not.
 
-The two silent losses of clients without KIP-890 part 2 (H1, H2b) are found by the sweep itself: nothing here looks at a
-log or counts a call, the checker reads what Kafka holds.
+The sweep itself finds the two silent losses of clients without KIP-890 part 2 (H1, H2b). The checker reads the contents
+of Kafka; no test reads a log or counts calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ H2B = Case("Produce", "lost acknowledgement, then abort")
 
 @pytest.fixture(scope="module")
 def own_kafka() -> Iterator[LocalKafka]:
-    """The App's topics have fixed names and are deleted for every case."""
+    """Start a Kafka for the App, whose topics have fixed names and are deleted for every case."""
     with LocalKafka() as kafka:
         yield kafka
 
@@ -53,9 +53,9 @@ def test_sweep_finds_no_error_of_the_worker(own_kafka: LocalKafka, tmp_path: Pat
 def test_sweep_finds_errors_of_a_worker_that_keeps_its_producer(
     own_kafka: LocalKafka, tmp_path: Path, case: Case, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # This process loads the App too: what that patches is put back.
+    # This process loads the App too, so its patches must be removed.
     monkeypatch.setattr(TransactionalProducer, "decide_replacement", TransactionalProducer.decide_replacement)
-    # What the client does with a lost acknowledgement hangs on when its batches left: one of three runs is enough.
+    # The client's reaction to a lost acknowledgement depends on when its batches left: one of three runs is enough.
     verdicts = []
     for _ in range(3):
         outcome = Sweeper(KEEPING_APP, own_kafka.bootstrap_servers, RECORDS, directory=tmp_path).run(case)
@@ -106,28 +106,28 @@ def test_something_else():
 @pytest.mark.deep_for("one process")
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["one process", "xdist"])
 def test_pytest_summary_has_the_sweep_table(own_kafka: LocalKafka, tmp_path: Path, options: tuple[str, ...]) -> None:
-    code, said = run_pytest(tmp_path, USERS_OWN, f"--eos-kafka={own_kafka.bootstrap_servers}", *options)
-    assert code == 0, said
-    assert "3 passed" in said
-    assert "eos: every fault at every step" in said
-    assert "2 runs, 2 right" in said
-    assert "s3cr3t" not in said, "passwords are among the client's settings"
-    rows = [line.split() for line in said.splitlines() if "exactly once" in line]
-    assert sorted(" ".join(row[3:-4]) for row in rows) == ["duplicate", "reset after"], said
+    code, output = run_pytest(tmp_path, USERS_OWN, f"--eos-kafka={own_kafka.bootstrap_servers}", *options)
+    assert code == 0, output
+    assert "3 passed" in output
+    assert "eos: every fault at every step" in output
+    assert "2 runs, 2 right" in output
+    assert "s3cr3t" not in output, "the client's settings may contain passwords"
+    rows = [line.split() for line in output.splitlines() if "exactly once" in line]
+    assert sorted(" ".join(row[3:-4]) for row in rows) == ["duplicate", "reset after"], output
 
 
 @pytest.mark.deep_for("one process")
 def test_pytest_summary_without_sweep_has_no_table(tmp_path: Path) -> None:
-    code, said = run_pytest(tmp_path, USERS_OWN, "-k", "something_else")
-    assert code == 0, said
-    assert "1 passed" in said
-    assert "every fault" not in said
+    code, output = run_pytest(tmp_path, USERS_OWN, "-k", "something_else")
+    assert code == 0, output
+    assert "1 passed" in output
+    assert "every fault" not in output
 
 
 def test_sweep_cases_are_steps_with_their_faults() -> None:
     cases = every_case()
     simple = [a for a in ACTIONS if a not in ("errors", H1.action, H2B.action)]
-    # A late FindCoordinator changes nothing; H1 and H2b are of one step each.
+    # A late FindCoordinator changes nothing; H1 and H2b need one step each.
     per_protocol = len(every_txn_step) * len(simple) - 1 + 2 + sum(map(len, ERRORS.values()))
     assert len(cases) == 2 * per_protocol
     assert len(set(cases)) == len(cases)

@@ -1,4 +1,4 @@
-"""Three real brokers behind one shim: a local port each, no address of theirs in any answer, one killed and back."""
+"""Run one shim for three real brokers: a local port each, no broker address in responses, one broker killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOT_LEADER_OR_FOLLOWER = 6
 
 @pytest.fixture(scope="module")
 def shim(cluster: LocalKafka) -> Iterator[RunningShim]:
-    """Told one broker only: the other two must be found."""
+    """Start a shim that knows one broker and must find the other two."""
     with running(cluster.bootstrap_servers.split(",")[0], brokers=3) as shim:
         yield shim
 
@@ -39,7 +39,7 @@ def make_topic(shim: RunningShim, name: str, partitions: int = 6, copies: int = 
 
 
 def needles(cluster: LocalKafka) -> list[bytes]:
-    """How the brokers' own addresses look in an answer."""
+    """Return the forms of the brokers' own addresses in a response."""
     found = []
     for server in cluster.bootstrap_servers.split(","):
         host, port = server.rsplit(":", 1)
@@ -95,14 +95,14 @@ def test_responses_of_real_brokers_have_shim_addresses_only(
             )
             return frame, {(node.host, node.port) for node in nodes if node.port >= 0 and node.host}
 
-        # The first request for a coordinator creates the offsets topic: until then there is none.
+        # The first query for a coordinator creates the offsets topic, so there is none before.
         frame, addresses = eventually(lambda: found if (found := told())[1] else None)
     assert addresses <= known
     assert not [needle for needle in needles(cluster) if needle in frame]
 
 
 def not_leading(cluster: LocalKafka, shim: RunningShim, topic: str) -> tuple[str, int]:
-    """The shim's address of a broker that does not lead partition 0, and the leader's node id."""
+    """Return the shim's address of a broker that does not lead partition 0, and the leader's node id."""
     metadata = AdminClient({"bootstrap.servers": shim.bootstrap_servers}).list_topics(topic, timeout=10)
     leader = metadata.topics[topic].partitions[0].leader
     other = next(broker for broker in metadata.brokers.values() if broker.id != leader)
@@ -118,10 +118,10 @@ def batch() -> bytes:
     return bytes(builder.buffer())
 
 
-def told_the_new_leader(
+def address_of_new_leader(
     wire: Wire, request: Any, cluster: LocalKafka, shim: RunningShim, leader: int, partitions: str
 ) -> None:
-    """Asks until the broker knows that it does not lead; the answer names the leader by the shim's address."""
+    """Send requests until the broker knows that it does not lead, and return the leader's address in the response."""
 
     def refused() -> bytes | None:
         wire.send(request)
@@ -152,14 +152,14 @@ def test_new_leader_in_produce_response_is_the_shim(
         topic_data=[topic_data(version=version, name=topic, partition_data=[partition])],
     )
     with Wire(address) as wire:
-        told_the_new_leader(wire, request, cluster, shim, leader, "partition_responses")
+        address_of_new_leader(wire, request, cluster, shim, leader, "partition_responses")
 
 
 @pytest.mark.parametrize("version", [16, 17, 18])
 def test_new_leader_in_fetch_response_is_the_shim(
     cluster: LocalKafka, shim: RunningShim, names: Names, version: int
 ) -> None:
-    topic = make_topic(shim, names("t"), 1, copies=1)  # a follower would serve the fetch
+    topic = make_topic(shim, names("t"), 1, copies=1)  # A follower would answer the fetch.
     address, leader = not_leading(cluster, shim, topic)
     with Wire(address) as wire:
         metadata = wire.ask(MetadataRequest(version=12, topics=None))
@@ -177,7 +177,7 @@ def test_new_leader_in_fetch_response_is_the_shim(
             session_epoch=-1,
             topics=[fetch_topic(version=version, topic_id=topic_id, partitions=[partition])],
         )
-        told_the_new_leader(wire, request, cluster, shim, leader, "partitions")
+        address_of_new_leader(wire, request, cluster, shim, leader, "partitions")
 
 
 def two_transactions(producer: Producer, topic: str, word: str) -> None:
@@ -190,7 +190,7 @@ def two_transactions(producer: Producer, topic: str, word: str) -> None:
 
 def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: RunningShim, names: Names) -> None:
     def all_three(client: AdminClient | Producer) -> dict[int, str]:
-        """Node id -> address, once the broker that is asked knows of all of them."""
+        """Return node id -> address, once the queried broker knows all nodes."""
 
         def told() -> dict[int, str]:
             brokers = client.list_topics(timeout=10).brokers
@@ -199,12 +199,12 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
         found: dict[int, str] = eventually(lambda: each if len(each := told()) == 3 else None)
         return found
 
-    def said(event: str) -> list[dict[str, Any]]:
+    def events_named(event: str) -> list[dict[str, Any]]:
         return [each for each in list(shim.events)[seen:] if each.get("event") == event]
 
     topic, seen = make_topic(shim, names("t")), 0
     before = all_three(AdminClient({"bootstrap.servers": shim.bootstrap_servers}))
-    # Not the bootstrap one: librdkafka takes a node id it does not know yet from there.
+    # Not the bootstrap broker, because librdkafka discovers unknown node ids from there.
     victim = 1
     try:
         with only_through(shim, cluster):
@@ -214,25 +214,27 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
             producer.init_transactions(60)
             with Wire(before[victim]) as to_victim:
                 assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
-                # A try before this one has left such lines too.
-                eventually(lambda: len(said("broker reachable again")) == len(said("broker unreachable")))
+                # An earlier try may have left such lines too.
+                eventually(
+                    lambda: len(events_named("broker reachable again")) == len(events_named("broker unreachable"))
+                )
                 seen = len(shim.events)
                 cluster.kill(victim)
                 assert to_victim.ended(), "the client's connection outlived its broker"
             with Wire(before[victim]) as to_victim:
                 to_victim.socket.sendall(to_victim.frame(MetadataRequest(version=4, topics=[])))
-                assert to_victim.ended(), "the port of a dead broker takes connections and keeps them"
+                assert to_victim.ended(), "the port of a dead broker must close its connections"
             two_transactions(producer, topic, "without it")
     finally:
         if not cluster.running(victim):
-            cluster.start(victim)  # its readiness is asked past the shim
+            cluster.start(victim)  # The test checks its readiness directly, not through the shim.
     with only_through(shim, cluster):
         two_transactions(producer, topic, "with it")
         with Wire(before[victim]) as to_victim:
             assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
-        # RequestFacts once each, however often clients tried in between.
-        (up,) = eventually(lambda: said("broker reachable again"))
-        (down,) = said("broker unreachable")
+        # RequestFacts once each, however often clients retried in between.
+        (up,) = eventually(lambda: events_named("broker reachable again"))
+        (down,) = events_named("broker unreachable")
         assert down["broker"] == up["broker"]
         assert down["broker"].startswith(f"broker {victim} ")
     assert all_three(producer) == before
@@ -242,9 +244,9 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
 
 
 def test_shim_needs_at_least_one_broker_at_start(cluster: LocalKafka) -> None:
-    (nobody,) = free_ports(1)
-    there = cluster.bootstrap_servers.split(",")[2]
-    with running(f"127.0.0.1:{nobody},{there}", brokers=4) as shim:
+    (unused,) = free_ports(1)
+    third = cluster.bootstrap_servers.split(",")[2]
+    with running(f"127.0.0.1:{unused},{third}", brokers=4) as shim:
         told = (
             AdminClient({"bootstrap.servers": ",".join(shim.addresses), "log_level": 0}).list_topics(timeout=20).brokers
         )

@@ -1,4 +1,4 @@
-"""TLS on either side and SASL passed through, in front of one real broker with listeners for both."""
+"""Use TLS on either side and forwarded SASL, in front of one real broker with listeners for both."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Names = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CA (ca.pem) and a certificate for 127.0.0.1 (server.pem, server.key; server.p12 for Java)."""
+    """Create a CA (ca.pem) and a certificate for 127.0.0.1 (server.pem, server.key; server.p12 for Java)."""
     return make_pki(tmp_path_factory.mktemp("pki"))
 
 
 @pytest.fixture(scope="module")
 def secure(pki: Path) -> Iterator[SecureKafka]:
-    """Whoever gets in may do all: here it is about getting in."""
+    """Start a broker that grants every right to every authenticated client."""
     more = {
         "super.users": "User:ANONYMOUS;User:alice",
         "listener.name.tls.ssl.client.auth": "none",
-        # A client must log in again within this time: those requests pass like the others.
+        # Clients must log in again within this time, and these requests are forwarded too.
         "connections.max.reauth.ms": 4000,
     }
     with secure_kafka(pki, more) as secure:
@@ -47,7 +47,8 @@ PLAIN = {"sasl.mechanism": "PLAIN", "sasl.username": "alice", "sasl.password": A
 def transactions_work(
     secure: SecureKafka, servers: str, names: Names, settings: dict[str, Any], protected: bool = True
 ) -> None:
-    """Creates a topic, commits, aborts, and reads it all back in a group; protected: an epoch for each."""
+    """Create a topic, commit, abort, and read all back in a group; with protection, each transaction has its own
+    epoch."""
     common = {"bootstrap.servers": servers} | settings
     topic, name = names("t"), names("id")
     admin = AdminClient(common)
@@ -78,14 +79,15 @@ def test_login_is_forwarded(secure: SecureKafka, names: Names) -> None:
 
 
 def test_clients_without_login_do_not_block_others(secure: SecureKafka, names: Names) -> None:
-    """All places are taken by strangers whom the broker answered: they make room, and go when their time is over."""
+    """Use all places for unauthenticated clients that the broker answered: they are closed for others or at their
+    timeout."""
     options = ("--max-connections", "24", "--max-connections-per-address", "24", "--login-timeout", "8")
     with running(secure.servers["SASL"], *options) as shim, ExitStack() as stack:
-        strangers = [stack.enter_context(Wire(shim.bootstrap_servers)) for _ in range(24)]
-        for stranger in strangers:
-            assert stranger.ask(ApiVersionsRequest(version=0)).api_keys
+        clients = [stack.enter_context(Wire(shim.bootstrap_servers)) for _ in range(24)]
+        for unauthenticated in clients:
+            assert unauthenticated.ask(ApiVersionsRequest(version=0)).api_keys
         transactions_work(secure, shim.bootstrap_servers, names, PLAIN | {"security.protocol": "sasl_plaintext"})
-        eventually(lambda: all(stranger.ended() for stranger in strangers))
+        eventually(lambda: all(unauthenticated.ended() for unauthenticated in clients))
         reasons = {event["reason"].partition(" (")[0] for event in shim.named("connection closed")}
         assert reasons == {"the client did not complete its login"}
 
@@ -138,9 +140,9 @@ def test_only_clients_with_certificate_use_upstream_certificate(secure: SecureKa
         tls = {"security.protocol": "ssl", "ssl.ca.location": str(pki / "ca.pem")}
         own = {"ssl.certificate.location": str(pki / "client.pem"), "ssl.key.location": str(pki / "client.key")}
         transactions_work(secure, shim.bootstrap_servers, names, tls | own)
-        stranger = AdminClient({"bootstrap.servers": shim.bootstrap_servers, "log_level": 0} | tls)
+        unauthenticated = AdminClient({"bootstrap.servers": shim.bootstrap_servers, "log_level": 0} | tls)
         with pytest.raises(KafkaException):
-            stranger.list_topics(timeout=3)
+            unauthenticated.list_topics(timeout=3)
         told = eventually(lambda: shim.named("connection closed"))
         assert {event["by"] for event in told} == {"client"}
         assert all("TLS handshake failed: PEER_DID_NOT_RETURN_A_CERTIFICATE" in event["reason"] for event in told), told

@@ -1,4 +1,4 @@
-"""The live trace against real Kafka: what a transaction did is what the trace says it did."""
+"""Compare the live trace with the transactions on real Kafka."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shim(kafka: LocalKafka, page: Path) -> Iterator[RunningShim]:
         assert not shim.named("frame not traced"), shim.named("frame not traced")
 
 
-def told(shim: RunningShim, transactional_id: str) -> list[dict[str, Any]]:
+def traced(shim: RunningShim, transactional_id: str) -> list[dict[str, Any]]:
     steps = [json.loads(line) for line in list(shim.output)]
     return [step for step in steps if step["transactional_id"] == transactional_id]
 
@@ -75,9 +75,9 @@ def test_trace_shows_every_step_with_its_content(shim: RunningShim, names: Names
         producer.commit_transaction(30)
     else:
         producer.abort_transaction(30)
-    eventually(lambda: any(step["name"] == "EndTxn" for step in told(shim, name)))
-    # The consumer may have fetched markers by now; they are the next test's.
-    good = [step for step in told(shim, name) if "errors" not in step and step["name"] != "Marker"]
+    eventually(lambda: any(step["name"] == "EndTxn" for step in traced(shim, name)))
+    # The consumer may have fetched markers already, which the next test covers.
+    good = [step for step in traced(shim, name) if "errors" not in step and step["name"] != "Marker"]
     order = list(dict.fromkeys(step["step"] for step in good))
     assert order == STEPS
     by_step = {number: [step for step in good if step["step"] == number] for number in STEPS}
@@ -110,7 +110,7 @@ def test_trace_shows_markers_when_they_are_read(shim: RunningShim, names: Names)
 
     def markers() -> list[dict[str, Any]]:
         consumer.poll(0.1)
-        return [step for step in told(shim, name) if step["name"] == "Marker"]
+        return [step for step in traced(shim, name) if step["name"] == "Marker"]
 
     eventually(lambda: len(markers()) == 2)
     assert {tuple(step["offsets"].items()) for step in markers()} == {((f"{target}-0", 1),), ((f"{target}-1", 1),)}
@@ -130,7 +130,7 @@ def test_trace_shows_a_fenced_producer_with_its_error(shim: RunningShim, names: 
     new.init_transactions(30)
     with pytest.raises(KafkaException):
         old.commit_transaction(30)
-    (refused,) = eventually(lambda: [step for step in told(shim, name) if step["name"] == "EndTxn"])
+    (refused,) = eventually(lambda: [step for step in traced(shim, name) if step["name"] == "EndTxn"])
     assert refused["errors"] == ["INVALID_PRODUCER_EPOCH"]
     assert refused["transaction"] == 1
 
@@ -149,12 +149,12 @@ def test_trace_shows_kip_890_flow_of_a_java_client(shim: RunningShim, names: Nam
         *("--consumer-group", names("g"), "--transactional-id", name, "--group-mode"),
     )
     ends = eventually(
-        lambda: found if len(found := [s for s in told(shim, name) if s["name"] == "EndTxn"]) >= 2 else None
+        lambda: found if len(found := [s for s in traced(shim, name) if s["name"] == "EndTxn"]) >= 2 else None
     )
     assert [(end["epoch"], end["new_epoch"]) for end in ends[:2]] == [(0, 1), (1, 2)]
-    steps = told(shim, name)
+    steps = traced(shim, name)
     assert {step["step"] for step in steps} - {"5.2"} == {"1", "2", "4.2", "4.4", "5.1"}
-    # Produce v13 names topics by id; the trace says their names all the same.
+    # Produce v13 names topics by id; the trace shows their names all the same.
     assert {p.rpartition("-")[0] for s in steps if s["name"] == "Produce" for p in s["partitions"]} == {target}
 
 
@@ -193,7 +193,7 @@ def test_trace_page_needs_no_external_resources(kafka: LocalKafka, names: Names,
             browser.picture(tmp_path / f"trace-{scheme}.png")
         outside = [url for url in browser.requested if not url.startswith((page.as_uri(), "data:", "about:"))]
         assert not outside
-        assert browser.requested, "nothing was opened"
+        assert browser.requested, "the page opened no connection to the shim"
         assert not browser.complaints
 
 

@@ -98,11 +98,11 @@ def test_requests_to_many_partitions_stay_within_their_bounds(
         places = pa.array([2 * (number % 4) + 1 for number in range(first, first + 3_000)], pa.int32())
         packed.append(pack_rows(values.append_column(TARGET, places), 2, first))
     (batch,) = task.writer(job)(iter(packed))
-    told = task.Result.decode(batch.to_pylist()[0]["result"])
-    assert told.sentence is None
+    result = task.Result.decode(batch.to_pylist()[0]["result"])
+    assert result.sentence is None
     assert len(in_flight) > 4
     assert max(in_flight) <= requests
-    assert (told.share, told.partitions, told.rows, told.sequences) == (1, 4, 12_000, 12_000)
+    assert (result.share, result.partitions, result.rows, result.sequences) == (1, 4, 12_000, 12_000)
     assert server.claims.end() == (frozenset({1}), None)
     transaction.end(commit=True)
     Transaction(wire, name, 60_000, 30).init()  # returns after the transaction has ended
@@ -110,7 +110,7 @@ def test_requests_to_many_partitions_stay_within_their_bounds(
     found: dict[int, list[int]] = {}
     for partition, value in zip(log.partition.tolist(), log.values, strict=True):
         found.setdefault(partition, []).append(int(value or 0))
-    assert found == {2 * place + 1: list(range(place, 12_000, 4)) for place in range(4)}
+    assert found == {2 * residue + 1: list(range(residue, 12_000, 4)) for residue in range(4)}
     server.close()
 
 

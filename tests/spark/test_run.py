@@ -118,9 +118,9 @@ def load_everything(runs: SparkRuns, numbers: str, orders: str, batches: str, co
             producer.commit_transaction(30)
 
 
-def content(message: Message, place: int) -> tuple[Any, ...]:
+def content(message: Message, number: int) -> tuple[Any, ...]:
     """Return all of a record but its offset, and its partition only where it follows from the record."""
-    where = place if message.key() is not None else None
+    where = number if message.key() is not None else None
     _, stamp = message.timestamp()
     return where, message.key(), message.value(), tuple(message.headers() or ()), stamp
 
@@ -205,8 +205,8 @@ def test_run_exits_65_for_poison_records_and_66_for_deleted_input(
 
     spark_runs.load(source, [b"%d" % n for n in range(600)])
     spark_runs.delete_before(source, 1, 2_150)
-    gone = spark_runs.spark(app, "--until-end")
-    gone.assert_ended(INPUT_GONE, "the input at the checkpoint's offset is gone", source)
+    after_deletion = spark_runs.spark(app, "--until-end")
+    after_deletion.assert_ended(INPUT_GONE, "the input at the checkpoint's offset is gone", source)
     assert len(values_of(spark_runs.settled(target))) == 6_000
 
 
@@ -223,8 +223,8 @@ def test_errors_are_reported_in_one_sentence_before_spark_starts(spark_runs: Spa
     spark_runs.spark(app, "--option", "failOnDataLoss=false").assert_ended(CONFIGURATION, "failOnDataLoss")
     spark_runs.spark(app, "-X", "ssl.ca.location=/nowhere.pem").assert_ended(CONFIGURATION, "/nowhere.pem")
     spark_runs.eos("spark", "run", app, "--master", "spark://127.0.0.1:1").assert_ended(USAGE, "--checkpoint")
-    dead = ("--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000")
-    spark_runs.spark(app, *dead).assert_ended(UNAVAILABLE, "127.0.0.1:1 cannot be reached")
+    unreachable = ("--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000")
+    spark_runs.spark(app, *unreachable).assert_ended(UNAVAILABLE, "127.0.0.1:1 cannot be reached")
     sinkless = spark_runs.app(
         """
         from eos import App, Record

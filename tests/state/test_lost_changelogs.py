@@ -33,7 +33,7 @@ class Losing(Counting):
     def __init__(self, kafka: LocalKafka, names: Names, folder: Path, policy: str) -> None:
         super().__init__(kafka, names, folder)
         self.admin = AdminClient({"bootstrap.servers": self.servers})
-        self.dead = create_topic(self.servers, f"{self.source}.dlq", PARTITIONS)
+        self.dead_letters = create_topic(self.servers, f"{self.source}.dlq", PARTITIONS)
         app = folder / "counting.py"
         app.write_text(app.read_text().replace("on_error=eos.skip", f"on_error=eos.{policy}"))
 
@@ -65,11 +65,11 @@ class Losing(Counting):
         def created() -> bool:
             producer.produce(self.changelog, b"v", b"k")
             producer.poll(0.1)
-            return self.is_there()
+            return self.exists()
 
         wait_until("the new changelog", created, 30)
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         (found,) = self.admin.describe_topics(TopicCollection([self.changelog])).values()
         return found.exception(10) is None
 
@@ -85,7 +85,7 @@ class Losing(Counting):
         assert worker.returncode == code, log
         for blamed in ("record skipped", "dead letter", "failed on", "--skip"):
             assert blamed not in log
-        assert not any(settled_records(self.servers, self.dead).values())
+        assert not any(settled_records(self.servers, self.dead_letters).values())
         for counts in self.counted().values():
             assert counts == list(range(1, len(counts) + 1))
         return log
@@ -109,7 +109,7 @@ def test_deleted_changelog_ends_its_worker(
         losing.delete()
         log = losing.ends(worker)
     assert f"eos: state is gone: the changelog {losing.changelog} was deleted while this worker ran: " in log
-    assert not losing.is_there(), "no client of ours recreated it"
+    assert not losing.exists(), "no client of ours recreated it"
 
 
 @pytest.mark.parametrize("policy", ["skip", "dlq", "stop"])

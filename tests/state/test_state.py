@@ -265,7 +265,7 @@ def eos_of(counting: Counting, *arguments: str, ends: int = 0) -> subprocess.Com
     return done
 
 
-def told_by_doctor(counting: Counting, ends: int = 0) -> str:
+def doctor_output(counting: Counting, ends: int = 0) -> str:
     findings = json.loads(eos_of(counting, "doctor", "counting:app", "--json", ends=ends).stdout)
     (found,) = [finding["found"] for finding in findings if finding["check"] == "state"]
     return str(found)
@@ -290,8 +290,8 @@ def test_state_continues_from_its_committed_changelog(counting: Counting, where:
     changes = sum(map(len, settled_records(counting.servers, counting.changelog).values()))
     assert changes < 1_000, "a key must be written once per transaction"
     counting.load(500)
-    told = counting.run()
-    ((found, read),) = re.findall(r"state restored function=count partitions=0,1,2 keys=(\d+) read=(\d+) ", told)
+    printed = counting.run()
+    ((found, read),) = re.findall(r"state restored function=count partitions=0,1,2 keys=(\d+) read=(\d+) ", printed)
     assert where == "rocksdb" or int(found) == keys, "the number of keys is wrong"
     counting.check()
     assert int(read) == (changes if where == "memory" else 0), "the folder must be at the offset of its last commit"
@@ -314,9 +314,9 @@ def test_returning_worker_reads_the_counts_of_another_member(kafka: LocalKafka, 
         assert one.wait(60) == 0, counting.log("one")
     counting.state_dir = folder
     counting.load(300)
-    told = counting.run()
+    printed = counting.run()
     counting.check()
-    assert "read=0" not in told
+    assert "read=0" not in printed
 
 
 def test_worker_killed_before_a_rocksdb_write_restores_the_rest(counting: Counting) -> None:
@@ -345,20 +345,20 @@ def test_worker_killed_at_a_step_leaves_every_key_right(counting: Counting, step
     number = "1" if step == "restore" else "4"
     counting.run(program=("-c", KILLED, step, when, number), ends=-signal.SIGKILL)
     assert counting.visible() < 1_000, "the kill came before or after the work"
-    told = counting.run()
+    printed = counting.run()
     counting.check()
     if (step, when) == ("committed", "before"):
-        assert "read=0" not in told, "committed entries that were not written must come from the changelog"
+        assert "read=0" not in printed, "committed entries that were not written must come from the changelog"
 
 
 @pytest.mark.deep_for("before")
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_commit_with_unknown_outcome_counts_if_it_succeeded(counting: Counting, when: str) -> None:
     counting.load(1_200)
-    told = counting.run(program=("-c", UNKNOWN, when))
+    printed = counting.run(program=("-c", UNKNOWN, when))
     counting.check()
     outcome = "committed" if when == "behind" else "aborted"
-    assert told.count(f"outcome={outcome}") >= 2
+    assert printed.count(f"outcome={outcome}") >= 2
 
 
 @pytest.mark.parametrize(
@@ -377,9 +377,9 @@ def test_unwritable_folder_stops_the_worker_without_loss(counting: Counting, eng
         f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes})); "
         "sys.argv[0] = 'eos'; runpy.run_module('eos', run_name='__main__')",
     )
-    told = counting.run(program=limited, ends=75)
-    assert "eos: state cannot be written to " in told
-    assert "Traceback" not in told
+    printed = counting.run(program=limited, ends=75)
+    assert "eos: state cannot be written to " in printed
+    assert "Traceback" not in printed
     counting.run()
     counting.check()
 
@@ -537,8 +537,8 @@ def test_other_partitions_continue_during_a_restore(kafka: LocalKafka, pipelines
     worker.terminate()
     assert worker.wait() == 0
     first, *later = [line for line in worker.log.splitlines() if "partitions assigned" in line]
-    place = f"{pipeline.sources[0]}[0]"
-    assert (place in first, any(place in line for line in later)) == (False, True), (
+    partition_name = f"{pipeline.sources[0]}[0]"
+    assert (partition_name in first, any(partition_name in line for line in later)) == (False, True), (
         "the worker must start after a decision"
     )
     assert "partitions lost" not in worker.log
@@ -553,9 +553,9 @@ def test_incompatible_state_is_reported_before_the_first_record(counting: Counti
     admin = AdminClient({"bootstrap.servers": counting.servers})
     configure(counting.servers, counting.changelog, "cleanup.policy", "delete")
     assert f"the changelog {counting.changelog} has cleanup.policy=delete" in counting.run(ends=78)
-    assert f"the changelog {counting.changelog} has cleanup.policy=delete" in told_by_doctor(counting, ends=78)
+    assert f"the changelog {counting.changelog} has cleanup.policy=delete" in doctor_output(counting, ends=78)
     configure(counting.servers, counting.changelog, "cleanup.policy", "compact")
-    assert told_by_doctor(counting) == f"count: its changelog {counting.changelog} exists"
+    assert doctor_output(counting) == f"count: its changelog {counting.changelog} exists"
     source = counting.folder / "counting.py"
     code = source.read_text()
     source.write_text(code.replace("eos.State[str]", "eos.MapState[str, int]"))
@@ -582,9 +582,9 @@ def test_lost_state_is_not_recreated_without_a_request(counting: Counting) -> No
     admin.delete_topics([counting.changelog])[counting.changelog].result(30)
     counting.load(5)
     before = counting.visible()
-    gone = counting.run(ends=66)
-    assert "eos: state is gone: the changelog " in gone
-    assert " ends at 0, but went up to " in gone
+    message = counting.run(ends=66)
+    assert "eos: state is gone: the changelog " in message
+    assert " ends at 0, but went up to " in message
     assert counting.visible() == before, "a record was handled"
 
 

@@ -1,6 +1,7 @@
-"""`python -m tests.suites check|test|deep|all|ci [SUITE ...]`: runs the suites, all of them whatever fails.
+"""Run the suites: `python -m tests.suites check|test|deep|all|ci [SUITE ...]`. A failed suite does not stop the
+others.
 
-At the end one table says how many tests each had, how long it took and how long it may take. Exit code 1 if one failed.
+A table at the end shows the number of tests, the duration and the budget of each suite. Exit code 1 if one failed.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ TALLIES = Path(__file__).parents[2] / "build" / "suites"
 MEMORY = Path("/dev/shm")
 MEMORY_NEEDED_BYTES = 8 << 30
 COLUMNS = ("tests", "left out", "late", "failed", "seconds", "budget")
-# Deep tests compute more than they wait: with more processes they starve each other until their deadlines pass.
+# Deep tests compute more than they wait: with more processes they slow each other down until their timeouts pass.
 DEEP_PROCESSES = 5 * (os.cpu_count() or 1) // 2
-LONG_S = 3_600  # what a test may take where the repetitions are run
+LONG_S = 3_600  # the timeout of a test in runs with the repetitions
 DEPTHS = {"check": "not long and not deep", "test": "not long and not deep", "deep": "not long", "all": ""}
 
 console = Console(highlight=False, soft_wrap=True)
@@ -46,8 +47,10 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass
 class Result:
-    """Of one suite. `failed`, `late`: test -> why. `left_out`: reason -> number of tests. `said`: by commands, shown if
-    one failed."""
+    """Hold the result of one suite. `failed`, `late`: test -> reason. `left_out`: reason -> number of tests.
+
+    `said`: the output of commands, shown if one failed.
+    """
 
     suite: Suite
     depth: str
@@ -56,7 +59,7 @@ class Result:
     passed: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     late: dict[str, str] = field(default_factory=dict)
-    said: str = ""
+    output: str = ""
     left_out: dict[str, int] = field(default_factory=dict)
 
 
@@ -75,8 +78,8 @@ def main(arguments: list[str]) -> int:
     with _directory():
         _prepare(chosen)
         began = time.monotonic()
-        with ThreadPoolExecutor() as beside:  # commands need one core, and nothing of what the tests need
-            commands = [beside.submit(_run_commands, suite, depths[suite.name]) for suite in chosen if suite.commands]
+        with ThreadPoolExecutor() as executor:  # commands need one core and none of the tests' resources
+            commands = [executor.submit(_run_commands, suite, depths[suite.name]) for suite in chosen if suite.commands]
             tests = [_run_tests(*one) for one in joined((s for s in chosen if not s.commands), depths)]
     results = [*(command.result() for command in commands), *tests]
     _show(results, time.monotonic() - began)
@@ -84,7 +87,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _depths(mode: str, chosen: list[Suite]) -> dict[str, str]:
-    """Suite -> its depth; in CI what changed decides."""
+    """Return the depth of each suite; in CI the changed files decide."""
     if mode != "ci":
         return {suite.name: mode for suite in chosen}
     changed, why = since_the_last_landing()
@@ -93,19 +96,20 @@ def _depths(mode: str, chosen: list[Suite]) -> dict[str, str]:
     for suite in chosen:
         paths = asked.get(suite.name)
         more = f" and {len(paths) - 3} more" if paths and len(paths) > 3 else ""
-        said = (
+        output = (
             f"with deep tests: {', '.join(paths[:3])}{more}" if paths else "without deep tests: no change asks for them"
         )
-        console.print(f"ci: {suite.name} {said}")
+        console.print(f"ci: {suite.name} {output}")
     return {suite.name: "deep" if suite.name in asked else "test" for suite in chosen}
 
 
 @contextmanager
 def _directory() -> Iterator[None]:
-    """Where brokers keep their data: in memory, where there is enough of it; kept when something in it was kept."""
+    """Create the directory for the brokers' data, in memory if there is enough; keep it if a test kept something in
+    it."""
     roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= MEMORY_NEEDED_BYTES
     made = Path(tempfile.mkdtemp(prefix="eos-tests-", dir=MEMORY if roomy else None))
-    made.chmod(0o755)  # some tests are another user's
+    made.chmod(0o755)  # some tests run as another user
     os.environ["TMPDIR"] = str(made)
     try:
         yield
@@ -117,7 +121,7 @@ def _directory() -> Iterator[None]:
 
 
 def _prepare(chosen: list[Suite]) -> None:
-    """The archives of the classes of brokers and of Spark, once on a machine: each one's start costs half and less."""
+    """Create the class archives of brokers and Spark, once per machine: a start then costs half or less."""
     names = {suite.name for suite in chosen}
     makes: list[Callable[[], object]] = []
     if names - set(QUICK):
@@ -136,8 +140,8 @@ def _prepare(chosen: list[Suite]) -> None:
 def _run_commands(suite: Suite, depth: str) -> Result:
     start = time.monotonic()
     ran = [subprocess.run(command, check=False, capture_output=True, text=True) for command in suite.commands]
-    said = "".join(done.stdout + done.stderr for done in ran)
-    return Result(suite, depth, not any(done.returncode for done in ran), time.monotonic() - start, said=said)
+    output = "".join(done.stdout + done.stderr for done in ran)
+    return Result(suite, depth, not any(done.returncode for done in ran), time.monotonic() - start, output=output)
 
 
 def _run_tests(suite: Suite, depth: str) -> Result:
@@ -164,13 +168,13 @@ def _pytest(suite: Suite, depth: str, tally: Path) -> list[str]:
 def _show(results: list[Result], seconds_in_all: float) -> None:
     table = Table("suite", *(Column(name, justify="right") for name in COLUMNS))
     for r in results:
-        over = r.seconds > r.suite.budget_s and r.depth in ("check", "test")
+        is_over_budget = r.seconds > r.suite.budget_s and r.depth in ("check", "test")
         counts = [
             str(n or "") for n in (r.passed + len(r.failed), sum(r.left_out.values()), len(r.late), len(r.failed))
         ]
         name = f"{r.suite.name} ({r.depth})" if r.depth in ("deep", "all") else r.suite.name
         seconds = [f"{r.seconds:.0f}", str(r.suite.budget_s)]
-        table.add_row(name, *counts, *seconds, style="red" if over or not r.ok else None)
+        table.add_row(name, *counts, *seconds, style="red" if is_over_budget or not r.ok else None)
     table.add_section()
     total = [sum(r.passed + len(r.failed) for r in results), "", "", ""]
     budget_s = sum(r.suite.budget_s for r in results if not r.suite.commands)
@@ -183,7 +187,7 @@ def _show(results: list[Result], seconds_in_all: float) -> None:
             console.print(f"[yellow]{r.suite.name}: late, and run again: {escape(test)}: {escape(why)}")
         if not r.ok:
             console.print(f"[red]{r.suite.name} failed")
-            console.print(r.said, markup=False, end="")
+            console.print(r.output, markup=False, end="")
         for test, why in r.failed.items():
             console.print(f"[red]{r.suite.name}: {escape(test)}: {escape(why)}")
 

@@ -1,4 +1,4 @@
-"""What changed since the last landing, as git tells it."""
+"""Find the files that changed since the last landing, with git."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LANDED = ".ci/landed"
-"""A file with the commit that passed CI last; one that is too old only makes CI run more."""
+"""A file with the commit that passed CI last. An old one only makes CI run more tests."""
 
 
 def since_the_last_landing(root: Path = ROOT) -> tuple[list[str] | None, str]:
-    """The paths that differ from the last landing, None if it cannot be told; and a sentence that says which it is."""
+    """Return the paths that changed since the last landing, or None if unknown, and a sentence with the reason."""
     landed = (root / LANDED).read_text().strip() if (root / LANDED).exists() else ""
     if not landed:
         return None, f"everything, deep tests too: there is no {LANDED}"

@@ -1,6 +1,6 @@
-"""`python -m tests.suites.flaky TEST [N]`: one test N times beside a busy core, nothing tried again; says what failed.
+"""Run one test N times on a busy core without second tries: `python -m tests.suites.flaky TEST [N]`.
 
-The output of each run that failed stays in build/flaky.
+Prints which runs failed, and keeps their output in build/flaky.
 """
 
 from __future__ import annotations

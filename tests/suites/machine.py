@@ -1,4 +1,4 @@
-"""What this machine lacks, and what is left out for it: one line each."""
+"""List what this machine lacks and which tests are skipped for it, one line each."""
 
 from __future__ import annotations
 

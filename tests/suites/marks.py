@@ -1,4 +1,4 @@
-"""Hooks of pytest for the marks of tests: which are deep, which begin first, and which one process runs together."""
+"""Apply the marks of tests with pytest's hooks: which are deep, which run first, and which run in one process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.suites.table import STATEFUL
 
 ROOT = Path(__file__).parents[2]
 
-# A fixture of the module's own, or one of a conftest.py that is made once per module.
+# A module-scoped fixture of the file, or one of a conftest.py.
 _SHARED = re.compile(r'scope="module"|\b(cluster|whole|clusters|single_nodes): ')
-# Tests on the broker of the older version, by their names: one process has one, and others seldom need theirs.
+# Tests on the older broker, by their names: one process starts it, and the others rarely need their own.
 _OLDER = re.compile(r"392|3\.9\.2|_3_9_|before_kip_890|before_4_0")
 
 
@@ -31,7 +31,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that take longest, so that no process waits for them at the end."""
+    """Run the longest tests first, so that no process waits for them at the end."""
     items.sort(key=_rank)
 
 
@@ -42,21 +42,23 @@ def _rank(item: pytest.Item) -> tuple[bool, int]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Send each unit to the process that is free first. (xdist's own groups are part of the node id, which pytest 9.2
-    does not let it change.)"""
+    """Send each unit to the first free process. xdist's own groups change the node id, which pytest 9.2 forbids."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByUnit(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return unit_of(nodeid)
 
-    config.option.loadscopereorder = False  # by number of tests
+    config.option.loadscopereorder = False  # keep our order instead of one by number of tests
     return ByUnit(config, log)
 
 
 def unit_of(nodeid: str) -> str:
-    """Return what one process runs as a whole: a test, a file whose tests share fixtures of their module, or all tests
-    on the broker of the older version. Unit tests are too short to be sent one by one."""
+    """Return the unit of tests that one process runs together.
+
+    It is a single test, a file whose tests share module fixtures, or all tests on the older broker. Unit tests are
+    grouped by file, because they are too short to be distributed one by one.
+    """
     file = nodeid.partition("::")[0]
     if _stays_together(file):
         return file

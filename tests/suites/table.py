@@ -1,7 +1,7 @@
-"""The suites as data: what each runs, how wide, how long it may take, and which changes ask for its deep tests.
+"""Define the suites as data: tests, processes, budgets, and the changes that require their deep tests.
 
-Three depths, by pytest's markers: a test without a mark is in `make test`; `deep` ones are in `make test-all`, and in
-CI where a path changed that asks for them; `long` ones, the repetitions, are in `make test-all` only.
+There are three depths, by pytest's marks. Tests without a mark are in `make test`. `deep` tests are in `make test-all`,
+and in CI if a changed path requires them. `long` tests, the repetitions, are in `make test-all` only.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Suite:
-    """`processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores, 800 in all; `commands`: what is not
-    pytest's, and runs beside the others; `stateful`: every pipeline's functions have state, and the tests that another
-    suite has as well are deep; `shares`: its tests use the brokers that each process has."""
+    """Describe one suite.
+
+    `processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores, 800 in all; `commands`: run in parallel
+    with the tests, without pytest; `stateful`: the functions of every pipeline have state, and tests that another suite
+    has too are deep; `shares`: its tests use the shared brokers of each process.
+    """
 
     name: str
     budget_s: int
@@ -28,7 +31,7 @@ class Suite:
 
 
 STATEFUL = "EOS_TEST_STATEFUL"
-"""Set in the environment: the functions of every pipeline have state."""
+"""An environment variable: the functions of every pipeline have state."""
 
 _PYTHON = (sys.executable, "-m")
 _FAULTS = (
@@ -48,7 +51,7 @@ SUITES = (
         commands=((*_PYTHON, "ruff", "check", "."), (*_PYTHON, "ruff", "format", "--check", "."), (*_PYTHON, "mypy")),
     ),
     Suite("unit", 60, ("tests/unit",), 4),
-    # Most of these wait for a broker's clock: each process has brokers of its own.
+    # Most of these wait for a broker's clock; each process has its own brokers.
     Suite("broker", 220, ("tests/broker",), 8, shares=True),
     # Every kind of fault again, with state.
     Suite(
@@ -60,14 +63,14 @@ SUITES = (
         shares=True,
     ),
     Suite("shim", 120, ("tests/shim",), 6, shares=True),
-    # Clusters of three that are broken on purpose: containers where an engine answers, else local JVMs.
+    # Clusters of three that tests break: containers if an engine answers, else local JVMs.
     Suite("containers", 140, ("tests/containers",), 4),
     Suite("spark", 220, ("tests/spark",), 3, timeout_s=600),
 )
 QUICK = ("lint", "unit")
-"""What `make check` runs."""
+"""The suites of `make check`."""
 
-EVERY = frozenset(suite.name for suite in SUITES) - frozenset(QUICK)  # those with deep tests
+EVERY = frozenset(suite.name for suite in SUITES) - frozenset(QUICK)  # suites with deep tests
 _CORE = frozenset({"broker", "containers"})
 
 DEEP: dict[str, frozenset[str]] = {
@@ -111,18 +114,21 @@ DEEP: dict[str, frozenset[str]] = {
     "CHANGELOG.md": frozenset(),
     ".ci/landed": frozenset(),
 }
-"""Path, or the beginning of one -> the suites whose deep tests a change of it asks for; the longest that fits counts.
-What fits none (this table, the tests' support, pyproject.toml, the Makefile) asks for all."""
+"""A path or its beginning -> the suites whose deep tests a change of it requires; the longest match counts.
+A path without a match (this table, the tests' support, pyproject.toml, the Makefile) requires all suites."""
 
 
 def joined(suites: Iterable[Suite], depths: Mapping[str, str]) -> Iterator[tuple[Suite, str]]:
-    """The suites with their depths. Those that share brokers are run as one where they are equally deep: their
-    processes start once, and at one end alone a core waits for the last test. Deep, the functions of one have state."""
+    """Yield the suites with their depths, with suites of one depth that share brokers joined into one.
+
+    The processes of joined suites start once, and only one end has cores that wait for the last test. A deep stateful
+    suite stays separate, because its functions have state.
+    """
     groups: dict[str, list[Suite]] = {}
     for suite in suites:
         depth = depths[suite.name]
-        apart = not suite.shares or (suite.stateful and depth != "test")
-        groups.setdefault(suite.name if apart else depth, []).append(suite)
+        separate = not suite.shares or (suite.stateful and depth != "test")
+        groups.setdefault(suite.name if separate else depth, []).append(suite)
     for group in groups.values():
         first, *others = group
         if others:
@@ -137,7 +143,7 @@ def joined(suites: Iterable[Suite], depths: Mapping[str, str]) -> Iterator[tuple
 
 
 def deep_for(changed: Iterable[str]) -> dict[str, list[str]]:
-    """The suites whose deep tests are to run, each with the paths that ask for it."""
+    """Return the suites whose deep tests must run, each with the paths that require it."""
     asked: dict[str, list[str]] = {}
     for path in changed:
         fits = max((begin for begin in DEEP if path.startswith(begin)), key=len, default=None)

@@ -1,4 +1,4 @@
-"""A plugin that writes down how a suite went, for the table at the end: `-p tests.suites.tally --tally=FILE`."""
+"""Write the results of a suite to a file for the final table: `-p tests.suites.tally --tally=FILE`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LONGEST = 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tally", help="where to write how many passed, which were late, what was left out")
+    parser.addoption("--tally", help="file for the numbers of passed, late and skipped tests")
 
 
 def _why(report: Any) -> str:
-    """In one line: what raised, and the first line of what it said."""
+    """Return one line: the exception and the first line of its message."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return (crash.message if crash else str(report.longrepr)).strip().split("\n")[0][:_LONGEST]
 

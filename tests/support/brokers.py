@@ -1,4 +1,4 @@
-"""A local Kafka as a fixture."""
+"""Start a local Kafka as a fixture."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Chromium:
     def __enter__(self) -> Self:
         import urllib.request
 
-        told = self._folder / "DevToolsActivePort"
-        port = wait_until("Chromium listens", lambda: told.exists() and told.read_text().split("\n")[0], 60)
+        port_file = self._folder / "DevToolsActivePort"
+        port = wait_until("Chromium listens", lambda: port_file.exists() and port_file.read_text().split("\n")[0], 60)
 
         def page() -> str | None:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=10) as answer:
@@ -66,14 +66,14 @@ class Chromium:
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            said = json.loads(self._socket.recv())
-            if said.get("id") == number:
-                assert "error" not in said, said
-                return dict(said["result"])
-            self._note(said)
+            message = json.loads(self._socket.recv())
+            if message.get("id") == number:
+                assert "error" not in message, message
+                return dict(message["result"])
+            self._note(message)
 
-    def _note(self, said: dict[str, Any]) -> None:
-        method, parameters = said.get("method"), said.get("params", {})
+    def _note(self, message: dict[str, Any]) -> None:
+        method, parameters = message.get("method"), message.get("params", {})
         if method == "Network.requestWillBeSent":
             self.requested.append(parameters["request"]["url"])
         elif method == "Runtime.exceptionThrown":

@@ -118,7 +118,7 @@ class WorkerProcess:
         return self.log_path.read_text(errors="replace")
 
     @property
-    def last_words(self) -> str:
+    def final_output(self) -> str:
         """Return the last output of the command line, without the lines of the log."""
         return "\n".join(line for line in self.log.splitlines() if line.startswith("eos: "))
 
@@ -139,20 +139,20 @@ class WorkerProcess:
         """Wait until the worker holds at the n-th occurrence of this step."""
         self.wait_line(f"AT {step} {nth}", timeout_s)
 
-    def go_on(self) -> None:
+    def release(self) -> None:
         """Let the worker continue from the step at which it holds."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
     def wait_log(self, text: str, timeout_s: float = START_S, count: int = 1) -> None:
-        def said() -> bool:
+        def is_logged() -> bool:
             running = self.running  # checked first, because an ended worker has written all of its log
-            there = self.log.count(text) >= count
-            assert there or running, f"{self.name} ended with {self.process.returncode} without {text!r}"
-            return there
+            found_enough = self.log.count(text) >= count
+            assert found_enough or running, f"{self.name} ended with {self.process.returncode} without {text!r}"
+            return found_enough
 
-        wait_until(f"{self.name} logs {text!r}", said, timeout_s)
+        wait_until(f"{self.name} logs {text!r}", is_logged, timeout_s)
 
     def kill(self) -> None:
         """Send SIGKILL and wait for the end. The worker must have been alive, because killing a dead one tests
@@ -180,11 +180,11 @@ class WorkerProcess:
         except subprocess.TimeoutExpired as error:
             raise TooSlow(f"{self.name} did not end within {error.timeout} s") from None
 
-    def assert_ended(self, code: int, *said: str) -> None:
+    def assert_ended(self, code: int, *is_logged: str) -> None:
         """Check the exit code and a single sentence that contains each of `said`, without a traceback of ours."""
-        assert self.wait() == code, self.last_words
-        for part in said:
-            assert part in self.last_words, f"{part!r} is missing in: {self.last_words}"
+        assert self.wait() == code, self.final_output
+        for part in is_logged:
+            assert part in self.final_output, f"{part!r} is missing in: {self.final_output}"
         assert "internal error" not in self.log
 
     def end(self) -> None:
@@ -213,7 +213,7 @@ class CommitWatcher:
         }
         self._seen: list[tuple[str, int, int]] = []
         self._stopping = threading.Event()
-        self._looks = 0
+        self._reads = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -228,7 +228,7 @@ class CommitWatcher:
                     continue  # A transaction is open on them, or a broker is down: read them again.
                 if any(at.error is not None for at in found):
                     continue
-                self._looks += 1
+                self._reads += 1
                 for at in found:
                     if last.get((at.topic, at.partition)) != at.offset:
                         last[at.topic, at.partition] = at.offset
@@ -236,12 +236,12 @@ class CommitWatcher:
         finally:
             consumer.close()
 
-    def look_at(self, places: Sequence[Place]) -> None:
+    def read_offsets(self, places: Sequence[Place]) -> None:
         self._places = [*self._places, *places]
 
-    def look_again(self) -> None:
-        looks = self._looks
-        wait_until("another read of the committed offsets", lambda: self._looks >= looks + 2, 20)
+    def wait_for_next_read(self) -> None:
+        reads = self._reads
+        wait_until("another read of the committed offsets", lambda: self._reads >= reads + 2, 20)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -313,7 +313,7 @@ class Pipeline:
         create_topics(self.servers, [NewTopic(topic, PARTITIONS, self._replicas)])
         self.sources.append(topic)
         places = [(topic, partition) for partition in range(PARTITIONS)]
-        self._commits.look_at(places)
+        self._commits.read_offsets(places)
         self._loader = None
         return places
 
@@ -454,7 +454,7 @@ class Pipeline:
     def finish(self, instance: str = "one", **options: object) -> None:
         """Run a worker until the end of its input, and check that it succeeds."""
         code = self.worker(instance, until_end=True, **options).wait()  # type: ignore[arg-type]
-        assert code == 0, f"the last worker ended with {code}: {self.workers[-1].last_words}"
+        assert code == 0, f"the last worker ended with {code}: {self.workers[-1].final_output}"
 
     # ---- what is in Kafka ----------------------------------------------------------------------------------------
 
@@ -572,7 +572,7 @@ class Pipeline:
         outputs = written.outputs()
         ends = end_offsets(self.servers, [*self.sources, *self.destinations])
         self._reader.wait_for_ends({p: e for p, e in ends.stable.items() if p[0] in self.destinations and e > 0})
-        self._commits.look_again()
+        self._commits.wait_for_next_read()
         report = check(
             self.inputs(),
             outputs,
@@ -604,7 +604,7 @@ class Pipeline:
         self._commits.stop()
         self._reader.__exit__(None, None, None)
 
-    def tell(self) -> None:
+    def print_logs(self) -> None:
         """Print the paths and ends of the logs; pytest shows them when a test fails."""
         nodes = 3 if len(self.servers.split(",")) == 3 else 1
         for node in range(nodes):
@@ -663,7 +663,7 @@ class Pipelines:
     ) -> None:
         for pipeline in self._made:
             pipeline.end()
-            pipeline.tell()
+            pipeline.print_logs()
 
 
 @pytest.fixture

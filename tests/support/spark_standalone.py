@@ -80,8 +80,8 @@ def python_without(names: Collection[str], directory: Path) -> str:
     """Create a Python like this one that cannot import this project or the named packages."""
     missing = ("eos", "_eos", "__editable__", *names)
     venv.EnvBuilder(symlinks=True).create(directory)
-    there = Path(sysconfig.get_path("purelib", vars={"base": str(directory), "platbase": str(directory)}))
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(directory), "platbase": str(directory)}))
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith(missing):
-            (there / entry.name).symlink_to(entry)
+            (packages / entry.name).symlink_to(entry)
     return str(directory / "bin/python")

@@ -91,10 +91,10 @@ class Steps:
     def __init__(self, holds: list[tuple[str, int]]) -> None:
         self._holds = {(step, nth) for step, nth in holds}
         self.counts: dict[str, int] = {}
-        self._idle_told = False
+        self._idle_reported = False
 
     def __call__(self, step: str) -> None:
-        self._idle_told = False
+        self._idle_reported = False
         self.counts[step] = nth = self.counts.get(step, 0) + 1
         if (step, nth) in self._holds:
             print(f"AT {step} {nth}", flush=True)
@@ -102,8 +102,8 @@ class Steps:
                 os._exit(1)
 
     def idle(self) -> None:
-        if not self._idle_told:
-            self._idle_told = True
+        if not self._idle_reported:
+            self._idle_reported = True
             print("IDLE", flush=True)
 
 
@@ -112,7 +112,7 @@ def build_app(orders: Orders, steps: Steps) -> App:
     attempts = os.open(orders.attempts, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     index = {topic: number for number, topic in enumerate([*orders.sources, *orders.later])}
 
-    def outputs(record: Record, told: bytes) -> list[Out]:
+    def outputs(record: Record, content: bytes) -> list[Out]:
         source = index[record.topic]
         transaction = orders.first_transaction + steps.counts.get("begun", 0)
         at = (record.topic, record.partition, record.offset)
@@ -134,7 +134,7 @@ def build_app(orders: Orders, steps: Steps) -> App:
         return [
             Out(
                 stamp(source, record.partition, record.offset, number)
-                + told
+                + content
                 + (payload if number == last or not orders.large_last else b""),
                 topic=topic,
             )

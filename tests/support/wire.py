@@ -114,5 +114,5 @@ def produce_raw(address: str, topic: str, records: Sequence[tuple[bytes, Sequenc
         topic_data=[data(name=topic, partition_data=[batch])],
     )
     with Wire(address) as wire:
-        told = wire.ask(request)
-    assert told.responses[0].partition_responses[0].error_code == 0, told
+        response = wire.ask(request)
+    assert response.responses[0].partition_responses[0].error_code == 0, response

@@ -12,16 +12,15 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicP
 
 from eos import log
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable
-from eos.kafka.admin import group_history
+from eos.kafka.admin import facts, group_history
 from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Record
 from eos.session.consumer import group_consumer as membership_module
-from eos.session.consumer import queries as asking
 from eos.session.consumer.group_consumer import GroupConsumer
 from eos.session.consumer.positions import Positions
-from eos.session.consumer.queries import Stopped, check_topics
+from eos.session.consumer.queries import Stopped
 from eos.session.outcomes import Listener
 from eos.session.parts import Parts
 
@@ -84,13 +83,13 @@ class _SecondBrokerKnows:
 
 
 def test_topic_unknown_to_one_broker_is_queried_again() -> None:
-    check_topics(_SecondBrokerKnows(), "servers", ["in"], time.monotonic() + 30)
+    facts.check_topics(_SecondBrokerKnows(), "servers", ["in"], time.monotonic() + 30)
 
 
 def test_topic_unknown_to_all_brokers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "NEW_TOPIC_S", 0.2)
+    monkeypatch.setattr(facts, "NEW_TOPIC_S", 0.2)
     with pytest.raises(Unavailable, match="topic no does not exist at servers"):
-        check_topics(_SecondBrokerKnows(), "servers", ["in", "no"], time.monotonic() + 30)
+        facts.check_topics(_SecondBrokerKnows(), "servers", ["in", "no"], time.monotonic() + 30)
 
 
 class _Cluster:

@@ -17,8 +17,19 @@ from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import ConfigResource, ConfigSource, NewPartitions, NewTopic
 
 from eos import log
-from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, describe_error
+from eos.errors import (
+    Action,
+    CallFailed,
+    ConfigurationError,
+    EosError,
+    NotAuthorised,
+    Unavailable,
+    describe_error,
+    no_broker,
+    stop_error,
+)
 from eos.kafka.client.cluster import OFFSETS_LOG, TRANSACTION_LOG, ClusterAdmin
+from eos.kafka.client.failures import classify
 from eos.kafka.client.security import login_refused, require_reachable, tls_failed, unreachable
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
@@ -154,6 +165,36 @@ def cluster_metadata(client: Any, servers: str, timeout_s: float) -> Any:
         return client.list_topics(timeout=timeout_s)
     except KafkaException as error:
         raise Unavailable(f"{servers} can no longer be reached: {describe_error(error)}") from error
+
+
+def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: float, world: World = REAL) -> None:
+    """Raise Unavailable unless the cluster is reachable and has every topic; a new topic gets a moment to appear.
+
+    `client` is any client of confluent-kafka with `list_topics`. `deadline` is a World.now()."""
+    patience = world.now() + NEW_TOPIC_S
+    while (missing := _missing(client, servers, topics, max(1.0, deadline - world.now()))) and world.now() < patience:
+        world.sleep(0.1)
+    if missing:
+        raise Unavailable(missing)
+
+
+def _missing(client: Any, servers: str, topics: Iterable[str], timeout_s: float) -> str:
+    """Return a sentence about the first topic that the queried broker does not know; "" if it knows all."""
+    try:
+        found = client.list_topics(timeout=timeout_s)
+    except KafkaException as error:
+        action = classify("consume", error.args[0])
+        if action is Action.UNAUTHORISED:
+            raise stop_error(CallFailed("consume", action, error)) from error
+        sentence = f"{servers} cannot be reached: {describe_error(error)}"
+        raise Unavailable(sentence, remedy=no_broker(servers)) from error
+    require_reachable(servers, found)
+    known = found.topics
+    for topic in topics:
+        if topic not in known or known[topic].error is not None:
+            detail = f" ({known[topic].error.str()})" if topic in known and known[topic].error else ""
+            return f"topic {topic} does not exist at {servers}{detail}"
+    return ""
 
 
 def find_leaderless(client: Any, topic: str, timeout_s: float) -> frozenset[int]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from eos.errors import CallFailed, EosError
+from eos.kafka.admin.facts import check_topics
 from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
@@ -22,7 +23,7 @@ from eos.session.consumer.group_consumer import GroupConsumer, Handover
 from eos.session.consumer.pacing import Pacing
 from eos.session.consumer.positions import Positions
 from eos.session.consumer.positions import TopicPartition as Partition
-from eos.session.consumer.queries import EndOfInput, check_topics
+from eos.session.consumer.queries import EndOfInput
 
 _IDLE_POLL_S = 0.1  # longest time until a stop is noticed
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for its next record before it ends early

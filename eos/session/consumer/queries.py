@@ -6,21 +6,20 @@ Owns which answers are awaited and which errors end the session. It never moves 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import log
-from eos.errors import Action, Call, CallFailed, EosError, Unavailable, describe_error, no_broker, stop_error
+from eos.errors import Action, Call, CallFailed, EosError, Unavailable, describe_error, stop_error
 from eos.kafka.admin import tail
-from eos.kafka.admin.facts import NEW_TOPIC_S, connect
+from eos.kafka.admin.facts import connect
 from eos.kafka.admin.transactions import explain_unstable_offsets
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.failures import classify, explain_denied, explain_other_strategy
-from eos.kafka.client.security import require_reachable
 from eos.kafka.client.settings import Settings
-from eos.kafka.client.world import REAL, World
+from eos.kafka.client.world import World
 from eos.observe import Pulse
 from eos.session.consumer.positions import TopicPartition as Partition
 
@@ -228,33 +227,3 @@ class EndOfInput:
             for partition, span in tail.topic_offsets_with(client, self._settings, topic).items()
             if span.end > span.low
         }
-
-
-def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: float, world: World = REAL) -> None:
-    """Raise Unavailable unless the cluster is reachable and has every topic; a new topic gets a moment to appear.
-
-    `client` is any client of confluent-kafka with `list_topics`. `deadline` is a World.now()."""
-    patience = world.now() + NEW_TOPIC_S
-    while (missing := _missing(client, servers, topics, max(1.0, deadline - world.now()))) and world.now() < patience:
-        world.sleep(0.1)
-    if missing:
-        raise Unavailable(missing)
-
-
-def _missing(client: Any, servers: str, topics: Iterable[str], timeout_s: float) -> str:
-    """Return a sentence about the first topic that the queried broker does not know; "" if it knows all."""
-    try:
-        found = client.list_topics(timeout=timeout_s)
-    except KafkaException as error:
-        action = classify("consume", error.args[0])
-        if action is Action.UNAUTHORISED:
-            raise stop_error(CallFailed("consume", action, error)) from error
-        sentence = f"{servers} cannot be reached: {describe_error(error)}"
-        raise Unavailable(sentence, remedy=no_broker(servers)) from error
-    require_reachable(servers, found)
-    known = found.topics
-    for topic in topics:
-        if topic not in known or known[topic].error is not None:
-            detail = f" ({known[topic].error.str()})" if topic in known and known[topic].error else ""
-            return f"topic {topic} does not exist at {servers}{detail}"
-    return ""

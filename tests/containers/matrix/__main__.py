@@ -165,8 +165,8 @@ def table(results: list[Result]) -> Table:
     for r in results:
         colour = {PASSED: "green", FAILED: "bold red", NOT_RUN: "yellow"}[r.result]
         why = r.reason.partition("\n")[0].replace("[", r"\[")
-        told = (r.cell, r.column, f"[{colour}]{r.result}[/]", r.seed, f"{r.records:,}", len(r.faults))
-        shown.add_row(*map(str, (*told, r.in_transaction, r.seconds, why)))
+        lines = (r.cell, r.column, f"[{colour}]{r.result}[/]", r.seed, f"{r.records:,}", len(r.faults))
+        shown.add_row(*map(str, (*lines, r.in_transaction, r.seconds, why)))
     return shown
 
 
@@ -224,7 +224,7 @@ def main() -> int:
                 result = play(clusters, cell, options.seed, size, logs)
                 (directory / f"{cell.name}.json").write_text(json.dumps(dataclasses.asdict(result), indent=1))
                 write_table(directory, cells, options.seed)
-                tell(console, result, logs)
+                print_result(console, result, logs)
     finally:
         results = write_table(directory, cells, options.seed)
         console.print(table(results))
@@ -234,13 +234,13 @@ def main() -> int:
     return 1 if counts[FAILED] or left or not counts[PASSED] else 0
 
 
-def tell(console: Console, result: Result, logs: Path) -> None:
+def print_result(console: Console, result: Result, logs: Path) -> None:
     phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in result.phases.items())
-    told = [f"{result.result} in {result.seconds:.0f} s ({phases}), {result.records:,} records"]
-    told += [f"slow: {broker}" for broker in result.slow]
+    lines = [f"{result.result} in {result.seconds:.0f} s ({phases}), {result.records:,} records"]
+    lines += [f"slow: {broker}" for broker in result.slow]
     if result.reason:
-        told += [result.reason, f"kept: {logs}"]
-    console.print("\n".join(f"  {line}" for line in told), markup=False, highlight=False)
+        lines += [result.reason, f"kept: {logs}"]
+    console.print("\n".join(f"  {line}" for line in lines), markup=False, highlight=False)
 
 
 def known(directory: Path, cell: Cell, seed: int) -> Result | None:

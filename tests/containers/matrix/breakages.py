@@ -119,8 +119,8 @@ def _stale_group_metadata() -> None:
 
     def with_metadata_from_before(self: GroupConsumer) -> None:
         # No generation, member id or instance id, so the broker checks nothing.
-        nobody = Consumer({"bootstrap.servers": self._settings.bootstrap_servers, "group.id": self.group})
-        taken = nobody.consumer_group_metadata()
+        outsider = Consumer({"bootstrap.servers": self._settings.bootstrap_servers, "group.id": self.group})
+        taken = outsider.consumer_group_metadata()
         self.group_metadata = lambda offsets: taken  # type: ignore[method-assign]
         join(self)
 
@@ -154,12 +154,12 @@ def _outputs_before_the_function_returned() -> None:
         def feed(records: list[Record], sink: Sink) -> FeedResult:
             sent = 0
             for handled, record in enumerate(records):
-                place = (record.topic, record.partition, record.offset)
+                position = (record.topic, record.partition, record.offset)
                 for number, send in enumerate(self.outputs(record)):
                     send_to(send, sink)
                     sent += 1
-                    if number == 0 and record.offset % 97 == 96 and place not in seen:
-                        seen.add(place)
+                    if number == 0 and record.offset % 97 == 96 and position not in seen:
+                        seen.add(position)
                         return FeedResult(sent, handled, BlockingIOError("the function failed half way"))
             return FeedResult(sent, len(records), None)
 
@@ -183,19 +183,19 @@ def _an_output_topic_outside_the_transaction() -> None:
     atexit.register(outside.flush)  # A worker that ends normally leaves nothing behind.
     original = Route.__init__
 
-    def with_a_topic_apart(self: Route, *arguments: Any) -> None:
+    def with_a_separate_topic(self: Route, *arguments: Any) -> None:
         original(self, *arguments)
-        feed, apart = self.feed, self.destinations[1]
+        feed, separate = self.feed, self.destinations[1]
 
         def feed_both(records: list[Record], sink: Sink) -> FeedResult:
             def send(topic: str, *fields: Any) -> None:
-                (outside.produce if topic == apart else sink.produce)(topic, *fields)
+                (outside.produce if topic == separate else sink.produce)(topic, *fields)
 
             return feed(records, SimpleNamespace(produce=send, on_produce_error=sink.on_produce_error))
 
         self.feed = feed_both
 
-    _replace(Route, "__init__", with_a_topic_apart)
+    _replace(Route, "__init__", with_a_separate_topic)
 
 
 def _rewind_to_the_committed_offset_of_the_assignment() -> None:

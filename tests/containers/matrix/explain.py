@@ -34,10 +34,10 @@ class Handling:
     steps: list[tuple[int, str]] = field(default_factory=list)  # (ns since 1970, name)
 
     def __str__(self) -> str:
-        told = ", ".join(f"{step} {clock(at_ns // 1_000_000)}" for at_ns, step in self.steps)
+        steps = ", ".join(f"{step} {clock(at_ns // 1_000_000)}" for at_ns, step in self.steps)
         last = self.steps[-1][1] if self.steps else "nothing"
         end = "committed" if last == "committed" else f"its last step was {last!r}"
-        return f"transaction {self.transaction} of {self.worker} ({told}): {end}"
+        return f"transaction {self.transaction} of {self.worker} ({steps}): {end}"
 
 
 def first_damaged(inputs: Inputs, outputs: Outputs, fan_out: int) -> tuple[int, int, str] | None:
@@ -61,7 +61,7 @@ def explain(
     log: Sequence[Written],
     groups: Sequence[str],
     report: Report | None = None,
-    origin: Callable[[Position], Position | None] = lambda place: None,
+    origin: Callable[[Position], Position | None] = lambda position: None,
 ) -> str:
     """Explain the lowest damaged input; without one, explain the subject of the first failed rule.
 
@@ -69,8 +69,8 @@ def explain(
     record between two stages was made.
     """
 
-    def told(place: Position) -> Iterator[str]:
-        handlings = list(_handlings(directory, *place[1:]))
+    def explanation_of(position: Position) -> Iterator[str]:
+        handlings = list(_handlings(directory, *position[1:]))
         for handling in handlings:
             yield f"  {handling}"
             yield from (f"    coordinator: {decided}" for decided in _decided(handling, log, groups))
@@ -82,17 +82,17 @@ def explain(
     lines: list[str] = []
     if damaged is not None:
         partition, offset, what = damaged
-        place = (inputs.topics[0], partition, offset)
-        lines += [f"{_name(place)}: {what}; it was handled in", *told(place)]
+        position = (inputs.topics[0], partition, offset)
+        lines += [f"{_name(position)}: {what}; it was handled in", *explanation_of(position)]
     elif red is not None:
         lines.append(f"{red.rule}: {red.examples[0]}")
-        for place in dict.fromkeys(red.about):
-            source = place if place[0] == inputs.topics[0] else origin(place)
+        for position in dict.fromkeys(red.about):
+            source = position if position[0] == inputs.topics[0] else origin(position)
             if source is None:
-                lines.append(f"{_name(place)}: no input is known that it was made of")
+                lines.append(f"{_name(position)}: the input that it was made of is unknown")
                 continue
-            made = "" if source == place else f", made of {_name(source)},"
-            lines += [f"{_name(place)}{made} was handled in", *told(source)]
+            made = "" if source == position else f", made of {_name(source)},"
+            lines += [f"{_name(position)}{made} was handled in", *explanation_of(source)]
     else:
         lines.append("each input has its outputs exactly once")
     last = {written.transactional_id: written for written in log}
@@ -100,8 +100,8 @@ def explain(
     return "\n".join(lines)
 
 
-def _name(place: Position) -> str:
-    topic, partition, offset = place
+def _name(position: Position) -> str:
+    topic, partition, offset = position
     return f"{topic}[{partition}]@{offset}"
 
 

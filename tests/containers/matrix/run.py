@@ -350,28 +350,28 @@ class Run:
         Stop as well when everything is committed and nothing came for longer than a transaction can be open: some
         outputs are lost then, and the checker names them.
         """
-        last, since, next_look = reader.records, time.monotonic(), 0.0
+        last, since, next_check = reader.records, time.monotonic(), 0.0
 
         def done() -> bool:
-            nonlocal last, since, next_look
+            nonlocal last, since, next_check
             now = time.monotonic()
             if reader.records != last:
                 last, since = reader.records, now
             quiet = now - since > QUIET_S
-            if not (last >= outputs or quiet) or now < next_look:
+            if not (last >= outputs or quiet) or now < next_check:
                 return False
-            next_look = now + 1
+            next_check = now + 1
             return (last >= outputs and quiet) or self._all_committed()
 
         self._wait(done, END_S, lambda: f"{reader.records} of {outputs} outputs; {self._story()}")
 
     def _all_committed(self) -> bool:
         try:
-            return not any(self._is_behind(stage, _LAST_MARKERS if stage else 0) for stage in range(self._cell.stages))
+            return not any(self._has_lag(stage, _LAST_MARKERS if stage else 0) for stage in range(self._cell.stages))
         except EosError:
             return False  # A transaction is open on them, or a broker is down: query again.
 
-    def _is_behind(self, stage: int, few: int) -> bool:
+    def _has_lag(self, stage: int, few: int) -> bool:
         """Return whether a partition of the stage's source is committed more than a few offsets before its end.
 
         The last offsets of an intermediate topic are markers, which its readers need not commit.
@@ -392,9 +392,9 @@ class Run:
 
     def _story(self) -> str:
         """Return the story of the run for the message about a run that makes no progress."""
-        told = [f"faults: {', '.join(map(str, self.faults.made)) or 'none'}", *self.faults.slow]
+        lines = [f"faults: {', '.join(map(str, self.faults.made)) or 'none'}", *self.faults.slow]
         states = [f"{m.process.name}: {_last_line(m.process)}" for m in self.workers.wanted if m.process is not None]
-        return "; ".join([*told, *states])
+        return "; ".join([*lines, *states])
 
     def _change_members(self, number: int) -> Member:
         """Let a third member join a stage or leave it, and return this member."""
@@ -463,13 +463,17 @@ class Run:
             assert member.process is not None
             return member.process
 
-        def told() -> Path:
+        def transactional_id_file() -> Path:
             return self._directory / f"{process().name}.steps.held"
 
-        self._wait(lambda: told().exists(), PROGRESS_S, lambda: f"{process().name} at {step!r}; {self._story()}")
+        self._wait(
+            lambda: transactional_id_file().exists(),
+            PROGRESS_S,
+            lambda: f"{process().name} at {step!r}; {self._story()}",
+        )
         process().wait_at(step, HELD_AT, PROGRESS_S)
         member.changes = {}
-        return member, told().read_text()
+        return member, transactional_id_file().read_text()
 
     def _hit_at(self, fault: str, step: str) -> None:
         """Kill a worker at this step of a transaction, or pause it for longer than its session."""
@@ -484,7 +488,7 @@ class Run:
             self.faults.note(f"pause {member.name} at {step!r} of {name}", member)
             self._tend(self._chance.uniform(*OUTLASTS_S))
             self.workers.resume(member)
-            member.process.go_on()
+            member.process.release()
 
     def _move_coordinator(self, step: str) -> None:
         """Move the coordinator of a transaction to another node while its worker holds at this step (K12)."""
@@ -498,7 +502,7 @@ class Run:
             return self._cluster.coordinator_of(transactional_id=name) != before
 
         wait_until(f"the coordinator of {name} moves", moved, PROGRESS_S)
-        member.process.go_on()
+        member.process.release()
         self._steps_hit.append(step)
         self.faults.start_again(before)
 
@@ -516,7 +520,7 @@ class Run:
             ends = end_offsets(self._servers, self.topics)
         reader.wait_for_ends({p: e for p, e in ends.stable.items() if p[0] in self._outputs and e > 0})
         for watcher in commits:
-            watcher.look_again()
+            watcher.wait_for_next_read()
         inputs = read_topic(self._servers, self._sources[0], contents=False).inputs()
         written = read_topic(self._servers, self._outputs)
         outputs = written.outputs()
@@ -648,8 +652,8 @@ def _last_line(process: WorkerProcess) -> str:
 
 def _must_contain(inputs: Inputs, acknowledged: Sequence[tuple[int, int]]) -> None:
     """Check that the input topic lost no acknowledged record; otherwise right outputs would prove nothing."""
-    there = inputs.partition.astype(np.int64) << 40 | inputs.offset
+    handled_inputs = inputs.partition.astype(np.int64) << 40 | inputs.offset
     asked = np.array(acknowledged, np.int64).reshape(-1, 2)
-    missing = np.setdiff1d(asked[:, 0] << 40 | asked[:, 1], there)
+    missing = np.setdiff1d(asked[:, 0] << 40 | asked[:, 1], handled_inputs)
     assert len(asked), "the loader acknowledged no record"
     assert not len(missing), f"the input topic itself lost {len(missing)} acknowledged records"

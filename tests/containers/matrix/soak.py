@@ -173,7 +173,7 @@ def main() -> int:
     cell = Cell("random", "any", options.protocol, options.stages, options.state)
     choice = choose(options.kafka, cell.version)
     console.print(f"{options.minutes:g} minutes, seed {options.seed}; {choice.reason}; {directory}", highlight=False)
-    told: dict[str, object] = {"minutes": options.minutes, "seed": options.seed, "backend": choice.backend}
+    result: dict[str, object] = {"minutes": options.minutes, "seed": options.seed, "backend": choice.backend}
     outcome = None
     # As after an interrupt: everything started is stopped, and the results so far are reported.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -183,16 +183,16 @@ def main() -> int:
         with Sampler(run) as sampler:
             try:
                 outcome = run.play(Size(0, 1, options.minutes, options.records_per_s))
-                told |= report(outcome, sampler)
+                result |= report(outcome, sampler)
             except BaseException as error:
-                told |= broken_off(run, sampler, error)
+                result |= broken_off(run, sampler, error)
                 try_to(lambda: (directory / "explanation.txt").write_text(run.keep()))
                 cluster.save_logs(directory)
                 raise
             finally:
-                (directory / "report.json").write_text(json.dumps(told, indent=1))
+                (directory / "report.json").write_text(json.dumps(result, indent=1))
                 plot(directory / "soak.png", run, sampler, f"seed {options.seed}, {len(run.faults.made)} faults")
-    for name, value in told.items():
+    for name, value in result.items():
         if name != "all_faults":
             console.print(f"{name}: {value}", highlight=False)
     if not outcome.ok:

@@ -84,7 +84,7 @@ class StepLog:
 def build_app(orders: Orders, step_log: StepLog) -> App:
     app = App(orders.group)
 
-    def outputs(record: Record, told: bytes) -> list[Out]:
+    def outputs(record: Record, content: bytes) -> list[Out]:
         if orders.work_ms:
             time.sleep(orders.work_ms / 1000)
         if orders.first:
@@ -94,7 +94,7 @@ def build_app(orders: Orders, step_log: StepLog) -> App:
             source, partition, offset, _ = unstamp(record.value[:WIDTH_BYTES])
         step_log.handled(partition, offset)
         return [
-            Out(stamp(source, partition, offset, number) + told, topic=topic)
+            Out(stamp(source, partition, offset, number) + content, topic=topic)
             for number, topic in enumerate(orders.destinations)
         ]
 

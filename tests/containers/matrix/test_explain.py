@@ -106,8 +106,8 @@ def test_explanation_names_offset_transaction_and_outcome(tmp_path: Path) -> Non
             (12_200, 8, "CompleteAbort", 2_140),
         )
     ]
-    told = explain(inputs, outputs, 1, tmp_path, log, ["g"])
-    first, handled, decided = told.splitlines()
+    explained = explain(inputs, outputs, 1, tmp_path, log, ["g"])
+    first, handled, decided = explained.splitlines()
     assert first == "in[0]@11: its outputs are visible 0 times; it was handled in"
     assert handled.strip().startswith("transaction 5 of stage-0-one-7 (begin ")
     assert handled.endswith("its last step was 'flush'")
@@ -139,14 +139,14 @@ def commits(topic: str, *offsets: int) -> CommitSeries:
 def test_reordered_outputs_are_explained_by_both_transactions(tmp_path: Path) -> None:
     write_step_log(tmp_path)
     inputs, outputs = history(1, 0)
-    told = explain(inputs, outputs, 1, tmp_path, [], ["g"], check(inputs, outputs)).splitlines()
-    assert told[0] == "order: out[0]@1 (copy 0 of in[0]@10) comes after out[0]@0 (copy 0 of in[0]@11)"
-    assert told[1] == "in[0]@10 was handled in"
-    assert told[2].strip().startswith("transaction 4 of stage-0-one-7 (begin ")
-    assert told[2].endswith(": committed")
-    assert told[3] == "in[0]@11 was handled in"
-    assert told[4].endswith("its last step was 'flush'")
-    assert len(told) == 5
+    explained = explain(inputs, outputs, 1, tmp_path, [], ["g"], check(inputs, outputs)).splitlines()
+    assert explained[0] == "order: out[0]@1 (copy 0 of in[0]@10) comes after out[0]@0 (copy 0 of in[0]@11)"
+    assert explained[1] == "in[0]@10 was handled in"
+    assert explained[2].strip().startswith("transaction 4 of stage-0-one-7 (begin ")
+    assert explained[2].endswith(": committed")
+    assert explained[3] == "in[0]@11 was handled in"
+    assert explained[4].endswith("its last step was 'flush'")
+    assert len(explained) == 5
 
 
 def test_visible_aborted_record_is_explained_by_its_transaction(tmp_path: Path) -> None:
@@ -155,21 +155,21 @@ def test_visible_aborted_record_is_explained_by_its_transaction(tmp_path: Path) 
     seen = replace(outputs, offset=np.array([0, 1]))
     log = [Written(T0_MS + 9_000, "g-one", 1001, 8, "CompleteAbort", T0_MS + 2_140, (), "there")]
     report = check(inputs, outputs, seen=seen)
-    told = explain(inputs, outputs, 1, tmp_path, log, ["g"], report).splitlines()
-    assert told[0] == "no_aborted_seen: out[0]@1 was delivered but no longer exists: it was aborted"
-    assert told[1] == "in[0]@11 was handled in"
-    assert told[2].strip().startswith("transaction 5 of stage-0-one-7")
-    assert "epoch 8: CompleteAbort" in told[3]
-    assert len(told) == 4
+    explained = explain(inputs, outputs, 1, tmp_path, log, ["g"], report).splitlines()
+    assert explained[0] == "no_aborted_seen: out[0]@1 was delivered but no longer exists: it was aborted"
+    assert explained[1] == "in[0]@11 was handled in"
+    assert explained[2].strip().startswith("transaction 5 of stage-0-one-7")
+    assert "epoch 8: CompleteAbort" in explained[3]
+    assert len(explained) == 4
 
 
 def test_rewound_offset_is_explained_by_both_transactions(tmp_path: Path) -> None:
     write_step_log(tmp_path)
     inputs, outputs = history(0, 1)
     report = check(inputs, outputs, commits=commits("in", 12, 11))
-    told = explain(inputs, outputs, 1, tmp_path, [], ["g"], report).splitlines()
-    assert told[0] == "no_rewind: in[0] went back from 12 to 11 (observation 1)"
-    assert [line.partition(" of stage")[0].strip() for line in told[1:]] == [
+    explained = explain(inputs, outputs, 1, tmp_path, [], ["g"], report).splitlines()
+    assert explained[0] == "no_rewind: in[0] went back from 12 to 11 (observation 1)"
+    assert [line.partition(" of stage")[0].strip() for line in explained[1:]] == [
         "in[0]@11 was handled in",
         "transaction 5",
         "in[0]@10 was handled in",
@@ -182,8 +182,8 @@ def test_intermediate_record_is_explained_by_its_input(tmp_path: Path) -> None:
     inputs, outputs = history(0, 1)
     report = check(inputs, outputs, commits=commits("middle", 70, 60))
     origins = {("middle", 0, 69): ("in", 0, 11)}
-    told = explain(inputs, outputs, 1, tmp_path, [], ["g"], report, origins.get).splitlines()
-    assert told[1] == "middle[0]@69, made of in[0]@11, was handled in"
-    assert told[2].strip().startswith("transaction 5 of stage-0-one-7")
-    assert told[3] == "middle[0]@59: no input is known that it was made of"
-    assert len(told) == 4
+    explained = explain(inputs, outputs, 1, tmp_path, [], ["g"], report, origins.get).splitlines()
+    assert explained[1] == "middle[0]@69, made of in[0]@11, was handled in"
+    assert explained[2].strip().startswith("transaction 5 of stage-0-one-7")
+    assert explained[3] == "middle[0]@59: the input that it was made of is unknown"
+    assert len(explained) == 4

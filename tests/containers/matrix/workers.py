@@ -86,7 +86,9 @@ class Workers:
             if process is None or process.running or not member.wanted:
                 continue
             code = process.process.returncode
-            assert code in RESTARTED, f"{process.name} ended with {code}: {process.last_words or process.log[-2_000:]}"
+            assert code in RESTARTED, (
+                f"{process.name} ended with {code}: {process.final_output or process.log[-2_000:]}"
+            )
             self.ends.append(f"{process.name} ended with {code}")
             self.start(member, **member.changes)
 
@@ -109,8 +111,8 @@ class Workers:
         for member in members:
             assert member.process is not None
             code = member.process.wait(timeout_s)
-            name, words = member.process.name, member.process.last_words
-            assert code in (0, 75), f"{name} was stopped and ended with {code}: {words}"
+            name, final_output = member.process.name, member.process.final_output
+            assert code in (0, 75), f"{name} was stopped and ended with {code}: {final_output}"
             if code:
                 self.ends.append(f"{name} was stopped and ended with {code}")
 
