@@ -1,4 +1,4 @@
-"""The rules of the administrative commands, without Kafka: what hangs, where a reset goes, a group's partition."""
+"""The rules of administrative commands, without Kafka: hanging transactions, reset targets, a group's partition."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def certificate(pki: Path, name: str, holds: str, days: int = 2, ca: str = "ca")
 
 @contextmanager
 def tls_server(pki: Path, pem: Path) -> Iterator[int]:
-    """Handshakes on a port, one after the other."""
+    """Run a server that answers TLS handshakes one after the other, and yield its port."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pem, pki / "server.key")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -133,7 +133,7 @@ def test_reset_target_parses() -> None:
     assert parse_target(["earliest"]).name == "earliest"
     assert parse_target(["latest"]).name == "latest"
     assert parse_target(["2013-07-04T12:00:00+00:00"]).timestamp_ms == 1372939200000
-    assert parse_target(["2013-07-04T12:00:00"]).offsets is None, "a time, not a topic with colons behind it"
+    assert parse_target(["2013-07-04T12:00:00"]).offsets is None, "a time, not a topic with colons"
     assert parse_target(["a.b-c[3]@17", "d:0:0"]).offsets == {("a.b-c", 3): 17, ("d", 0): 0}
     assert parse_skip(["a.b-c[3]@17"]).offsets == {("a.b-c", 3): 18}
 
@@ -145,9 +145,9 @@ def test_reset_time_without_zone_shows_the_local_zone(
     with monkeypatch.context() as patch:
         patch.setenv("TZ", "JST-9")
         time.tzset()
-        told = [parse_where([text]).timestamp_ms for text in ("2013-07-04T12:00", "2013-07-04T12:00+00:00")]
+        timestamps = [parse_where([text]).timestamp_ms for text in ("2013-07-04T12:00", "2013-07-04T12:00+00:00")]
     time.tzset()
-    assert told == [1372906800000, 1372939200000]
+    assert timestamps == [1372906800000, 1372939200000]
     assert capsys.readouterr().out == "from 2013-07-04T12:00:00+09:00\nfrom 2013-07-04T21:00:00+09:00\n"
     parse_where(["earliest"])
     assert capsys.readouterr().out == ""
@@ -292,7 +292,7 @@ def test_admin_connection_interrupt_reaches_the_caller(monkeypatch: pytest.Monke
 
 
 def test_apis_omit_requests_unknown_to_kafka_python() -> None:
-    """Kafka 4.4 has one; without the others a preflight would say that the brokers are too old."""
+    """Kafka 4.4 has one unknown API; dropping the others would make a preflight report brokers as too old."""
     admin = object.__new__(ClusterAdmin)
     offered = {0: (0, 13), 65: (0, 0), 93: (0, 0), 30_000: (0, 0)}
     admin._client = SimpleNamespace(_manager=SimpleNamespace(broker_version_data=SimpleNamespace(api_versions=offered)))

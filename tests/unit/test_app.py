@@ -1,4 +1,4 @@
-"""What an App means, without Kafka: which outputs a record has, and which definitions are refused."""
+"""The App, without Kafka: the outputs of a record, and refused definitions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def batch_route(function: Callable[[list[Record]], Any], to: str | Sequence[str]
 
 
 def outputs(result: object, record: Record = RECORD, to: str | Sequence[str] = "out") -> list[Send]:
-    """What a function of one record that returns `result` sends."""
+    """Return the sends of a single-record function that returns `result`."""
     made = route(lambda _: result, to)
     return same_by_both_ways(lambda: list(made.outputs(record)), made, [record])
 
@@ -78,7 +78,7 @@ def outputs_batch(result: object, to: str | Sequence[str] = "out") -> list[Send]
 
 
 def same_by_both_ways(outputs: Callable[[], list[Send]], made: Route, records: list[Record]) -> list[Send]:
-    """What `outputs` gives (or raises) is what `feed` puts into produce() (or stops at)."""
+    """Check that `outputs` returns (or raises) exactly what `feed` produces (or stops at)."""
     put, fed = feed(made, records)
     if fed.error is not None:
         assert (put, fed.sent, fed.handled) == ([], 0, 0)
@@ -91,7 +91,7 @@ def same_by_both_ways(outputs: Callable[[], list[Send]], made: Route, records: l
 
 
 def feed(made: Route, records: list[Record], full_at: Iterable[int] = ()) -> tuple[list[Send], FeedResult]:
-    """Feeds the records to a produce() that collects; before its calls number `full_at` it says that it is full."""
+    """Feed the records to a collecting produce(), which raises BufferError for the sends numbered in `full_at`."""
     put: list[Send] = []
     full = set(full_at)
 
@@ -117,7 +117,7 @@ def feed(made: Route, records: list[Record], full_at: Iterable[int] = ()) -> tup
 
 
 def sent(value: bytes | None, **changes: object) -> Send:
-    """A Send with what a bare value keeps of RECORD, but for the changes."""
+    """Return the Send of a bare value returned for RECORD, with changes."""
     send = {"topic": "out", "value": value, "key": b"key", "partition": -1, "timestamp": 1700, "headers": None}
     return tuple({**send, **changes}.values())  # type: ignore[return-value]
 
@@ -601,7 +601,7 @@ def test_batch_feed_with_a_wrong_output_sends_nothing() -> None:
 
 
 def fed_until_2(made: Route, records: list[Record]) -> FeedResult:
-    """By a client that refuses the value 2 for good."""
+    """The client refuses the value 2 permanently."""
 
     def produce(topic: str, value: bytes | None, *rest: object) -> None:
         if value == b"2":
@@ -622,7 +622,7 @@ def test_feed_stops_at_produce_error_and_counts_earlier_outputs() -> None:
 
 
 def test_feed_counts_outputs_sent_before_a_produce_error() -> None:
-    """The client has them: an abort must know that something was sent."""
+    """The client has these sends, so an abort must know of them."""
     made = route(lambda record: [b"1", b"2", b"3"] if record.offset else [b"0"])
     fed = fed_until_2(made, [Record("in", 0, i, 0, b"k", b"v") for i in range(2)])
     assert (fed.sent, fed.handled, type(fed.error)) == (2, 1, IllegalState)
@@ -816,7 +816,7 @@ def of_batch(records: list[Record]) -> list[Out]:
 
 
 def test_app_survives_pickling() -> None:
-    copied = copy.deepcopy(pickled)  # by __reduce__, as pickle; this test module itself is not importable by name
+    copied = copy.deepcopy(pickled)  # by __reduce__, like pickle, which cannot import this test module by name
     assert copied.topics == ["a", "b", "c"]
     assert copied.routes["a"] is copied.routes["b"]
     assert copied.routes["a"].outputs(RECORD) == (sent(b"UA"),)
@@ -840,10 +840,10 @@ def test_rerun_notebook_cell_replaces_function_and_hook(monkeypatch: pytest.Monk
     assert [hook() for hook in app.start_hooks] == [4]
     with pytest.raises(ConfigurationError, match="in -> in: in this cycle"):
         cell("in", "in", 5)
-    assert list(app.routes) == ["in"], "what is refused leaves the App as it was"
+    assert list(app.routes) == ["in"], "a refused definition leaves the App unchanged"
     exec("class Call:\n    def __call__(self): ...\nfor _ in range(2): app.on_stop(Call())", main.__dict__)
     exec("for _ in range(2): app.on_stop(lambda: None)", main.__dict__)
-    assert len(app.stop_hooks) == 4, "what has no name of its own replaces nothing"
+    assert len(app.stop_hooks) == 4, "a hook without a name of its own replaces no other"
     main.__file__ = "script.py"
     with pytest.raises(ConfigurationError, match="'in' has two functions, f and f"):
         cell("in", "out", 6)

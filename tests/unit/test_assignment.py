@@ -1,4 +1,4 @@
-"""The life of a partition in a consumer: every entry of the table, written here a second time, and what follows."""
+"""The states of a partition in a consumer: every entry of the table, listed independently of the code."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_partition_assigned_again_forgets_its_start() -> None:
 
 
 def test_fetch_offsets_continue_after_fetched_records_or_at_the_start() -> None:
-    """OFFSET_BEGINNING is no offset: a partition of which nothing was fetched is fetched from its beginning."""
+    """OFFSET_BEGINNING is not an offset: a partition without fetched records is fetched from its beginning."""
     assignment = assignment_in(Phase.READING)
     assignment.assign([ONE, TWO])
     assignment.locate(start(ONE, OFFSET_BEGINNING) | start(TWO))

@@ -1,4 +1,4 @@
-"""examples/avro_orders.py against a registry that answers over HTTP: framing, unknown schemas, what is no frame."""
+"""examples/avro_orders.py with a registry over HTTP: framing, unknown schemas and invalid frames."""
 
 from __future__ import annotations
 
@@ -93,4 +93,4 @@ def test_avro_example_makes_totals_and_dead_letters(example: Any) -> None:
     messages = [dict(sent.headers)["eos-dlq-message"] or b"" for sent in ran.to("orders.dlq")]
     assert b"no schema registry's frame" in messages[0]
     assert b"the registry knows no schema 99" in messages[1]
-    assert Registry.asked.count(f"/schemas/ids/{ORDER_ID}") == 1, "a schema is asked for once"
+    assert Registry.asked.count(f"/schemas/ids/{ORDER_ID}") == 1, "a schema is fetched once"

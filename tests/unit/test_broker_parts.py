@@ -1,4 +1,4 @@
-"""The parts of the local broker that need no Kafka: what is rendered, what is refused, and in which words."""
+"""The parts of the local broker that need no Kafka: rendered files, refused settings and error messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def listening() -> Iterator[int]:
 # the JVM
 
 
-def test_jvm_options_come_from_kafkas_own_variable(
+def test_jvm_options_come_from_the_variable_of_kafka(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:+UseSerialGC '-Dname=two words'")
@@ -54,21 +54,21 @@ def test_class_archive_is_used_only_for_its_java_and_jars(tmp_path: Path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     java, other = tmp_path / "17" / "bin" / "java", tmp_path / "21" / "bin" / "java"
 
-    def told(java: Path, *jars: str) -> list[str]:
+    def archive_options(java: Path, *jars: str) -> list[str]:
         command = Node(0, tmp_path, "4.3.1", java, [*map(Path, jars)])._java_command([], "kafka.Kafka")
         return [option for option in command if "SharedArchiveFile" in option]
 
     made = node.class_archive_path(java, [Path("a.jar"), Path("b.jar")])
-    assert told(java, "a.jar", "b.jar") == []
+    assert archive_options(java, "a.jar", "b.jar") == []
     made.parent.mkdir(parents=True)
     made.touch()
-    assert told(java, "a.jar", "b.jar") == [f"-XX:SharedArchiveFile={made}"]
-    assert told(java, "a.jar") == told(other, "a.jar", "b.jar") == []
+    assert archive_options(java, "a.jar", "b.jar") == [f"-XX:SharedArchiveFile={made}"]
+    assert archive_options(java, "a.jar") == archive_options(other, "a.jar", "b.jar") == []
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_incomplete_class_archive_is_deleted(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A JVM that is given one crashes, and every start of a broker with it."""
+    """A JVM with a damaged archive crashes, and with it every start of a broker."""
     java = tmp_path / "java"
     java.write_text(f"#!/bin/sh\nexit {0 if whole else 134}\n")
     java.chmod(0o755)
@@ -218,13 +218,13 @@ def test_unsupported_version_is_a_configuration_error(version: str) -> None:
 
 @pytest.fixture
 def no_jars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine that has resolved nothing yet."""
+    """A machine without resolved packages."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("M2_REPO", str(tmp_path / "m2"))
     return tmp_path
 
 
-def test_missing_jgo_error_says_what_to_install(no_jars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_jgo_error_names_the_package(no_jars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jgo.maven", None)
     with pytest.raises(Unavailable, match=r"needs jgo: pip install 'eos-kafka\[embedded\]'"):
         kafka_jars("4.3.1")
@@ -314,7 +314,7 @@ def test_old_java_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert java.find_java() == packaged
 
 
-def test_missing_java_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_java_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_java(tmp_path, "1.8.0")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
@@ -384,11 +384,11 @@ def test_broker_settings_are_stored_with_the_data(tmp_path: Path) -> None:
         kafka._next_state(new, True, None, None, None, {"b": "3"})
     with pytest.raises(ConfigurationError, match=r"^log\.dirs cannot be set: --nodes, --port and --data determine it"):
         kafka.start(config={"log.dirs": "/x"})
-    assert data_of(tmp_path, "4.3.1", nodes=1).state() is not None, "the file of a version before has none"
+    assert data_of(tmp_path, "4.3.1", nodes=1).state() is not None, "a file of an earlier version has no state"
 
 
 def test_reused_pid_is_neither_up_nor_signalled(tmp_path: Path) -> None:
-    # The program even names our file, as an editor would.
+    # The other program even has our file in its command line, as an editor would.
     program = "import sys; sys.stdin.read()"
     other = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "node-0" / "server.properties")], stdin=subprocess.PIPE

@@ -1,4 +1,4 @@
-"""What a user's callback raises is kept for a better moment; a token that is none is no token."""
+"""Errors of user callbacks are kept and raised later; an invalid token is not a token."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_configuration_without_callbacks_is_unchanged() -> None:
 
 @pytest.mark.parametrize("token", [None, "token", ("token",), (b"token", 1.0), ("token", "soon"), ("t", 1, "p", {}, 5)])
 def test_malformed_token_is_a_callback_failure(token: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """An exception is taken for "no token", which is asked for again; a malformed one would end the call it came in."""
+    """An exception counts as "no token" and is retried; a malformed token would fail the call in progress."""
     with caplog.at_level("WARNING", "eos"), pytest.raises((TypeError, ValueError)):
         guard_callbacks({"oauth_cb": lambda text: token}, pytest.fail)["oauth_cb"]("")
     assert "oauth_cb failed" in caplog.text

@@ -1,4 +1,4 @@
-"""The checker passes every correct history, and each way of breaking one turns its rule red and names the place.
+"""The checker passes every correct history, and each kind of damage violates its rule and names the offset.
 
 A correct history is generated per seed: two input and two output topics, offset gaps, fan-out 2 (copy 0 goes to the
 first output topic, copy 1 to the second), transactions that mix partitions. Mutations then break one thing at a time.
@@ -43,7 +43,7 @@ COLUMNS = ("topic", "partition", "offset", "source_topic", "source_partition", "
 
 @dataclass
 class History:
-    """Everything `check` takes, as plain arrays that a test may break before it asks."""
+    """The arguments of `check` as plain arrays, which a test can damage before the check."""
 
     inputs: Inputs
     outputs: Outputs
@@ -59,12 +59,12 @@ class History:
         return check(self.inputs, self.outputs, fan_out=self.fan_out, **(scope | {"complete": True} | other))
 
     def alone(self, **scope: Any) -> Report:
-        """Only the rules that compare inputs and outputs: no offsets, ends, readers."""
+        """Check only the rules that compare inputs and outputs, without offsets, ends and readers."""
         return check(self.inputs, self.outputs, fan_out=self.fan_out, **scope)
 
 
 def counts(outputs: Outputs) -> Counts:
-    """What a function with state says of these outputs: three keys, by the source's offset."""
+    """Return the state that a function would have for these outputs: three keys, by the source's offset."""
     keys: list[bytes | None] = [b"key %d" % (offset % 3) for offset in outputs.source_offset]
     places = list(zip(outputs.source_topic, outputs.source_partition, outputs.source_offset, strict=True))
     kept: Counter[tuple[int, int, bytes | None]] = Counter()
@@ -91,7 +91,7 @@ def appended(outputs: Outputs, **record: int) -> Outputs:
 
 
 def gaps(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Offsets with holes, as control markers, aborted records and compaction leave them."""
+    """Return offsets with gaps like those of control markers, aborted records and compaction."""
     return np.cumsum(rng.choice([1, 1, 1, 2, 5], count)) - 1 + rng.integers(0, 4)
 
 
@@ -131,7 +131,7 @@ def history(seed: int = 1, per_partition: int = 40, sparse: int = 1, shuffle: bo
 
 
 def output_at(h: History, topic: int, partition: int, nth: int = 0) -> int:
-    """Row of the nth output of an output partition."""
+    """Return the row of the nth output of an output partition."""
     return int(np.flatnonzero((h.outputs.topic == topic) & (h.outputs.partition == partition))[nth])
 
 
@@ -139,7 +139,7 @@ def source(o: Outputs, i: int) -> str:
     return f"{IN[o.source_topic[i]]}[{o.source_partition[i]}]@{o.source_offset[i]}"
 
 
-def told(place: tuple[str, int, int]) -> str:
+def describe(place: tuple[str, int, int]) -> str:
     return "{}[{}]@{}".format(*place)
 
 
@@ -149,7 +149,7 @@ def of_same_source(o: Outputs, i: int) -> np.ndarray:
 
 
 def assert_only(report: Report, rules: str, *said: str) -> None:
-    """Exactly these rules are red, and the first one's explanation names the place."""
+    """Assert that exactly these rules are violated, and that the first explanation names the offset."""
     assert report.violated == tuple(rules.split()), str(report)
     with pytest.raises(AssertionError) as raised:
         report.raise_if_violated()
@@ -326,7 +326,7 @@ def test_swapped_outputs_of_one_source_partition_are_out_of_order(shuffle):
     report = h.check(seen=None)
     assert_only(report, "order", source(o, i), source(o, j), f"late[0]@{o.offset[j]}", f"late[0]@{o.offset[i]}")
     assert report["order"].violations == 1
-    assert [told(place) for place in report["order"].about] == [source(o, i), source(o, j)]
+    assert [describe(place) for place in report["order"].about] == [source(o, i), source(o, j)]
 
 
 def test_outputs_of_different_partitions_may_have_any_order():
@@ -364,7 +364,7 @@ def test_input_with_one_of_two_copies_is_incomplete():
 
 def test_transaction_with_half_its_inputs_is_incomplete():
     h = history(9)
-    half = np.flatnonzero(h.inputs.transaction == 3)[:4]  # whole inputs vanish, so none of them is torn by itself
+    half = np.flatnonzero(h.inputs.transaction == 3)[:4]  # whole inputs vanish, so none is incomplete by itself
     gone = np.concatenate([2 * half, 2 * half + 1])
     topic, partition, offset = min(
         zip(h.inputs.topic[half], h.inputs.partition[half], h.inputs.offset[half], strict=True)
@@ -395,7 +395,7 @@ def test_committed_offset_before_outputs_is_found():
     h.committed["flights", 2] = int(mine[-1])
     repeated = f"flights[2]@{mine[-1]}"
     assert_only(h.check(), "offsets_match_outputs", repeated, f"committed at {mine[-1]}", "handle it again")
-    assert [told(place) for place in h.check()["offsets_match_outputs"].about] == [repeated]
+    assert [describe(place) for place in h.check()["offsets_match_outputs"].about] == [repeated]
     del h.committed["flights", 2]
     assert_only(h.check(), "offsets_match_outputs", f"flights[2]@{mine[0]}", "not committed at all")
 
@@ -408,7 +408,7 @@ def test_committed_offset_after_log_end_is_found():
 
 def test_committed_offset_after_missing_outputs_breaks_two_rules():
     h = history(11)
-    i = len(h.outputs) - 1  # the last handled input, so nothing but its own transaction is touched
+    i = len(h.outputs) - 1  # the last handled input, so only its own transaction changes
     ahead = source(h.outputs, i)
     h.outputs = without(h.outputs, of_same_source(h.outputs, i))
     h.inputs = replace(h.inputs, transaction=None)
@@ -416,7 +416,7 @@ def test_committed_offset_after_missing_outputs_breaks_two_rules():
     assert_only(report, "no_losses offsets_match_outputs", ahead)
     assert ahead in report["offsets_match_outputs"].sentence
     assert "no worker will handle it" in report["offsets_match_outputs"].sentence
-    assert [told(place) for place in report["offsets_match_outputs"].about] == [ahead]
+    assert [describe(place) for place in report["offsets_match_outputs"].about] == [ahead]
 
 
 def test_committed_offset_may_lie_in_a_gap():
@@ -440,7 +440,7 @@ def test_delivered_record_with_new_source_was_replaced(shuffle):
     changed_source[4] += 1
     h.seen = changed(h.seen, source_offset=changed_source)
     assert_only(h.check(), "no_aborted_seen", h.seen.name(4), "a different source")
-    assert [told(place) for place in h.check()["no_aborted_seen"].about] == [source(h.seen, 4)]
+    assert [describe(place) for place in h.check()["no_aborted_seen"].about] == [source(h.seen, 4)]
 
 
 def test_delivered_record_repeated_or_late_is_found():
@@ -458,7 +458,7 @@ def test_delivered_record_repeated_or_late_is_found():
     early, late = h.seen.name(a), h.seen.name(b)
     h.seen = h.seen.take(turned)
     assert_only(h.check(), "no_aborted_seen", f"{early} was delivered after {late}")
-    assert [told(place) for place in h.check()["no_aborted_seen"].about] == [source(h.seen, b)]
+    assert [describe(place) for place in h.check()["no_aborted_seen"].about] == [source(h.seen, b)]
 
 
 def test_last_stable_offset_before_end_is_a_hanging_transaction():
@@ -525,7 +525,7 @@ def test_rule_without_examined_records_does_not_hold(verdict):
     assert verdict.sentence.startswith("examined nothing: there were no")
 
 
-def test_empty_check_fails_and_says_nothing_was_examined():
+def test_empty_check_fails_because_it_examined_nothing():
     report = check(empty_inputs(), empty_outputs(), complete=True)
     assert not report.ok
     with pytest.raises(AssertionError, match="examined nothing"):

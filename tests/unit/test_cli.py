@@ -1,4 +1,4 @@
-"""The command line without Kafka: sentences and exit codes for what a person gets wrong."""
+"""The command line without Kafka: messages and exit codes for user errors."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def copy(value: bytes) -> bytes:
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A user's directory with a good App in good.py."""
+    """Return a user's directory with a valid App in good.py."""
     (tmp_path / "good.py").write_text(APP)
     return tmp_path
 
 
 def started(here: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """As `program`, with all imports to come."""
+    """Run a command in a new process, in which all imports are still to be made."""
     command = [sys.executable, "-m", "eos", *arguments]
     variables = environment({"PYTHONPATH": str(ROOT)} | more)
     return subprocess.run(command, cwd=here, env=variables, capture_output=True, text=True, timeout=60, check=False)
 
 
 def refused(code: int, here: Path, *arguments: str, **environment: str) -> str:
-    """What stderr says; nothing of it a traceback, nothing on stdout."""
+    """Return stderr, which must have no traceback, and check that stdout is empty."""
     ended = program(here, *arguments, **environment)
     assert ended.returncode == code, ended.stderr
     assert ended.stdout == ""
@@ -239,7 +239,7 @@ def test_wrong_setting_in_environment_is_a_configuration_error(here: Path) -> No
 # ---- the App -----------------------------------------------------------------------------------------------
 
 
-# Users' modules beside good.py, which are wrong in one way each.
+# Users' modules next to good.py, each with one error.
 OTHERS = {
     "two.py": 'from eos import App\nbilling = App("b")\nshipping = App("s")\n',
     "none.py": "number = 7\n",
@@ -281,7 +281,7 @@ def test_target_without_module_gets_an_example(here: Path, target: str) -> None:
 
 
 def users_failure(here: Path, *arguments: str) -> str:
-    """What is shown for an exception of the user's: 64, theirs, and not one of our frames."""
+    """An exception of user code gives 64 and shows only frames of user code."""
     ended = program(here, *arguments)
     assert ended.returncode == 64, ended.stderr
     assert "internal error" not in ended.stderr
@@ -409,7 +409,7 @@ def test_verify_takes_an_app_or_topics_and_a_group(here: Path, named: tuple[str,
 
 
 def loaded_by(here: Path, *arguments: str) -> set[str]:
-    """The modules that a command imported until its end."""
+    """Return the modules imported by a command until its end."""
     code = "import sys, eos.cli; eos.cli.invoke(sys.argv[1:]); print(*sorted(sys.modules))"
     ended = subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -429,7 +429,7 @@ WORKER = ("run", "good", "--bootstrap-servers", "127.0.0.1:1", "--instance", "i"
 def test_worker_imports_only_needed_modules(
     here: Path,
 ) -> None:
-    """Its outputs wait for its imports each time it is started again."""
+    """Outputs wait for a worker's imports at every restart."""
     loaded = loaded_by(here, *WORKER)
     assert {"eos.cli.run", "eos.worker.worker", "good", "kafka.admin", "confluent_kafka.admin"} <= loaded
     others = [name for name in loaded if name.startswith(("eos.shim", "eos.broker", "eos.demo", "eos.cli.spark"))]
@@ -462,15 +462,15 @@ def test_help_shows_no_value_for_flags(capsys: pytest.CaptureFixture[str]) -> No
     assert len(commands) > 15
     for command in [(), *commands]:
         assert cli.invoke([*command, "--help"]) == 0
-        told = capsys.readouterr().out
-        assert "--help" in told
-        assert "bool" not in told.lower(), f"{command}: {told}"
+        output = capsys.readouterr().out
+        assert "--help" in output
+        assert "bool" not in output.lower(), f"{command}: {output}"
 
 
 def test_shell_completes_commands_and_options(here: Path) -> None:
     for words, completed in (("eos topo", ["topology"]), ("eos run --until", ["--until-end"])):
         asked = {"_EOS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-        told = subprocess.run(
+        completion = subprocess.run(
             [Path(sys.executable).with_name("eos")],
             env=os.environ | asked,
             cwd=here,
@@ -478,7 +478,7 @@ def test_shell_completes_commands_and_options(here: Path) -> None:
             text=True,
             check=False,
         )
-        assert told.stdout.split() == completed, told.stderr
+        assert completion.stdout.split() == completed, completion.stderr
 
 
 def test_help_shows_every_command(here: Path) -> None:
@@ -495,7 +495,7 @@ def test_help_shows_every_command(here: Path) -> None:
 
 
 def test_remedy_skips_only_input_records() -> None:
-    told = suggest_remedy(PoisonRecord("failed", "in", 0, 3), "it.py:app", "h:9092")
-    assert told.startswith("`eos reset it.py:app --skip 'in[0]@3' --wait 30 --bootstrap-servers h:9092` skips it, ")
+    remedy = suggest_remedy(PoisonRecord("failed", "in", 0, 3), "it.py:app", "h:9092")
+    assert remedy.startswith("`eos reset it.py:app --skip 'in[0]@3' --wait 30 --bootstrap-servers h:9092` skips it, ")
     sent_by_the_function = PoisonRecord("was refused", "out", -1, -1)
     assert suggest_remedy(sent_by_the_function, "it.py:app") == ""

@@ -1,4 +1,4 @@
-"""What confluent-kafka raises is an exception by the time anybody else sees it."""
+"""Bare errors raised by confluent-kafka become exceptions before any caller sees them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eos.kafka.client.watchdog import Watchdog
 
 def bare() -> None:
     error: Any = KafkaError(KafkaError._FENCED, "a newer instance", fatal=True)
-    raise error  # as confluent-kafka does from C
+    raise error  # like confluent-kafka from C
 
 
 def test_bare_client_error_becomes_an_exception() -> None:

@@ -1,4 +1,4 @@
-"""The proof of `eos demo --spark`: what it takes for wrong."""
+"""The check of `eos demo --spark`: the errors that it detects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def log_of(topic: str, rows: list[tuple[str, dict[str, int]]]) -> Log:
 def proof(
     monkeypatch: pytest.MonkeyPatch, upserts: list[tuple[str, dict[str, int]]], hanging: int = 0, aborted: int = 5
 ) -> dict[str, Row]:
-    """The rows by their names, on a Kafka that holds these upserts."""
+    """Return the rows by name, for a Kafka with these upserts."""
     departed, _ = spark.expectation(FLIGHTS)
     right = log_of(spark.HOURS, upserts)
 
@@ -51,7 +51,7 @@ def proof(
 
 
 def right_upserts() -> list[tuple[str, dict[str, int]]]:
-    """Two upserts of each hour: half of it, then all of it."""
+    """Return two upserts of each hour: half of the count, then all of it."""
     _, expected = spark.expectation(FLIGHTS)
     names = ("flights", "minutes", "late")
     first = [

@@ -1,4 +1,4 @@
-"""The proof of `eos demo --state`: what it takes for wrong."""
+"""The check of `eos demo --state`: the errors that it detects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def log_of(records: Records) -> Log:
 
 
 def right() -> tuple[Records, Records]:
-    """Outputs and changes of a run in which nothing went wrong: all minutes of a key with its last flight."""
+    """Return outputs and changes of a correct run: all minutes of a key with its last flight."""
     expected = state.expectation(FLIGHTS)
     outputs = [
         (key.encode(), (count, total[1] if count == total[0] else 0, total[2]))

@@ -1,4 +1,4 @@
-"""`eos doctor` without a cluster: what it shows of one that is unfit, or not to be asked at all."""
+"""`eos doctor` without a cluster: its output for an unfit and for an unreachable cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HANGING = OpenTransaction(
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An App from `in` to `out`."""
+    """Return an App from `in` to `out`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docapp.py").write_text(
         "from eos import App\napp = App('app')\n@app.process('in', to='out')\ndef f(value: bytes) -> None: ...\n"
@@ -35,7 +35,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 class Cluster:
-    """Answers with these topics, and with HANGING for whoever asks of `in`; `refuses`: topics not to be asked of."""
+    """A cluster with these topics and a hanging transaction in `in`; queries for the topics in `refuses` fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: Iterable[str] = (), **topics: Topic) -> None:
         self.asked: list[list[str] | None] = []
@@ -73,7 +73,7 @@ def test_failed_check_does_not_hide_hanging_transactions(
         ("transactions", 69),
     ]
     assert code == 69
-    assert cluster.asked == [["in"], [OFFSETS_LOG]], "one that does not exist would make the others unknown"
+    assert cluster.asked == [["in"], [OFFSETS_LOG]], "a missing topic would make the others unknown"
 
 
 def test_missing_offsets_log_is_skipped_and_hidden_one_unknown(

@@ -1,4 +1,4 @@
-"""What the caller of a failed call must do: every measured row, and the error tree's exit codes."""
+"""The action after a failed call: every measured row, and the exit codes of the error tree."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MEASURED = [
     Row("callback raised inside commit, then begin", "begin", K._CONFLICT, "0/1/0", Action.REBUILD),
     Row("delivery timeout: delivery", "delivery", K._MSG_TIMED_OUT, "0/0/0", Action.ABORT),
     Row("delivery timeout: commit", "commit", K._TIMED_OUT, "0/0/1", Action.ABORT),
-    # H2b and H3: what an abort leaves behind, and what a late copy of a fenced epoch gets.
+    # H2b and H3: errors after an abort, and of a late copy with a fenced epoch.
     Row("a record purged by an abort", "delivery", K._PURGE_QUEUE, "0/0/0", Action.ABORT),
     Row("late EndTxn in the next transaction", "commit", K.INVALID_TXN_STATE, "1/0/0", Action.REBUILD),
     # facts/ownership.md, static membership.
@@ -82,7 +82,7 @@ MEASURED = [
     Row("a batch that cannot be decompressed", "consume", K._BAD_COMPRESSION, "0/0/0", Action.DAMAGED),
     Row("a batch that librdkafka does not understand", "consume", K._NOT_IMPLEMENTED, "0/0/0", Action.DAMAGED),
     Row("spurious epoch mismatch (KAFKA-19779)", "send_offsets", K.STALE_MEMBER_EPOCH, "0/0/1", Action.ABORT),
-    # Nobody's fault, or the administrator's.
+    # Errors without a fault, or caused by the administrator.
     Row("the transactional.id expired", "begin", K.INVALID_PRODUCER_ID_MAPPING, "1/0/0", Action.REBUILD),
     Row("no ACL on the group", "send_offsets", K.GROUP_AUTHORIZATION_FAILED, "0/0/1", Action.UNAUTHORISED),
     Row("no ACL on the topic", "delivery", K.TOPIC_AUTHORIZATION_FAILED, "0/0/0", Action.UNAUTHORISED),
@@ -117,7 +117,7 @@ def test_delivery_error_ignores_flags() -> None:
             for f, r, a in itertools.product((0, 1), (0, 1), (0, 1))
         }
         assert len(actions) == 1, code
-        assert Action.RETRY not in actions, f"{code}: a record that failed is not offered again by anybody"
+        assert Action.RETRY not in actions, f"{code}: a failed record is not offered again"
 
 
 @pytest.mark.parametrize("call", ["init", "begin", "produce", "flush", "send_offsets", "commit", "abort"])
@@ -242,7 +242,7 @@ def test_only_local_broker_can_be_started(servers: str, here: bool) -> None:
 
 
 def test_package_exports_every_catchable_error() -> None:
-    """All but those of the command line."""
+    """Return all exit codes except those of the command line."""
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, EosError)}
     public = {kind for kind in kinds if not issubclass(kind, errors.UsageError)}
     assert len(public) >= 10

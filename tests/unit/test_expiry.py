@@ -1,4 +1,4 @@
-"""State with a time-to-live: forgotten by the time of the records, and never by when they are handled."""
+"""State with a time-to-live: it expires by the time of the records, not by the time of their handling."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def app_of(ttl: Any = TTL) -> App:
 
 
 def test_reading_does_not_extend_life() -> None:
-    """Equal sets may be other bytes."""
+    """Equal sets may have different encodings."""
     app = App("shop")
     names: set[int] = set()
-    for number in (17, 8, 32, 15, -17, -8, 63, 57):  # those that are deleted were in the way of those that follow
+    for number in (17, 8, 32, 15, -17, -8, 63, 57):  # deleted entries collided with later ones
         names.add(number) if number > 0 else names.discard(-number)
     assert list(names) != list(set(list(names)))  # noqa: C414 - as they come back
 
@@ -68,7 +68,7 @@ def test_reading_does_not_extend_life() -> None:
 
 
 class Model:
-    """What `visit` sees and leaves, said anew: per key, values with the time of their last write."""
+    """A model of `visit`: per key, values with the time of their last write."""
 
     def __init__(self) -> None:
         self.time = 0
@@ -164,7 +164,7 @@ def values_in(where: str, base: Path, ttls: Mapping[bytes, int]) -> Values:
 
 
 def restored(values: Values, changelog: list[ChangelogEntry], ttls: Mapping[bytes, int]) -> Values:
-    """As eos/state/restoring.py does it, from where these values stand."""
+    """Restore from the position of these values, as eos/state/restoring.py does."""
     news: dict[bytes, bytes | None] = {}
     for cell, value, at in changelog:
         news[cell] = add_write_time(at, value) if store_of(cell) in ttls and value is not None else value
@@ -185,13 +185,13 @@ def test_expired_entries_are_deleted_by_next_transactions() -> None:
     assert sent[cell_of("all", b"a")] == (b"1", 1_000)
     task.expire()
     task.committed(0.0)
-    for at in (1_009, 900, 1_010):  # a late one does not turn the time back
+    for at in (1_009, 900, 1_010):  # a late record does not turn back the time
         bound.outputs(Record("in", 0, 1, at, b"b", b"look"))
         task.expire()
         gone = {cell for cell, value, _ in task.changelog_entries() if value is None}
         assert len(gone) == (4 if at == 1_010 else 0)
     task.committed(0.0)
-    assert len(task.values) == 2, "what b has: all; and the time"
+    assert len(task.values) == 2, "the value of b and its time"
 
 
 @pytest.mark.parametrize("where", ["memory", *ENGINES])
@@ -205,8 +205,8 @@ def test_setting_an_equal_value_extends_life(where: str, tmp_path: Path) -> None
         task.expire()
         task.committed(0.0)
         assert list(values.oldest(b"times")) == [(cell_of("times", b"a"), at)], "once, by its last write"
-    ((_, told, *_),) = bound.outputs(Record("in", 0, 1, 120, b"a", b"look"))
-    assert told == b"1 {'same': 1} ['same'] 4"
+    ((_, value, *_),) = bound.outputs(Record("in", 0, 1, 120, b"a", b"look"))
+    assert value == b"1 {'same': 1} ['same'] 4"
     values.close()
 
 
@@ -241,13 +241,13 @@ def test_async_and_batch_functions_use_their_records_time() -> None:
         given_ = [Record(topic, 0, n, ms, key, value.encode()) for n, (key, value, ms) in enumerate(records)]
         return eos.testing.run(app, given_).values("out")
 
-    # b is handled while a's first waits: it is not at the time of the last yet, and the last sees nothing of the first.
+    # b is handled while a's first record waits: b does not have the last time yet, and a's last sees no state.
     assert at("one", (b"a", "slow", 100), (b"b", "x", 101), (b"b", "x", 102), (b"a", "x", 110)) == [
         b"1", b"1", b"2", b"1",
     ]  # fmt: skip
-    # The time of a record that fails does not count, though the last record ran beside it.
+    # The time of a failed record does not count, although the last record ran concurrently.
     assert at("one", (b"a", "x", 100), (b"b", "bad", 110), (b"a", "x", 101)) == [b"1", b"2"]
-    # Nor does it for further records of the last one's key.
+    # It does not count for later records of the last record's key either.
     assert at("one", (b"a", "x", 100), (b"b", "bad", 110), (b"a", "x", 101), (b"a", "x", 110)) == [b"1", b"2", b"3"]
 
 
@@ -344,7 +344,7 @@ def test_batch_with_ttl_matches_single_records(steps: list[tuple[bytes, str, int
             for partition in (0, 1):
                 some = [record for record in records[at : at + fetched] if record.partition == partition]
                 sends[partition] += bound.outputs_batch(some) if some else []
-        # Which numbers a list's values have does not matter, but their order and times.
+        # The numbers of a list's values do not matter, only their order and times.
         lists = [[cell for cell in sorted(task.changed) if store_of(cell) == b"last"] for task in tasks_]
         live = [
             [task.changed[cell] for cell in of_task if task.changed[cell] > add_write_time(task.time_ms - 10, b"\xff")]
@@ -443,9 +443,9 @@ def test_oldest_entries_scan_starts_at_last_position(
     for at in range(5, 100):
         assert next(folder.oldest(b"s"))[1] == at
         folder.apply({cell_of("s", b"%d" % at): None}, 0, 0.0)
-    assert len({start[-24:-16] for start in starts}) == 95, "from the last one that was found"
+    assert len({start[-24:-16] for start in starts}) == 95, "each scan continues after the last entry found"
     assert (oldest(), oldest()) == ([], [])
-    assert starts[-1] > starts[-2], "after all that are deleted"
+    assert starts[-1] > starts[-2], "after all deleted entries"
     write(50, 60)
     write(40)
     assert oldest() == [40, 50, 60]

@@ -1,4 +1,4 @@
-"""What of the fetcher can be said without Kafka."""
+"""Tests of the fetcher that need no Kafka."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.
 
 
 def test_uncommitted_start_under_latest_survives_consumer_replacement() -> None:
-    """The first one that took its place could be given up as well before it begins anything."""
+    """The replacement can be abandoned as well, before it begins a transaction."""
     client = SimpleNamespace(close=lambda: None)
     world = World(consumer=lambda configuration: client, background=lambda name, run: None)  # type: ignore[arg-type, return-value]
     fetcher = intake_of(world)
@@ -31,7 +31,7 @@ def test_uncommitted_start_under_latest_survives_consumer_replacement() -> None:
 
 
 def test_stop_ends_gathering_before_its_interval() -> None:
-    """An interval of a minute outlived `eos.shutdown.timeout.ms`: exit 75, with nothing to do."""
+    """An interval of a minute exceeded `eos.shutdown.timeout.ms` and gave exit code 75 without open work."""
     clock = SimpleNamespace(now=1_000.0)
 
     def passes(most: int, timeout_s: float) -> None:

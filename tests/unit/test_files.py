@@ -24,8 +24,8 @@ INFINITE = resource.RLIM_INFINITY
 def test_open_file_limit_is_raised_up_to_the_hard_limit(
     limits: tuple[int, int], wanted: int, allowed: int, set_to: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int]] = []
+    limits_set: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
-    monkeypatch.setattr(resource, "setrlimit", lambda which, values: told.append(values))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, values: limits_set.append(values))
     assert allow_open_files(wanted) == allowed
-    assert told == ([] if set_to is None else [set_to])
+    assert limits_set == ([] if set_to is None else [set_to])

@@ -1,4 +1,4 @@
-"""docs/findings.md and its scripts belong together: one short script for each finding, and none besides."""
+"""docs/findings.md and its scripts agree: there is exactly one short script for each finding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ASKED = ("**Seen with.**", "**What it does.**", "**Reproducer.**", "**Cause.**",
 
 
 def findings() -> dict[str, str]:
-    """Title -> text."""
+    """Return the text of each finding by its title."""
     parts = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -30,7 +30,7 @@ def test_finding_is_complete_and_names_an_existing_script(title: str) -> None:
     assert [part for part in ASKED if part not in text] == []
     (script,) = set(named(text))
     assert (PAGE.parent / "findings" / script).exists()
-    assert "\nSEEN: " in text, "what it prints"
+    assert "\nSEEN: " in text, "the script's output"
 
 
 def test_every_script_is_named_by_one_finding() -> None:

@@ -1,4 +1,4 @@
-"""Health without Kafka: the rule for live and ready, incidents in words, metrics, and the server's manners."""
+"""Health without Kafka: liveness and readiness, incidents, metrics and the HTTP server."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_metrics_without_prometheus_client_name_the_package() -> None:
 
 
 class Answers:
-    """A server over statuses that a test may change."""
+    """Return a server over statuses that a test can change."""
 
     def __init__(self) -> None:
         self.statuses = [a_status()]

@@ -1,4 +1,4 @@
-"""What a result suggests that its function did not mean is said once, with what to write instead."""
+"""Hints: a probably unintended result is logged once, with the code to write instead."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_dropped_tombstone_is_warned_once_with_position_and_remedy(
     function: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     ran = run(function, {"n": 1}, None, None, {"n": 2})
-    assert ran.values("out") == [b'{"n":1}', b'{"n":2}'], "the rule stays"
+    assert ran.values("out") == [b'{"n":1}', b'{"n":2}'], "the hint does not change the outputs"
     (line,) = [line for line in caplog.messages if line.startswith(SWALLOWED)]
     assert f"function={function.__name__} topic=in partition=0 offset=1 " in line
     assert "return Out(None)" in line
@@ -105,7 +105,9 @@ def test_tuple_like_key_and_value_is_warned_once(result: Any, caplog: pytest.Log
         return result
 
     ran = run(pair, b"a", b"b")
-    assert len(ran.sent) == 2 * len([item for item in result if item is not None]), "the rule stays"
+    assert len(ran.sent) == 2 * len([item for item in result if item is not None]), (
+        "the hint does not change the outputs"
+    )
     (line,) = [line for line in caplog.messages if line.startswith(PAIR)]
     assert "function=pair topic=in partition=0 offset=0 " in line
     assert "Out(value, key=key)" in line

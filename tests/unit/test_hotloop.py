@@ -40,7 +40,7 @@ compiled = pytest.mark.skipif(native is None, reason="no compiler was here")
 
 
 class Interrupt(BaseException):
-    """No Exception: it passes through."""
+    """A BaseException that is no Exception, and passes through."""
 
 
 def message(offset: int = 7, **fields: Any) -> Message:
@@ -67,7 +67,7 @@ def test_records_of_returns_messages_in_order_without_errors(loop: Any) -> None:
 
 
 class Other:
-    """Something that can do what a Message can, but is none."""
+    """An object with the interface of a Message, but of another type."""
 
     def __init__(self, real: Message, fails: str = "") -> None:
         self.real, self.fails = real, fails
@@ -79,18 +79,18 @@ class Other:
 
 
 @both
-def test_records_of_asks_foreign_messages_by_name(loop: Any) -> None:
+def test_records_of_reads_foreign_messages_by_method_name(loop: Any) -> None:
     mixed = [Other(message(0)), message(1), Other(message(2))]
     assert [record.offset for record in loop.records_of(mixed, Record, no_headers)] == [0, 1, 2]
     assert loop.records_of(mixed[1:], Record, no_headers) == python.records_of(mixed[1:], Record, no_headers)
 
 
 class Heir(Message):
-    """A Message by inheritance, which the compiled loop must not take for one in all."""
+    """A subclass of Message, which the compiled loop must not treat as a plain Message."""
 
 
 class Late(Message):
-    """Its getter says something else than what it was made with."""
+    """A Message whose getter returns another value than its constructor got."""
 
     def timestamp(self) -> tuple[int, int]:
         kind, number = super().timestamp()
@@ -98,13 +98,13 @@ class Late(Message):
 
 
 class Odd(Message):
-    """Its getter is the client's own, but another one."""
+    """A Message whose getter is another getter of the client."""
 
     timestamp = Message.topic  # type: ignore[assignment]
 
 
 class Counted(Message):
-    """Making one has an effect, so none is made to see where its timestamp lies."""
+    """Creating an instance has an effect, so none is created to find the timestamp's field."""
 
     made = 0
 
@@ -138,7 +138,7 @@ class Fields(msgspec.Struct, gc=False):
 
 FIELDS = Fields.__struct_fields__
 Collected = msgspec.defstruct("Collected", FIELDS, frozen=True)  # as Record, but seen by the garbage collector
-# What is called with the values fills the first field first.
+# Positional values fill the first field first.
 Shuffled = msgspec.defstruct("Shuffled", (*FIELDS[-2::-1], "headers"), gc=False)
 Named = msgspec.defstruct("Named", [(name, Any, None) for name in FIELDS], gc=False, kw_only=True)
 
@@ -154,7 +154,7 @@ class Checked(Fields, gc=False):
 
 
 class Slots:
-    """No Struct, but it has the same fields."""
+    """A class with the same fields that is no Struct."""
 
     __slots__ = ("headers", "key", "offset", "partition", "timestamp", "topic", "value")
 
@@ -297,11 +297,11 @@ class Pair(NamedTuple):
 
 
 class Lists(list[object]):
-    """A list by inheritance."""
+    """A subclass of list."""
 
 
 class Texts(str):
-    """A text by inheritance."""
+    """A subclass of str."""
 
 
 def generated(items: list[object]) -> Iterator[object]:
@@ -311,7 +311,7 @@ def generated(items: list[object]) -> Iterator[object]:
         yield item
 
 
-# How a result is made of items, anew in each run.
+# How a result is made of items, again in each run.
 SHAPES: dict[str, Callable[[list[object]], object]] = {
     "one": lambda items: items[0] if items else None,
     "list": list,
@@ -338,7 +338,7 @@ inputs = st.builds(
 
 
 class Case:
-    """Records with what a function makes of each, a producer and the rest, which write down what happens to them."""
+    """Records with the result of the function for each, and a producer and sinks that record their calls."""
 
     def __init__(
         self,
@@ -404,7 +404,7 @@ class Case:
 
 
 def usual(*made: object) -> list[tuple[Record, tuple[str, list[Any]]]]:
-    """Records that have each a result of one item."""
+    """Return records whose results have one item each."""
     return [(Record("in", 0, at, 5, b"k", b"v"), ("one", [one])) for at, one in enumerate(made)]
 
 
@@ -431,8 +431,8 @@ def test_feed_outs_matches_in_both_forms(made: Any) -> None:
 @settings(max_examples=300)
 @given(inputs, results, passing_names)
 def test_usual_results_match_the_full_rules(loop: Any, record: Record, made: Any, passing: Any) -> None:
-    """Those that Route.outputs goes by, and Spark with it. Of two things that are wrong with one output either may be
-    told, but never what is the record's fault in place of what is the App's."""
+    """Compare with the rules of Route.outputs, which Spark uses. Of two errors of one output either may be raised,
+    but never a record's failure in place of the App's."""
     shape, made_of = made
     app = App("app")
     app.process("in", to=["out", "more"])(lambda _: SHAPES[shape](made_of))
@@ -516,7 +516,7 @@ def test_pair_result_goes_to_other(loop: Any, key: object) -> None:
 
 @both
 def test_none_result_of_tombstone_goes_to_other(loop: Any) -> None:
-    """It may be a tombstone that was to be passed on."""
+    """The result may be a tombstone to be forwarded."""
     tombstone = Record("in", 0, 9)
     case = Case([*usual(None, b"v"), (tombstone, ("one", [None])), (tombstone, ("list", [b"v", None]))])
     assert case.run(loop)[:2] == (3, 4)
@@ -630,7 +630,7 @@ def test_malformed_target_is_refused(target: Any) -> None:
 
 
 def client(room: int, delivered: Callable[..., None] = lambda *_: None) -> Producer:
-    """It never reaches a broker: what matters is what is in its queue."""
+    """A producer that never reaches a broker: only the content of its queue matters."""
     settings = {"bootstrap.servers": "127.0.0.1:1", "queue.buffering.max.messages": room, "logger": SILENT}
     return Producer(settings | {"on_delivery": delivered})
 
@@ -647,7 +647,7 @@ TARGET = ("out", frozenset({"out", "more"}), None, Out, KEEP, never, never, True
 
 
 @both
-def test_client_with_full_queue_gets_what_fits(loop: Any) -> None:
+def test_full_client_queue_accepts_the_records_that_fit(loop: Any) -> None:
     producer, refused = client(3), []
     outs = [
         Out(b"a", b"k", timestamp=0),
@@ -664,7 +664,7 @@ def test_client_with_full_queue_gets_what_fits(loop: Any) -> None:
 
 
 @both
-def test_client_queue_has_what_was_sent(loop: Any) -> None:
+def test_client_queue_has_the_sent_records(loop: Any) -> None:
     given: list[object] = []
     producer = client(1_000, lambda _, message: given.append((message.topic(), message.key(), message.value())))
     outs = [Out(b"%d" % n, b"k%d" % n if n % 2 else None, timestamp=n if n % 3 else 0) for n in range(9)]
@@ -678,7 +678,7 @@ def test_client_queue_has_what_was_sent(loop: Any) -> None:
 
 @both
 def test_other_builtin_functions_get_their_arguments(loop: Any) -> None:
-    """They are told apart by how they take them."""
+    """Builtin functions differ in how they accept arguments."""
     outs, refused = [Out(b"v", b"k", timestamp=0)], []
     assert loop.feed_outs(outs, TARGET, 0, "{} {} {}".format, never) == (1, None)
     assert loop.feed_outs(outs, TARGET, 0, max, lambda error, _: refused.append(error)) == (1, None)
@@ -691,7 +691,7 @@ def test_other_builtin_functions_get_their_arguments(loop: Any) -> None:
 
 @compiled
 def test_feed_leaks_no_reference() -> None:
-    """Every way through the compiled functions, many times: what they were given has as many references as before."""
+    """Run every path of the compiled functions many times: their arguments keep their number of references."""
     outs_of_all_kinds = [Out(**{"value": b"v", name: one}) for name, ones in PARTS.items() for one in ones]
     made = [
         (Record("in", 0, 0, 5, b"key" * 9, b"value" * 9, HEADERS[number % len(HEADERS)]), (shape, [item, b"v"]))
@@ -749,7 +749,7 @@ def test_client_produce_leaks_no_reference() -> None:
 
 def leaves_all_as_it_was(turn: Callable[[], None], watched: list[object]) -> None:
     for _ in range(100):
-        turn()  # what is made once is made now
+        turn()  # creates the objects that are created once
     gc.collect()
     before = [sys.getrefcount(each) for each in watched]
     grown = []
@@ -760,7 +760,7 @@ def leaves_all_as_it_was(turn: Callable[[], None], watched: list[object]) -> Non
         gc.collect()
         grown.append((sys.getallocatedblocks() - blocks, abs(sys.getrefcount(None) - nones)))
     assert [sys.getrefcount(each) for each in watched] == before
-    # The interpreter's free lists fill at some time; what is lost in each turn is 250 every time.
+    # The interpreter's free lists fill at some time; a reference lost in each turn gives 250 every time.
     assert min(blocks for blocks, _ in grown) < 100
     assert min(nones for _, nones in grown) < 100
 
@@ -789,7 +789,7 @@ def test_python_form_can_be_chosen() -> None:
 @compiled
 @pytest.mark.parametrize(("change", "used"), [("", True), ("// another rule\n", False)])
 def test_compiled_loop_of_other_source_is_reported_and_not_used(tmp_path: Path, change: str, used: bool) -> None:
-    """As an editable installation is left behind by a pull; also where a user's tests turn warnings into errors."""
+    """A pull leaves an editable installation like this; it also works if tests turn warnings into errors."""
     package = Path(eos.__file__).parent
     shutil.copytree(package, tmp_path / "eos", ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "eos" / "hotloop" / "_native.c").open("a") as source:
@@ -803,8 +803,8 @@ def test_compiled_loop_of_other_source_is_reported_and_not_used(tmp_path: Path, 
     done = imported()
     form = "True eos.hotloop._native" if used else "False eos.hotloop.python"
     assert done.stdout == f"{tmp_path}/eos/hotloop/__init__.py {form}\n"
-    told = done.stderr.splitlines()
-    assert len(told) == (0 if used else 1)
-    assert used or told[0].endswith("is not used: rebuild it with `pip install -e .`")
+    warned = done.stderr.splitlines()
+    assert len(warned) == (0 if used else 1)
+    assert used or warned[0].endswith("is not used: rebuild it with `pip install -e .`")
     (tmp_path / "eos" / "hotloop" / "_native.c").unlink()  # as in a wheel without it
     assert "True eos.hotloop._native" in imported().stdout

@@ -1,4 +1,4 @@
-"""`eos init`: what it makes works as it is."""
+"""`eos init`: the created project works unchanged."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_init_folder_passes_its_own_test(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.invoke(["init", "my-shop.v1"]) == 0
-    told = capsys.readouterr().out
-    assert all(file in told for file in FILES)
+    output = capsys.readouterr().out
+    assert all(file in output for file in FILES)
     made = tmp_path / "my-shop.v1"
     assert {file.name for file in made.iterdir()} == set(FILES)
     assert not any("$" in file.read_text().replace("${PYTHON}", "") for file in made.iterdir())
@@ -31,10 +31,10 @@ def test_init_folder_passes_its_own_test(
     monkeypatch.chdir(made)
     assert cli.invoke(["topology", "app:app"]) == 0
     assert "writes  my-shop.v1-out" in capsys.readouterr().out
-    commands = re.findall(r"^  ([^#\n]*)", told, re.MULTILINE)
+    commands = re.findall(r"^  ([^#\n]*)", output, re.MULTILINE)
     installed = {package for line in commands if line.startswith("pip install") for package in line.split()[2:]}
     assert {word.split()[2] for word in commands if word.startswith("python -m")} == installed
-    for command in re.findall(r"^  eos (\w+)", told, re.MULTILINE):
+    for command in re.findall(r"^  eos (\w+)", output, re.MULTILINE):
         assert command in cli.COMMANDS
 
 

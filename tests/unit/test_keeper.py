@@ -1,4 +1,4 @@
-"""Who keeps the state: what a partition begins with, what is sent, and when it counts."""
+"""The keeper of state: restored state, sent changes, and when they take effect."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def app_of() -> App:
 
 
 def keeper_on(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[Record], folder: Path | None = None) -> Keeper:
-    """Its changelog is each of these in turn; a record's offset is its number in it."""
+    """Return a keeper whose changelog has each of these lists in turn; a record's offset is its index."""
     left = list(lives)
 
     def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, OffsetRange]:
@@ -149,7 +149,7 @@ def test_restore_returns_exactly_the_changelogs_state(
 
 
 def send(keeper: Keeper, *partitions: tuple[str, int]) -> list[tuple[bytes, bytes | None]]:
-    """What a transaction that commits these partitions' offsets sends to changelogs, in order."""
+    """Return the changelog sends of a transaction that commits these partitions' offsets, in order."""
     sent: list[tuple[bytes, bytes | None]] = []
 
     def take(topic: str, value: bytes | None, cell: bytes, partition: int, timestamp_ms: int) -> None:
@@ -182,12 +182,12 @@ def test_keeper_sends_each_changed_key_once_and_keeps_it_after_commit(monkeypatc
 
 
 def test_keeper_writes_nothing_for_a_partition_without_offset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group checks a transaction by its offsets: without one another member may own the partition."""
+    """The group checks a transaction by its offsets: without one, another member may own the partition."""
     keeper = keeper_on(monkeypatch, [])
     restore(keeper)
     kept(keeper, b"1")
     assert send(keeper, ("in", 1)) == []
-    assert kept(keeper) is None, "what was not sent does not count"
+    assert kept(keeper) is None, "unsent changes do not count"
 
 
 OPEN = OffsetRange(0, 5, 9)
@@ -196,7 +196,7 @@ OPEN = OffsetRange(0, 5, 9)
 def restoring_of(
     monkeypatch: pytest.MonkeyPatch, answers: dict[int, list[OffsetRange | Unavailable]], at_least: int = 0
 ) -> tuple[restoring.Restoring, list[float]]:
-    """Restores these partitions into memory, given what brokers answer about each in turn; and its clock."""
+    """Return a restore of these partitions into memory, with the brokers' answers for each in turn, and its clock."""
     now = [0.0]
     world: Any = SimpleNamespace(
         now=lambda: now[0], unix=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
@@ -226,7 +226,7 @@ def restoring_of(
 
 
 def until_ready(one: restoring.Restoring, now: list[float], most_s: float = 200.0) -> set[int]:
-    """The partitions that get ready within that time."""
+    """Return the partitions that become ready within that time."""
     ready: set[int] = set()
     until = now[0] + most_s
     while not one.done and now[0] < until:
@@ -248,7 +248,7 @@ def test_restore_waits_for_a_leader_that_does_not_know_the_end_yet(monkeypatch: 
     short, whole = OffsetRange(0, 120, 120), OffsetRange(0, 193, 193)
     one, now = restoring_of(monkeypatch, {0: [Unavailable("no leader"), OffsetRange(0, 0, 0), whole]}, 193)
     assert until_ready(one, now) == {0}
-    # How long the brokers were away before does not count.
+    # Earlier unavailability of the brokers does not count.
     one, now = restoring_of(monkeypatch, {0: [*[Unavailable("no leader")] * 900, short, short, whole]}, 193)
     assert until_ready(one, now) == {0}
     one, now = restoring_of(monkeypatch, {0: [short]}, 193)
@@ -264,7 +264,7 @@ def test_restore_of_a_leaderless_partition_does_not_stop_others(
     assert until_ready(one, now, 300.0) == {1}
     assert (list(one.partitions), one.done) == ([0], False)
     waits = [line for line in caplog.messages if "state restore waiting" in line]
-    assert 10 < len(waits) < 40, "said every ten seconds"
+    assert 10 < len(waits) < 40, "the wait is logged every ten seconds"
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_restore_fails_if_changelog_beginning_was_removed(monkeypatch: pytest.Mo
     again = keeper_on(monkeypatch, log, folder=tmp_path)
     READER.low = 3
     restore(again)
-    assert kept(again) == b"4", "its folder has what is missing there"
+    assert kept(again) == b"4", "the folder has the missing records"
     again.close()
 
 
@@ -317,7 +317,7 @@ def test_restore_refuses_a_record_of_another_program(monkeypatch: pytest.MonkeyP
 
 
 def test_restore_writes_in_bounded_batches_with_position(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A restore that is killed goes on where it stood, however large the values are."""
+    """A killed restore continues at its position, even with large values."""
     large = [note(b"%d" % number + b"x" * 3_000_000) for number in range(6)]
     keeper = keeper_on(monkeypatch, large, folder=tmp_path)
     fails = [RuntimeError("killed"), *[None] * 5]
@@ -384,7 +384,7 @@ def test_keeper_refuses_records_handled_with_other_state(
 
 
 def test_start_committed_before_the_restore_is_still_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under auto.offset.reset=latest a start is committed at once, maybe before its changelog was looked at."""
+    """With auto.offset.reset=latest a start is committed at once, possibly before the changelog is examined."""
     keeper = keeper_on(monkeypatch, [])
     unseen = keeper.offset_metadata(("in", 0))
     assert unseen == {"state": ["count", -1, 1, ("seen",)]}
@@ -442,7 +442,7 @@ def test_keeper_refuses_a_changelog_by_its_header(monkeypatch: pytest.MonkeyPatc
 
 
 def test_names_of_ninety_states_are_only_in_the_header() -> None:
-    """Brokers take 4,096 bytes beside an offset."""
+    """Brokers accept 4,096 bytes of offset metadata."""
     stores = tuple(Store(f"a_long_name_of_a_state_{number}", State, (int,)) for number in range(90))
     route = Route(lambda value: None, str, ("in",), (), False, stores=stores, name="count")
     assert make_offset_note(route, 7, 1) == OffsetNote("count", 7, 1)
@@ -516,7 +516,7 @@ def test_restore_waits_for_unavailable_broker_while_reading(
 
 
 def test_restore_does_not_read_to_a_negative_end() -> None:
-    """Else a restore would take the changelog for empty."""
+    """Otherwise a restore would treat the changelog as empty."""
 
     def answers(asked: dict[Any, Any], **_: object) -> dict[Any, Future[Any]]:
         futures = {place: Future[Any]() for place in asked}
@@ -567,7 +567,7 @@ def test_restart_after_aborts_reads_no_known_records(monkeypatch: pytest.MonkeyP
 
 
 def test_folder_as_of_precedes_its_transactions_offsets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process may stand still between a commit and the folder's write, while others delete keys."""
+    """A process may pause between a commit and the folder's write, while others delete keys."""
     clock = [1_000.0]
     keeper = keeper_on(monkeypatch, [], folder=tmp_path)
     keeper._world = dataclasses.replace(keeper._world, unix=lambda: clock[0])
@@ -581,7 +581,7 @@ def test_folder_as_of_precedes_its_transactions_offsets(monkeypatch: pytest.Monk
 
 
 def test_expired_entries_are_deleted_by_a_transaction_of_the_partition() -> None:
-    """Another member may have the partition by then, and have renewed the value."""
+    """Another member may own the partition by then and may have renewed the value."""
     values = InMemory(expiring=[b"seen"])
     values.apply({CELL: add_write_time(0, b"1")}, 0, 0.0)
     keeper = Keeper(app_of(), SETTINGS)
@@ -605,7 +605,7 @@ def test_folder_continues_after_the_last_commit(monkeypatch: pytest.MonkeyPatch,
     second = keeper_on(monkeypatch, longer[:7], folder=tmp_path)
     restore(second)
     assert (READER.starts, kept(second)) == ([{0: 5}], b"7")  # after two records, two more and a marker
-    # A folder that another process has is left alone.
+    # A folder of another process is left alone.
     third = keeper_on(monkeypatch, longer, folder=tmp_path)
     restore(third)
     assert kept(third) == b"8"
@@ -622,7 +622,7 @@ def test_untrusted_folder_is_discarded(monkeypatch: pytest.MonkeyPatch, tmp_path
     one = keeper_on(monkeypatch, [note(b"1"), note(b"2")], folder=tmp_path)
     restore(one)
     one.close()
-    # What is not in the changelog any more (a tombstone that was compacted away) must not come back.
+    # A key that compaction removed from the changelog with its tombstone must not return.
     there = [note(None), note(None), note(None), note(None)]
     other = keeper_on(monkeypatch, there, folder=tmp_path)
     if why == "boot":
@@ -663,7 +663,7 @@ def test_folder_is_kept_if_no_engine_can_be_opened(tmp_path: Path, engine: str) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_deleted_folder_does_not_stop_its_worker(tmp_path: Path, engine: str) -> None:
-    """It goes on or ends with 75, and the next start restores it from the changelog."""
+    """The worker continues or ends with 75, and the next start restores the state from the changelog."""
     folder = folders.InFolder.of(tmp_path, "t", "id", engine=ENGINES[engine])
     assert folder is not None
     folder.apply({CELL: b"1"}, 7, 1.5)

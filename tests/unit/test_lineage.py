@@ -1,4 +1,4 @@
-"""The stamp that says which input an output came from: one writer, a bulk reader, and what neither may overlook."""
+"""The stamp that names the input of an output: one writer and a bulk reader."""
 
 import struct
 

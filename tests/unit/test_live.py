@@ -1,4 +1,4 @@
-"""What a terminal shows while workers run: one line for one worker, a table for several, drawn on a real terminal."""
+"""The live display on a terminal: one line for one worker, a table for several, drawn on a real terminal."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_json_event_is_one_line_for_any_fields() -> None:
 
 
 @pytest.mark.parametrize("log_format", ["human", "json"])
-def test_every_event_is_exactly_one_line(log_format: str) -> None:
+def test_event_is_exactly_one_line(log_format: str) -> None:
     stream = written(log_format, "debug")
     for number in range(20):
         log.event(logging.INFO, "event", number=number, error="outside allowed range\n")
@@ -70,7 +70,7 @@ def test_every_event_is_exactly_one_line(log_format: str) -> None:
     ("level", "shown"),
     [("debug", ["d", "i", "w"]), ("info", ["i", "w"]), ("warning", ["w"]), ("error", [])],
 )
-def test_level_decides_what_is_shown(level: str, shown: list[str]) -> None:
+def test_level_selects_the_logged_events(level: str, shown: list[str]) -> None:
     stream = written("json", level)
     log.debug("d")
     log.info("i")
@@ -128,14 +128,14 @@ def test_foreign_text_does_not_move_terminal_cursor(capsys: pytest.CaptureFixtur
     table = Table("message")
     table.add_row("two\nlines \x1b[31m")
     print_table(table)
-    told = capsys.readouterr()
-    assert "error=\\x1b[2J\\x1b]0;owned\\x07 \\u202e" in told.err
-    assert "lines \\x1b[31m" in told.out
-    assert "\x1b" not in told.err + told.out
+    captured = capsys.readouterr()
+    assert "error=\\x1b[2J\\x1b]0;owned\\x07 \\u202e" in captured.err
+    assert "lines \\x1b[31m" in captured.out
+    assert "\x1b" not in captured.err + captured.out
 
 
 def test_library_debug_lines_are_hidden_at_any_level(caplog: pytest.LogCaptureFixture) -> None:
-    """As a user's module sets them: on the root logger, or on the library's own."""
+    """A user's module may set the level of the root logger or of the library's own."""
     below = logging.getLogger("secretive.net.connection")
     for name in (None, "secretive", "secretive.net.connection"):
         caplog.set_level(logging.DEBUG, name)

@@ -1,4 +1,4 @@
-"""What an administrative command says when a right is missing: the resource and the operation, without Kafka."""
+"""Errors for missing rights name the resource and the operation; tested without Kafka."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_missing_right_names_id_that_may_not_be_fenced() -> None:
 
 
 def test_missing_right_names_topic_of_offset_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """READ on the input may be withdrawn between a fetch and the commit of what it brought."""
+    """READ on the input may be withdrawn between a fetch and the commit of its records."""
     transactional = TransactionalProducer(Settings({"group.id": "g"}), "t")
     transactional._client = SimpleNamespace(producer=SimpleNamespace(send_offsets_to_transaction=None))  # type: ignore[assignment]
     transactional._machine.fire(Event.INITIALISED)
@@ -126,7 +126,7 @@ def test_missing_right_names_topic_of_offset_commit(monkeypatch: pytest.MonkeyPa
 
 
 def test_missing_right_names_forbidden_output() -> None:
-    """Its metadata may say so before a record is sent: then `produce` itself raises, and not the delivery."""
+    """The client's metadata may show it before a send: then `produce` itself raises, and not the delivery."""
     transactional = TransactionalProducer(Settings(), "t")
 
     def produce(*_: object) -> None:
@@ -155,7 +155,7 @@ def test_missing_right_names_forbidden_output() -> None:
 )
 @pytest.mark.parametrize("call", ["produce", "delivery"])
 def test_changelog_error_is_not_blamed_on_an_input_record(call: str, code: int, action: Action, sentence: str) -> None:
-    """Only a value that is too large is. An error about an output stays what it was."""
+    """Only a too large value is blamed on the record. An error about an output stays unchanged."""
     transactional = TransactionalProducer(Settings(), "t", changelogs={"log"})
     raised = KafkaException(KafkaError(code)) if call == "produce" else None
 

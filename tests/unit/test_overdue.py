@@ -1,4 +1,4 @@
-"""Whose transactions are looked after when a group changes, and how often they are asked for."""
+"""Overdue transactions: which ids are watched when a group changes, and how often they are queried."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listed(name: str, start_ms: int = 1_000, offsets_of: str = "", state: str = 
 
 
 class Cluster:
-    """These transactions, and these committers of the group's offsets; counts what is asked for."""
+    """A cluster with these transactions and committers of the group's offsets that records its queries."""
 
     def __init__(self, transactions: list[ListedTransaction], wrote: list[str]) -> None:
         self.known = {t.transactional_id: t for t in transactions}
@@ -60,7 +60,7 @@ def test_watcher_ignores_other_apps_with_similar_names() -> None:
     eu = listed("orders-eu-b", offsets_of="orders-eu")
     cluster = Cluster([listed("orders-b"), eu, listed("payments-b")], wrote=["orders-a", "orders-b"])
     assert looked_after(cluster) == ["orders-b"]
-    assert "payments-b" not in cluster.described, "of all that is open in the cluster only names are listed"
+    assert "payments-b" not in cluster.described, "open transactions of other groups are listed, but not described"
 
 
 def test_watcher_knows_member_without_commit_by_its_offsets() -> None:

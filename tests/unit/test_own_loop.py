@@ -1,4 +1,4 @@
-"""A loop of one's own without a broker: eos.testing.Session hands out, keeps and takes back as a session does."""
+"""An own loop without a broker: eos.testing.Session hands out, commits and aborts like a session."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_session_loop_runs_to_end_of_records(size: int | None) -> None:
     ]
 
 
-def test_aborted_records_come_again_without_their_outputs() -> None:
+def test_aborted_records_are_handed_out_again_without_outputs() -> None:
     with eos.testing.Session([("in", str(n)) for n in range(6)], size=4) as session:
         seen: list[bytes | None] = []
         with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Who owns a transactional.id: every measured row (facts/ownership.md), and the asking."""
+"""Ownership of a transactional.id: every measured row (facts/ownership.md), and the queries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from eos.kafka.client.cluster import TransactionalIdState
 TIMEOUT_MS = 10_000
 E = 7
 PRODUCER = 4007
-# What we know at the first fenced call: a transaction with something acknowledged, older or younger than its timeout;
-# and no transaction, or one of which nothing was acknowledged.
+# The situation at the first fenced call: a transaction with acknowledged records, older or younger than its timeout;
+# and no transaction, or one without acknowledged records.
 LATE = Situation(Identity(PRODUCER, E), Progress.ACKNOWLEDGED, age_ms=10_500, timeout_ms=TIMEOUT_MS)
 YOUNG = Situation(Identity(PRODUCER, E), Progress.ACKNOWLEDGED, age_ms=400, timeout_ms=TIMEOUT_MS)
 IDLE = Situation(Identity(PRODUCER, E), Progress.NOTHING, age_ms=60_000, timeout_ms=TIMEOUT_MS)
@@ -138,7 +138,7 @@ def test_expired_transactional_id_has_no_owner() -> None:
 
 
 class Coordinator:
-    """Answers by a fake clock: `script` maps a moment (seconds) to the answer from then on."""
+    """A coordinator with a manual clock: `script` maps a time in seconds to the answer from then on."""
 
     def __init__(
         self, script: dict[float, TransactionalIdState | None], answer_takes_s: Callable[[int], float] = lambda n: 0.01
@@ -177,7 +177,7 @@ def test_settle_needs_two_answers_one_and_a_half_seconds_apart(situation: Situat
     coordinator = Coordinator({0: TIMED_OUT})
     assert coordinator.settle(situation) == (owner, TIMED_OUT)
     assert coordinator.asked_at[-1] - coordinator.asked_at[0] >= AGREEMENT_INTERVAL_S == 1.5
-    assert coordinator.asked_at[-1] < 2.5, "and no longer than needed"
+    assert coordinator.asked_at[-1] < 2.5, "the query ended no later than needed"
 
 
 @pytest.mark.parametrize(
@@ -195,17 +195,17 @@ def test_settle_needs_two_answers_one_and_a_half_seconds_apart(situation: Situat
         pytest.param({0: BUSY, 300.0: SUCCESSOR}, Owner.NEWER, 300, id="busy for minutes with a successor's abort"),
     ],
 )
-def test_settle_asks_until_two_answers_agree(
+def test_settle_queries_until_two_answers_agree(
     script: dict[float, TransactionalIdState | None], owner: Owner, asked_until_s: float
 ) -> None:
-    """Counted from the first that was not busy: what a transaction ended as may take minutes, with leaders away."""
+    """The time counts from the first answer that was not busy: without leaders, an end may take minutes."""
     coordinator = Coordinator(script)
     assert coordinator.settle(LATE) == (owner, list(script.values())[-1])
     assert coordinator.asked_at[-1] >= asked_until_s
 
 
 def test_settle_accepts_slow_second_answer() -> None:
-    """It was given when it was asked for, not when it arrived: a successor may have come since."""
+    """An answer is as of its query and not its arrival: a successor may have started since."""
     coordinator = Coordinator({0: TIMED_OUT, 1.0: SUCCESSOR}, answer_takes_s=lambda n: 3.0 if n == 2 else 0.01)
     assert coordinator.settle(LATE) == (Owner.NEWER, SUCCESSOR)
 
@@ -254,7 +254,7 @@ MINE = TransactionalIdState("Empty", PRODUCER, E)
 
 
 @pytest.mark.parametrize(("then", "owner"), [(MINE, Owner.MINE), (SUCCESSOR, Owner.NEWER)])
-def test_outdated_coordinator_is_asked_until_the_current_one_answers(then: TransactionalIdState, owner: Owner) -> None:
+def test_outdated_coordinator_is_queried_until_the_current_answers(then: TransactionalIdState, owner: Owner) -> None:
     """Found by the failure matrix, transaction coordinator cut off: a worker took an epoch before its own for a newer
     instance's."""
     assert Coordinator({0: BEHIND, 4.0: then}).settle(YOUNG) == (owner, then)

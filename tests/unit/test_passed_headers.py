@@ -1,4 +1,4 @@
-"""Headers of the input that its outputs get: by default those of a trace, so that it does not end here."""
+"""Headers passed from an input to its outputs: by default those of a trace, so that it continues."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def several_later(record: Record) -> AsyncIterator[object]:
 
 
 @pytest.mark.parametrize("function", [raw, typed, out, several, later, several_later])
-def test_every_output_gets_its_records_trace(function: Callable[[Any], Any]) -> None:
+def test_output_gets_the_trace_of_its_record(function: Callable[[Any], Any]) -> None:
     ran = eos.testing.run(app_of(function), records(HEADERS, (), [("other", b"x")]))
     each = len(ran.sent) // 3
     assert [sent.headers for sent in ran.sent] == [TRACE] * each + [[]] * each * 2
@@ -93,7 +93,7 @@ def test_dead_letter_has_all_headers_once() -> None:
     assert {name.startswith("eos-dlq-") for name, _ in headers[len(HEADERS) :]} == {True}
 
 
-def test_with_lineage_both_are_there() -> None:
+def test_passed_headers_and_lineage_are_both_added() -> None:
     app, ledger, kept = app_of(raw), Ledger(), Collector()
     ledger.begin(("in", 0), 0, None)
     assert Handler(app, ledger, passing=["traceparent"]).handle(kept, records(HEADERS)) is None
@@ -112,7 +112,7 @@ def test_only_traces_are_passed_by_default() -> None:
     assert OPTIONS["eos.headers.pass"].default == "traceparent,tracestate"
 
 
-def test_without_names_nothing_is_passed() -> None:
+def test_empty_list_passes_no_headers() -> None:
     kept = Collector()
     assert Handler(app_of(raw), passing=()).handle(kept, records(HEADERS)) is None
     assert kept.sends[0][5] is None

@@ -793,7 +793,7 @@ PLANS = st.lists(st.integers(0, 4), max_size=30)  # how often each record fails;
 
 
 @given(PLANS, st.sampled_from([skip, dlq, retry(2, then=skip), retry(3, then=dlq)]), st.integers(1, 7), st.booleans())
-def test_every_record_has_one_outcome_in_order(plan: list[int], policy: Policy, slice_size: int, batch: bool) -> None:
+def test_record_has_one_outcome_in_order(plan: list[int], policy: Policy, slice_size: int, batch: bool) -> None:
     failures = [0] * len(plan)
 
     def function(record: Record) -> Out:

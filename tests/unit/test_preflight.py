@@ -1,4 +1,4 @@
-"""What preflight says of a cluster: each check on the facts that make it speak; a fit cluster is left alone."""
+"""Preflight checks: the facts that make each check fail, and a fit cluster without findings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NEED = Requirements(
 
 
 def facts(**changes: Any) -> Facts:
-    """Three brokers on which everything is right, but for `changes`; `in_`, `out`, `ids`, `offsets` replace a topic."""
+    """Return three correct brokers with `changes`; `in_`, `out`, `ids` and `offsets` replace a topic."""
     names = {"in_": "in", "out": "out", "ids": TRANSACTION_LOG, "offsets": OFFSETS_LOG}
     topics = {name: topic() for name in names.values()}
     topics |= {names[key]: changes.pop(key) for key in list(changes) if key in names}
@@ -99,7 +99,7 @@ def allowed(*operations: str) -> Topic:
     return topic(operations=frozenset(operations))
 
 
-# By the check that says it and its error: what is wrong, and what the sentence and its remedy name.
+# For each check and its error: the wrong fact, and words of the message and its remedy.
 FAILURES: dict[tuple[str, type[EosError]], list[tuple[str, dict[str, Any], str]]] = {
     ("brokers", Unavailable): [
         ("a broker too old", {"apis": frozenset({"InitProducerId"})}, "upgrade them to Kafka 3.0"),
@@ -237,7 +237,7 @@ def test_unauthorised_facts_are_no_failure() -> None:
     raise_first_failure(found)
 
 
-# What may not be seen, of which resource that is said, and the right that would show it.
+# A hidden fact, the resource that the message names, and the missing right.
 HIDDEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("an output's settings", {"out": topic(config=None)}, "topic out", "DESCRIBE_CONFIGS on topic out"),
     (
@@ -265,7 +265,7 @@ def test_unseen_durability_is_unknown_and_fails_with_strict(changes: dict[str, A
         raise_first_failure([f for f in strict if f.check == "durability"])
 
 
-# Which log a fresh cluster has not made yet, the brokers' settings that it will be made by, and what to change.
+# The log that a fresh cluster has not created yet, the broker settings for it, and the setting to change.
 UNMADE: list[tuple[str, str, dict[str, str], dict[str, str]]] = [
     (
         "ids of one copy",
@@ -379,7 +379,7 @@ def test_broker_lost_between_queries_is_unavailable() -> None:
 
 
 class Configured:
-    """An AdminClient of brokers that learn of a topic one after the other: `late` answers do not know it yet."""
+    """An AdminClient whose brokers learn of a topic one after the other: the first `late` answers lack it."""
 
     def __init__(self, late: int, code: int = KafkaError.UNKNOWN_TOPIC_OR_PART) -> None:
         self.late, self.code, self.asked = late, code, 0

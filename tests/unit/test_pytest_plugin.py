@@ -1,4 +1,4 @@
-"""The pytest plugin in a user's pytest: what it adds to the output, and what it must not."""
+"""The pytest plugin in a user's pytest: its additions to the output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import warnings
 import kafka.admin
 
 
-def test_the_users_own():
+def test_user_test():
     warnings.warn("read_text is deprecated", DeprecationWarning)
 """
 
@@ -42,5 +42,5 @@ def test_users_tests_show_no_warnings_of_kafka_python(tmp_path: Path, strictly: 
     )
     assert "load_json" not in ran.stdout, ran.stdout
     assert "_legacy" not in ran.stdout
-    told = "1 failed" if strictly else "1 passed, 1 warning"
-    assert told in ran.stdout, ran.stdout + ran.stderr
+    summary = "1 failed" if strictly else "1 passed, 1 warning"
+    assert summary in ran.stdout, ran.stdout + ran.stderr

@@ -1,4 +1,4 @@
-"""Which dead letters a command is about, and the file that they are mended in."""
+"""The dead letters selected by a command, and the file in which a user repairs them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_selection_by_record_and_exception() -> None:
     ):
         assert [each for each in (first, second) if choice(each)] == chosen
         assert choice.selected == len(chosen)
-    assert choice.missing == set(), "it is there, though for another reason"
+    assert choice.missing == set(), "it exists, although with another reason"
     assert Selection(["orders[3]@19"]).missing == {"orders[3]@19"}
 
 

@@ -1,4 +1,4 @@
-"""Which failures a suite gives a second try: what a slow machine does, and nothing that was found wrong."""
+"""Reruns of failed tests: only failures that a slow machine can cause are retried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.suites.late import SECOND_TRY
 
 ROOT = Path(__file__).parents[2]
 
-# Each fails the first time and would pass the second time.
+# Each test fails the first time and would pass the second time.
 TESTS = """
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Input that is older than its outputs are kept: one warning, and topics between functions that keep everything."""
+"""Input older than the retention of its outputs: one warning, and topics between functions that keep all records."""
 
 from __future__ import annotations
 

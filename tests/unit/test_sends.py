@@ -1,4 +1,4 @@
-"""One rule for what is sent, by whichever way: an App's Out, a session's send, a transaction's without an input."""
+"""One rule for all sends: an App's Out, a session's send, and a send of a transaction without input."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ def test_value_beyond_json_raises_type_error(value: object) -> None:
 
 
 class Model:
-    """A model of Pydantic's, as far as eos looks at one."""
+    """Stands for a model of Pydantic, with the attributes that eos uses."""
 
     @classmethod
     def model_validate_json(cls, value: bytes) -> "Model":

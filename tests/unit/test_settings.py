@@ -1,4 +1,4 @@
-"""Settings: where they come from, which are refused and why, and what each client is given."""
+"""Settings: their sources, refused settings with reasons, and the configuration of each client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eos.session.session import TransactSession
 
 
 def refused(values: dict[str, Any]) -> str:
-    """The sentence a user reads; the exit code is 78."""
+    """Return the error message, and check that the exit code is 78."""
     with pytest.raises(ConfigurationError) as raised:
         Settings(values)
     assert raised.value.exit_code == 78
@@ -390,7 +390,7 @@ def test_consumer_reads_committed_and_never_commits_or_resets() -> None:
     assert given["isolation.level"] == "read_committed"
     assert given["enable.auto.commit"] is False
     assert given["enable.auto.offset.store"] is False
-    assert given["auto.offset.reset"] == "error", "where a partition begins is the session's to say"
+    assert given["auto.offset.reset"] == "error", "the session decides where a partition starts"
 
 
 def test_classic_member_is_static_cooperative_with_ten_seconds() -> None:
@@ -414,7 +414,7 @@ def test_members_share_each_of_several_topics_by_default(given: dict[str, str], 
 
 
 def test_group_instance_id_is_valid_and_unique() -> None:
-    """Kafka checks it as a topic's name; a transactional.id can be any text."""
+    """Kafka validates it like a topic name, while a transactional.id can be any text."""
     names = ["a", "a.b-c_d", "orders/eu", "orders:eu", "orders_eu", "ü", "..", ".", "x" * 249, "x" * 250, "x" * 251]
     members = [instance_id_for(name) for name in names]
     assert members[:2] == names[:2]

@@ -1,4 +1,4 @@
-"""Handlers of signals: a process that is forked while they are set does not have them."""
+"""Signal handlers: a process forked while they are set does not inherit them."""
 
 from __future__ import annotations
 

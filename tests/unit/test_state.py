@@ -1,4 +1,4 @@
-"""What a function remembers by key: read in its own transaction, kept only with it and if the function returned."""
+"""State of a function by key: changes are stored only if the function returns and its transaction commits."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_set_value_is_read_by_next_record(kind: Any, value: Any) -> None:
     ],
 )
 def test_undecodable_value_fails_its_record(kind: Any, value: Any, said: str) -> None:
-    """Kept, it would end the worker at the next record of its key, for ever."""
+    """If stored, it would end the worker at every later record of its key."""
 
     def remembers(what, seen):  # type: ignore[no-untyped-def]
         assert seen.get() is None

@@ -1,4 +1,4 @@
-"""Maps and lists per key, functions of many records, and async ones: as a dict and a list would have it."""
+"""Maps and lists per key, batch functions and async functions: state behaves like a dict and a list."""
 
 from __future__ import annotations
 
@@ -422,7 +422,7 @@ def test_batch_changes_states_of_its_keys_completely_or_not() -> None:
 
     given_ = [*of_key("a", "x", "x", "bad"), *of_key("b", "x")]
     ran = run(totals, *given_, ("in", "no key"), batch=True, on_error=eos.dlq)
-    assert calls == [4, 1, 1, 1, 1] or calls == [1, 1, 1, 1], "record by record, behind the batch that failed"
+    assert calls == [4, 1, 1, 1, 1] or calls == [1, 1, 1, 1], "record by record, after the failed batch"
     assert ran.values("out") == [b"1", b"2", b"1"]
     assert ran.states["totals"] == {"seen": {b"a": 2, b"b": 1}, "names": {b"a": ["0", "1"], b"b": ["3"]}}
     assert len(ran.to("in.dlq")) == 2

@@ -1,4 +1,4 @@
-"""Maps and lists that are read in order: the same as a dict and a list, and as cheap with many entries as with few."""
+"""Ordered maps and lists: they behave like a dict and a list, and cost the same with many entries as with few."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROW = cell_of("map", b"k")
 
 
 class Walk:
-    """Random steps on a map and a list of state, and on a dict and a list beside them."""
+    """Run random steps on a map and a list of state, and the same on a dict and a list."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -73,7 +73,7 @@ class Walk:
                 del each[min(self.map)], self.map[min(self.map)]
 
     def due(self, each: MapState[int, int]) -> None:
-        """Delete and set while an iteration runs: what lies ahead may be met or not, what was there before is."""
+        """Delete and set during an iteration: new later entries may appear, unchanged entries must."""
         stop, met = self.key(), []
         there = {key: value for key, value in self.map.items() if key < stop}
         for key, value in each.range(stop=stop):
@@ -233,7 +233,7 @@ def test_ordered_access_walks_no_more_with_many_entries(shape: str) -> None:
 
 
 def test_first_scan_alone_walks_over_deleted_entries() -> None:
-    """The count above is of deleted names, too."""
+    """The count above includes deleted names."""
     values = Walked()
     cells = [cell_of("map", b"k", MAP.field(number)) for number in range(100)]
     values.apply(dict.fromkeys(cells, b"1"), 0, 0.0)

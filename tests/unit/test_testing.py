@@ -1,4 +1,4 @@
-"""What `eos.testing.run` answers a test that asks for something else than what the App does."""
+"""`eos.testing.run`: errors for tests that do not fit the App, and the order of records."""
 
 from __future__ import annotations
 
@@ -86,4 +86,4 @@ def test_shuffled_order_mixes_chained_topics_with_input() -> None:
         assert ran.values("out") == [b"1", b"2", b"3"]
         return tuple(sent.topic for sent in ran.sent)
 
-    assert len({order_of(seed) for seed in range(50)}) == 5, "every way in which 3 can follow 3"
+    assert len({order_of(seed) for seed in range(50)}) == 5, "every possible interleaving"

@@ -1,4 +1,4 @@
-"""`eos topic` without a cluster: what becomes of a record's bytes on the screen, and of its transaction in the mark."""
+"""`eos topic` without a cluster: the display of bytes, and the marks of transactions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_records_are_merged_by_time_within_offset_order(
 
 
 class _Cluster:
-    """One partition of a topic; the first questions are answered with these errors."""
+    """A topic with one partition; the first queries are answered with these errors."""
 
     def __init__(self, *errors: int) -> None:
         self._errors = list(errors)
@@ -101,7 +101,7 @@ def answer(value: object) -> Future[Any]:
     ],
 )
 def test_new_topic_is_queried_again(error: int, patient: bool) -> None:
-    """`eos topic create` and `eos topic send` behind each other: the leader may be the last to hear of it."""
+    """After `eos topic create`, `eos topic send` may reach a leader that does not know the topic yet."""
     pauses: list[float] = []
 
     def asked(times: int) -> dict[int, OffsetRange]:
@@ -137,9 +137,9 @@ def test_own_headers_are_shown_as_text() -> None:
     mark = ("eos-lineage", lineage.encode(lineage.Source("in", 2, 9, 0, 2, 17)))
     assert headers_as_text([("a", b"1"), mark]) == ["a=1", "(output 1 of 2 of in[2]@9, number 17)"]
     assert header_as_json(*mark) == {"topic": "in", "partition": 2, "offset": 9, "i": 0, "n": 2, "number": 17}
-    strangers = ("eos-lineage", b"\xff")
-    assert headers_as_text([strangers, ("b", None)]) == [r"eos-lineage=b'\xff'", "b=(null)"]
-    assert header_as_json(*strangers) == {"base64": "/w=="}
+    foreign_header = ("eos-lineage", b"\xff")
+    assert headers_as_text([foreign_header, ("b", None)]) == [r"eos-lineage=b'\xff'", "b=(null)"]
+    assert header_as_json(*foreign_header) == {"base64": "/w=="}
     failed = Record("in", 2, 9, 5, None, b"v", [("a", b"1")])
     letter = make_dead_letter(failed, ValueError("no\x1b[2J price"), app="shop", function="total")[-1] or []
     said = r"(dead letter of shop/total, from in[2]@9: ValueError: no\x1b[2J price)"
@@ -167,9 +167,9 @@ def test_wrong_command_is_refused_before_a_query(
     arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.invoke(["topic", *arguments]) == 64
-    told = capsys.readouterr()
-    assert told.err.startswith(f"eos: {sentence}")
-    assert told.out == ""
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"eos: {sentence}")
+    assert captured.out == ""
 
 
 def test_marks_have_readable_names() -> None:

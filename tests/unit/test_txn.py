@@ -1,4 +1,4 @@
-"""`eos txn abort` without a cluster: what it says of what it did, to people and to machines."""
+"""`eos txn abort` without a cluster: its report for people and as JSON."""
 
 from __future__ import annotations
 

@@ -426,7 +426,7 @@ def test_all_outputs_removed_by_retention_is_no_violation(history: History) -> N
 
 
 @pytest.mark.parametrize("cuts", [(6, 14), (20, 3)])
-def test_most_truncated_partition_limits_what_is_decided(history: History, cuts: tuple[int, int]) -> None:
+def test_most_truncated_partition_limits_the_decision(history: History, cuts: tuple[int, int]) -> None:
     history.output_partition = lambda source: source.number % 2
     for output_partition, count in enumerate(cuts):
         history.cut(output_partition, count)

@@ -1,4 +1,4 @@
-"""The background thread that checks the cluster: when its checks run, and what a failed one costs the others."""
+"""The background thread that checks the cluster: when its checks run, and the effect of a failed check."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_failed_check_costs_the_client_and_no_other_check(watcher: Watcher, clus
     assert cluster.opened - cluster.closed == 1
 
 
-def test_unreachable_cluster_is_asked_again_as_the_check_decides(watcher: Watcher, cluster: Cluster) -> None:
+def test_check_decides_when_an_unreachable_cluster_is_queried_again(watcher: Watcher, cluster: Cluster) -> None:
     ran: list[str] = []
     cluster.is_away = True
 

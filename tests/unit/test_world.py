@@ -344,7 +344,7 @@ def copied(script: Script, **settings: object) -> TransactSession:
     return session
 
 
-def test_a_session_commits_in_a_world_without_a_broker() -> None:
+def test_session_commits_in_a_scripted_world() -> None:
     script = Script()
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)

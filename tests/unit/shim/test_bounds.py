@@ -365,9 +365,9 @@ def test_too_many_batches_in_a_partition_are_malformed() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, 20)), max_size=300))
 def test_limited_warnings_report_each_warning_once(steps: list[tuple[int, float]]) -> None:
-    now, told = 0.0, list[logging.LogRecord]()
+    now, emitted = 0.0, list[logging.LogRecord]()
     handler = logging.Handler()
-    handler.emit = told.append  # type: ignore[method-assign]
+    handler.emit = emitted.append  # type: ignore[method-assign]
     events.logger.addHandler(handler)
     try:
         complaints = LimitedWarnings("closed", "more closed", lambda: now)
@@ -377,7 +377,7 @@ def test_limited_warnings_report_each_warning_once(steps: list[tuple[int, float]
         complaints.flush()
     finally:
         events.logger.removeHandler(handler)
-    fields: list[dict[str, Any]] = [vars(record)["fields"] for record in told]
+    fields: list[dict[str, Any]] = [vars(record)["fields"] for record in emitted]
     alone = [each for each in fields if "client" in each]
     assert len(alone) + sum(each["count"] for each in fields if "count" in each) == len(steps)
     intervals = now / INTERVAL_S + 1

@@ -16,7 +16,7 @@ from tests.unit.shim.messages import framed
     [
         pytest.param(True, 0, {"commit": 1}, {}, id="a commit"),
         pytest.param(False, 0, {"abort": 1}, {}, id="an abort"),
-        pytest.param(False, api.ABORTED_UNKNOWN_PRODUCER_ID, {"abort": 1}, {}, id="an abort told by protection"),
+        pytest.param(False, api.ABORTED_UNKNOWN_PRODUCER_ID, {"abort": 1}, {}, id="an abort reported by protection"),
         pytest.param(True, 51, {}, {("EndTxn", "CONCURRENT_TRANSACTIONS"): 1}, id="a refused commit"),
     ],
 )

@@ -99,8 +99,8 @@ def run(
     """Run `work` with a shim between it and a broker, and return its result."""
 
     async def inside(broker: FakeBroker) -> Any:
-        told = {"drain_timeout_s": 0.2} | settings
-        shim = Shim(ShimSettings((("127.0.0.1", broker.port),), ("127.0.0.1", 0), **told), jobs)
+        given = {"drain_timeout_s": 0.2} | settings
+        shim = Shim(ShimSettings((("127.0.0.1", broker.port),), ("127.0.0.1", 0), **given), jobs)
         await shim.start()
         try:
             async with asyncio.timeout(30):

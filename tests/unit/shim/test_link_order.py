@@ -1,6 +1,6 @@
 """Order in a link: held and streamed frames and the end of either side stay in order, whole and never stuck.
 
-Without sockets: the transports here note what asyncio's would be told, and refuse what those refuse.
+Without sockets: the transports here record their calls, and refuse the calls that asyncio's transports refuse.
 """
 
 from __future__ import annotations

@@ -347,8 +347,8 @@ def test_abort_makes_only_librdkafka_renew_its_identity(tmp_path: Path) -> None:
             version=5, throttle_time_ms=0, error_code=0, producer_id=OLD[0], producer_epoch=OLD[1] + 1
         )
         made = job.response(ends, framed(answer, 77))
-        told = protocol.EndTxnResponse.decode(made, version=3, header=True, framed=True)
-        assert told.error_code == (59 if renews else 0)
+        response = protocol.EndTxnResponse.decode(made, version=3, header=True, framed=True)
+        assert response.error_code == (59 if renews else 0)
         init = Exchange(connection, api.INIT_PRODUCER_ID, 4, 77)
         assert job.request(init, encoded(requests(api.INIT_PRODUCER_ID, 4))) == b""
         assert init.answer is not None

@@ -104,8 +104,8 @@ def test_refused_produce_is_answered_after_its_end(version: int, shape: str, ste
     assert passed.out == b""
     answer = passed.exchanges[0].answer
     assert answer is not None
-    told = protocol.ProduceResponse.decode(answer, version=version, header=True, framed=True)
-    codes = {(t.name, each.index): each.error_code for t in told.responses for each in t.partition_responses}
+    response = protocol.ProduceResponse.decode(answer, version=version, header=True, framed=True)
+    codes = {(t.name, each.index): each.error_code for t in response.responses for each in t.partition_responses}
     assert codes == {(topic, index): 47 for topic, partitions in SHAPES[shape].items() for index in partitions}
 
 
@@ -192,8 +192,8 @@ def sequences(sent: bytes) -> list[int]:
 
 def error(answer: bytes | None) -> int:
     assert answer is not None
-    told = protocol.ProduceResponse.decode(answer, version=9, header=True, framed=True)
-    return int(told.responses[0].partition_responses[0].error_code)
+    response = protocol.ProduceResponse.decode(answer, version=9, header=True, framed=True)
+    return int(response.responses[0].partition_responses[0].error_code)
 
 
 @pytest.mark.parametrize("renews", [True, False])

@@ -108,10 +108,10 @@ def test_damaged_response_never_breaks_protection(key: int, version: int, journa
         if key == api.INIT_PRODUCER_ID:
             assert made == damaged[: len(damaged) - cut]
             return
-        told = answered.decode(made, version=min(version, answered.max_version), header=True, framed=True)
+        response = answered.decode(made, version=min(version, answered.max_version), header=True, framed=True)
         if not damages and not cut:
             expected = 47 if error == 90 and version < 2 else error
-            assert (told.error_code, told.throttle_time_ms) == (expected, 0)
+            assert (response.error_code, response.throttle_time_ms) == (expected, 0)
 
     check()
     assert intact == {True, False}

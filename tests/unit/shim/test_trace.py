@@ -345,10 +345,15 @@ def test_steps_are_formatted_as_text_and_json(wire: Wire) -> None:
     line = text.line(step)
     for part in ("t #1", "5.1 EndTxn", "commit -> producer 4000 epoch 6", "[4000/5]", "ok", " ms  broker 7"):
         assert part in line
-    told = json.loads(text.json_line(step))
-    assert told["step"] == "5.1"
-    assert (told["name"], told["outcome"], told["new_epoch"], told["transaction"]) == ("EndTxn", "commit", 6, 1)
-    assert "errors" not in told
+    decoded = json.loads(text.json_line(step))
+    assert decoded["step"] == "5.1"
+    assert (decoded["name"], decoded["outcome"], decoded["new_epoch"], decoded["transaction"]) == (
+        "EndTxn",
+        "commit",
+        6,
+        1,
+    )
+    assert "errors" not in decoded
 
 
 def test_page_is_self_contained_and_escapes_names(wire: Wire, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def offered(version: int, apis: dict[int, Any], error: int = 0, **more: Any) -> 
     return framed(response, 5)
 
 
-def told(frame: bytes, version: int) -> Any:
+def decoded_answer(frame: bytes, version: int) -> Any:
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
     return ApiVersionsResponse.decode(frame, version=version, header=True, framed=True)
 
@@ -42,7 +42,7 @@ def test_api_versions_offers_only_known_versions(version: int, apis: dict[int, A
             "supported_features": [feature(version=version, name="f", min_version=0, max_version=2)],
             "finalized_features_epoch": 9,
         }
-    answer = told(clamp_versions(offered(version, apis, **more), version), version)
+    answer = decoded_answer(clamp_versions(offered(version, apis, **more), version), version)
     expected = {
         key: (low, min(high, api.NEWEST[key]))
         for key, (low, high) in apis.items()
@@ -71,7 +71,7 @@ def test_newer_client_gets_a_usable_api_versions_version() -> None:
     assert callable(handling)
     assert handling(b"any bytes of a layout nobody here knows") == b""
     assert exchange.answer is not None
-    answer = told(exchange.answer, 0)
+    answer = decoded_answer(exchange.answer, 0)
     assert answer.error_code == 35
     assert [(each.api_key, each.min_version, each.max_version) for each in answer.api_keys] == [(18, 0, NEWEST)]
     assert exchange.answer[4:8] == (77).to_bytes(4, "big")

@@ -65,7 +65,7 @@ def test_row_is_unpacked_once_and_in_order_in_its_share(targets: list[int], shar
     assert out == expected
 
 
-def test_many_bytes_become_several_values_of_half_a_megabyte_at_most() -> None:
+def test_large_batch_becomes_values_of_at_most_half_a_megabyte() -> None:
     packed = pack_rows(rows([i % 4 for i in range(20_000)], size=100), 2, 0)
     sizes = [len(value.as_buffer()) for value in packed.column(ROWS)]
     assert 250_000 < max(sizes) < 500_000
