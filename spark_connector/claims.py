@@ -173,8 +173,8 @@ class ClaimServer:
         self._key = secrets.token_bytes(_NONCE)
         listening = _listen(bind, port)
         self.claims_client = ClaimClient(host, listening.getsockname()[1], self._key)
-        self._tell_again = 0.0
         self._loop = asyncio.new_event_loop()
+        self._waits = log.Reminder(self._loop.time, at_once=True)
         self._serving = self._loop.create_task(self._serve(listening))
         threading.Thread(target=self._run, name="eos-claims", daemon=True).start()
 
@@ -213,8 +213,7 @@ class ClaimServer:
 
     def _tell(self, error: OSError) -> None:
         """Log one line in ten seconds: without file descriptors each attempt to accept fails."""
-        if self._loop.time() >= self._tell_again:
-            self._tell_again = self._loop.time() + 10
+        if self._waits.tick():
             log.warning("tasks' claims wait", error=str(error))
 
     async def _hear(self, connection: socket.socket, room: asyncio.Semaphore) -> None:

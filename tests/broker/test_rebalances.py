@@ -218,7 +218,7 @@ def test_member_that_lost_partitions_in_a_transaction_continues(
     loser.wait_at(step, 3)
     # The transaction was open during the pause, so the broker may have ended it at its timeout.
     pipeline.wait_state("Ongoing", "CompleteAbort", instance="loser")
-    # Before another member joins, because whoever hears of that first has partitions revoked, not lost.
+    # Before another member joins, because a member that learns of it first has partitions revoked, not lost.
     before = pipeline.members()
     loser.pause()
     taker = pipeline.worker("taker", settings=settings)

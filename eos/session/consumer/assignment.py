@@ -8,7 +8,7 @@ tests/unit/test_assignment.py, which holds every entry a second time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping
 from enum import Enum
 
 from confluent_kafka import TopicPartition
@@ -103,9 +103,9 @@ class Assignment:
         return frozenset(p for p, phase in self._phases.items() if phase in phases)
 
     @property
-    def located(self) -> frozenset[Partition]:
+    def located(self) -> KeysView[Partition]:
         """Partitions whose start offset is known: those that are read, and those that participants restore."""
-        return frozenset(self._starts)
+        return self._starts.keys()
 
     @property
     def all(self) -> Collection[Partition]:

@@ -338,7 +338,7 @@ class GroupConsumer:
         if self.member.has_changed(member_id):
             sentence = "the group had removed this member, which joined again with its old partitions"
             raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))
-        if not self.assignment.located.issuperset(offsets):
+        if not offsets.keys() <= self.assignment.located:
             raise _cannot_commit(
                 self.lost_reason or "a partition of this transaction is no longer assigned to this member"
             )
