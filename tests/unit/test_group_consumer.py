@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicPartition
 
 from eos import log
-from eos.errors import ConfigurationError, NotAuthorised, Unavailable
+from eos.errors import Action, CallFailed, ConfigurationError, NotAuthorised, Unavailable
 from eos.kafka.admin import facts, group_history
 from eos.kafka.admin.watcher import Watcher
 from eos.kafka.client.settings import Settings
@@ -279,3 +279,16 @@ def test_eager_assignment_of_a_later_partition_keeps_other_positions() -> None:
     group_consumer.start([("in", 2)])
     assert given == [[(0, 3), (1, -2)], [(0, 5), (1, -2), (2, -2)]]
     assert group_consumer.assignment.reading == {("in", 0), ("in", 1), ("in", 2)}
+
+
+def test_offset_of_an_unassigned_partition_is_not_committed() -> None:
+    cluster: Any = _Cluster()
+    cluster.memberid, cluster.consumer_group_metadata = lambda: "one", lambda: "metadata"
+    group_consumer = _of(cluster)
+    group_consumer.member.note_first_assignment()
+    group_consumer.assignment.assign([("in", 0)])
+    group_consumer.assignment.locate({("in", 0): TopicPartition("in", 0, 3)})
+    assert group_consumer.group_metadata({("in", 0): 5}) == "metadata"
+    with pytest.raises(CallFailed, match="no longer assigned to this member") as failed:
+        group_consumer.group_metadata({("in", 0): 5, ("in", 1): 5})
+    assert failed.value.action is Action.ABORT
