@@ -29,13 +29,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def eos(kafka: LocalKafka, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def eos(kafka: LocalKafka, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("KAFKA_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
 
+    # capsys and not capfd: clients of earlier tests in this process may still log to the descriptor.
     def run(*arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
+        capsys.readouterr()
         code = cli.invoke(["topic", *arguments])
-        return code, *capfd.readouterr()
+        return code, *capsys.readouterr()
 
     return run
 
@@ -68,7 +69,7 @@ def test_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka, 
 
 
 def test_topic_is_created_written_in_one_transaction_and_read(
-    eos: Run, kafka: LocalKafka, names: Names, capfd: pytest.CaptureFixture[str]
+    eos: Run, kafka: LocalKafka, names: Names, capsys: pytest.CaptureFixture[str]
 ) -> None:
     topic, second = names("t"), names("u")
     assert eos("create", topic, "--partitions", "2")[:2] == (0, f"{topic}: created with 2 partitions\n")
@@ -100,7 +101,7 @@ def test_topic_is_created_written_in_one_transaction_and_read(
     # Each call had its own transactional.id, which the list must not show.
     def of_sends(*arguments: str) -> int:
         cli.invoke(["txn", "list", "--json", *arguments])
-        ids = [row["transactional_id"] for row in json.loads(capfd.readouterr().out)]
+        ids = [row["transactional_id"] for row in json.loads(capsys.readouterr().out)]
         return sum(each.startswith("eos-topic-send-") for each in ids)
 
     wait_until("no send is listed", lambda: of_sends() == 0)  # The last one's markers may still be missing.
