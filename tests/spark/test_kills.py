@@ -95,7 +95,8 @@ def test_driver_killed_inside_a_step_loses_and_duplicates_nothing(
             successor.start()
             wait_until("a new epoch", lambda: len(proxy.seen(ApiKey.InitProducerId, ours)) > 2, 120)
             rule.release()
-            assert rule.answer().error in (0, 47, 48, 51, 90)
+            # Done, refused, or not possible at the moment: on a slow machine the coordinator may be away (14 to 16).
+            assert rule.answer().error in (0, 14, 15, 16, 47, 48, 51, 90)
         else:
             successor.start()
         successor.join(240)
