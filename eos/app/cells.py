@@ -21,6 +21,10 @@ EVENT_TIMERS: Final = "@timers"
 No state can have such a name, because `@` is part of no identifier."""
 CLOCK_TIMERS: Final = "@clock-timers"
 """The store of the timers of the wall clock."""
+OPEN_SESSIONS: Final = "@sessions"
+"""The store of the open session windows of each key (eos/app/windows.py)."""
+SEEN_IDS: Final = "@once"
+"""The store of the ids of records that were handled, for deduplication."""
 MAX_FIELD_BYTES: Final = 401
 """The maximum number of bytes that a map's key takes in a cell's name (eos/app/state.py)."""
 

@@ -22,12 +22,12 @@ from eos.app.annotations import parameter_annotation, takes_record
 from eos.app.expiry import TimeToLive, with_ttl
 from eos.app.policies import Policy, policy_of, stop
 from eos.app.routes import Route, changelog_of, is_async
-from eos.app.routes.handlers import make_handler, make_window_cleaner
+from eos.app.routes.handlers import check_merge, make_handler, make_window_cleaner
 from eos.app.state import Store
 from eos.app.stores import find_stores, with_old_names
 from eos.app.timers import check_timer_name
 from eos.app.timing import Timing, make_timing, uses_time
-from eos.app.windows import Windows
+from eos.app.windows import SessionWindows, Windows
 from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, dead_letter_topic
 from eos.encoding.serde import annotation_name, function_name, wrap_decoder, wrap_encoder
 from eos.errors import ConfigurationError
@@ -148,6 +148,10 @@ class App:
         late: str | None = None,
         time: Callable[[Any], Any] | None = None,
         ahead: timedelta | None = None,
+        idle: timedelta | None = None,
+        once: Callable[[Any], Any] | None = None,
+        within: timedelta | None = None,
+        duplicates: str | None = None,
     ) -> Callable[[Function], Function]:
         """Decorate a function that gets one record of `topics` and returns its outputs.
 
@@ -186,7 +190,12 @@ class App:
         counted, and goes to the topic `late` if there is one.
 
         `time(value)` returns the time of a record, a datetime or milliseconds, in place of its timestamp. A record
-        whose time is further `ahead` of the clock fails.
+        whose time is further `ahead` of the clock fails. A partition that was read to its end and has had no record for
+        `idle` follows the clock, that much later; without `idle` its time stands still.
+
+        `once(value)` returns the id of a record. The function gets only the first record of each id `within` a
+        duration; the others are counted, and go to the topic `duplicates` if there is one. Ids are compared within a
+        partition, so records of one id must have one key.
 
         An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the order of the input.
         """
@@ -197,7 +206,18 @@ class App:
         def register(function: Function) -> Function:
             frame = sys._getframe(1)
             stores = _find_stores(function, sources, frame, ttl, was)
-            timing = make_timing(function_name(function), window=window, grace=grace, time=time, ahead=ahead, late=late)
+            timing = make_timing(
+                function_name(function),
+                window=window,
+                grace=grace,
+                time=time,
+                ahead=ahead,
+                late=late,
+                idle=idle,
+                once=once,
+                within=within,
+                duplicates=duplicates,
+            )
             _check_timing(function, sources, stores, timing)
             with_record = takes_record(function, frame)
             default = Record if decode is None and not with_record else object
@@ -283,6 +303,24 @@ class App:
             raise ConfigurationError(f"{route.name} has no windows to close: give it window=")
         return self._handler(route, "", to)
 
+    def on_merge(self, function: Callable[..., object]) -> Callable[[Function], Function]:
+        """Decorate the function that merges two session windows of `function`, which a record between them joins.
+
+        It gets the states of the window that remains, in the order of `function`, and then those of the window that is
+        merged into it and deleted afterwards: `def merge(total: State[int], other: State[int])`. Its result is ignored.
+        The decorator returns the function unchanged.
+        """
+        route = self._route_of(function, "on_merge")
+        if not isinstance(route.timing.windows, SessionWindows):
+            raise ConfigurationError(f"{route.name} has no session windows to merge: give it window=eos.sessions(...)")
+
+        def register(merge: Function) -> Function:
+            check_merge(route, merge)
+            route.merge = merge
+            return merge
+
+        return register
+
     def _route_of(self, function: Callable[..., object], decorator: str) -> Route:
         for route in self.functions:
             if route.function is function:
@@ -339,6 +377,11 @@ class App:
                 f'the App {self.id!r} has no function: decorate one with @app.process("topic", to="topic")'
             )
         for route in self.functions:
+            if isinstance(route.timing.windows, SessionWindows) and route.merge is None:
+                raise ConfigurationError(
+                    f"{route.name} has session windows, but no function that merges two of them",
+                    remedy=f"decorate one with @app.on_merge({route.name})",
+                )
             if not route.timer_names and any(not store.is_kept for store in route.stores):
                 raise ConfigurationError(
                     f"{route.name} sets timers, but no function runs when they are due",

@@ -11,6 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from eos.app.annotations import resolve_annotation
@@ -166,9 +167,16 @@ def split_at_repeated_keys(records: list[Record], times: Mapping[int, int]) -> I
 class Stores:
     """Gives a function access to its stores; without `cells_of` the function cannot run."""
 
-    def __init__(self, name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        stores: Sequence[Store],
+        cells_of: CellsOf | None,
+        more_ttls: Mapping[bytes, int] = MappingProxyType({}),
+    ) -> None:
+        """`more_ttls`: of stores that are no parameter, in milliseconds by name."""
         self._name, self.task_of = name, cells_of or self._refuse_to_run
-        self.ttls = ttls_of(stores)
+        self.ttls = ttls_of(stores) | dict(more_ttls)
         self._kinds = [(store.kind, CompiledStore(store)) for store in stores if store.is_kept]
 
     def _refuse_to_run(self, record: Record) -> TaskCells:

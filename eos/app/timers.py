@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple, Protocol
 
 from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, parse_cell, store_prefix
-from eos.app.windows import Window, split_windowed_key
+from eos.app.windows import Window
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
 
@@ -210,14 +210,19 @@ def check_timer_name(name: object) -> str:
 
 
 class Due(NamedTuple):
-    """Names a timer that is due: of which key, for windows of which window, and when."""
+    """Names a timer that is due. `stored_key`: the key under which its state is kept, of the window if it has one."""
 
     cell: bytes
     due_ms: int
+    stored_key: bytes
     key: bytes
     name: str
     clock: bool
     window: Window | None
+
+
+FindWindow = Callable[[bytes, int], Window | None]
+"""Returns the window that a timer closes, given the stored key and the due time; None for other timers."""
 
 
 class _TimerHeaders(tuple[tuple[str, bytes], ...]):
@@ -229,18 +234,15 @@ class _TimerHeaders(tuple[tuple[str, bytes], ...]):
 _FIRST_ID: Final = -2
 
 
-def record_of(topic: str, partition: int, cell: bytes, due_ms: int, ends_before_ms: int | None = None) -> Record:
+def record_of(topic: str, partition: int, cell: bytes, due_ms: int, find_window: FindWindow) -> Record:
     """Return the record that stands for a due timer: its function, error policy and dead letter get it.
 
     Its key is the timer's, its timestamp the due time, and its offset a negative number that identifies the timer.
-    `ends_before_ms`: the timer closes a window, which ended this long before.
     """
-    store, key, name = parse_cell(cell)
-    window = None
-    if ends_before_ms is not None:
-        key, start_ms = split_windowed_key(key)
-        window = Window(start_ms, due_ms - ends_before_ms, key)
-    due = Due(cell, due_ms, key, name.decode(), store == CLOCK_TIMERS, window)
+    store, stored_key, name = parse_cell(cell)
+    window = find_window(stored_key, due_ms)
+    key = stored_key if window is None else window.key
+    due = Due(cell, due_ms, stored_key, key, name.decode(), store == CLOCK_TIMERS, window)
     pairs = [("eos-timer-due", str(due_ms).encode())]
     if window is None:
         pairs.insert(0, ("eos-timer", name))

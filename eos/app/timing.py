@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
+from eos.app.cells import SEEN_IDS
 from eos.app.state import Store
 from eos.app.windows import FixedWindows, SessionWindows, Windows
 from eos.errors import ConfigurationError
@@ -33,6 +34,11 @@ class Timing:
     within_ms: int = 0
     duplicates: str | None = None
 
+    @property
+    def ttls(self) -> dict[bytes, int]:
+        """Return how long the ids of records are kept, by the name of their store; empty without deduplication."""
+        return {} if self.once is None else {SEEN_IDS.encode(): self.within_ms}
+
 
 NO_TIMING: Final = Timing()
 
@@ -50,6 +56,10 @@ def make_timing(
     time: Callable[[Any], Any] | None,
     ahead: timedelta | None,
     late: str | None,
+    idle: timedelta | None,
+    once: Callable[[Any], Any] | None,
+    within: timedelta | None,
+    duplicates: str | None,
 ) -> Timing:
     """Return the timing of a function, as its decorator gives it. Raise ConfigurationError."""
     if window is None:
@@ -66,14 +76,29 @@ def make_timing(
         )
     if time is not None and not callable(time):
         raise ConfigurationError(f"time= of {function} is {time!r}: it must be a function of the value")
-    if late is not None and not is_topic_name(late):
-        raise ConfigurationError(f"late= of {function} is {late!r}, which is not a topic name")
+    for name, topic in (("late", late), ("duplicates", duplicates)):
+        if topic is not None and not is_topic_name(topic):
+            raise ConfigurationError(f"{name}= of {function} is {topic!r}, which is not a topic name")
+    if once is None:
+        if given := [name for name, value in (("within=", within), ("duplicates=", duplicates)) if value is not None]:
+            raise ConfigurationError(f"{function} has {given[0]} but no once=")
+    elif not callable(once):
+        raise ConfigurationError(f"once= of {function} is {once!r}: it must be a function that returns a record's id")
+    elif within is None:
+        raise ConfigurationError(
+            f"{function} has once= without within=: say how long the ids of records are kept",
+            remedy="for example within=timedelta(days=7)",
+        )
     return Timing(
         window,
         _duration_ms(function, "grace", grace, least=0) or 0,
         time,
+        idle_ms=_duration_ms(function, "idle", idle, least=1),
         ahead_ms=_duration_ms(function, "ahead", ahead, least=0),
         late=late,
+        once=once,
+        within_ms=_duration_ms(function, "within", within, least=1) or 0,
+        duplicates=duplicates,
     )
 
 

@@ -70,11 +70,38 @@ class FixedWindows:
         return f"hopping window of {self.size_ms * _MS} every {self.every_ms * _MS}{offset}"
 
 
+class Session(NamedTuple):
+    """Holds an open session window of a key: the times of its first and its last record.
+
+    `id_ms`: the time of the record that opened it, under which its state is kept; it stays the same when an earlier
+    record moves `first_ms`.
+    """
+
+    id_ms: int
+    first_ms: int
+    last_ms: int
+
+
+_SESSION = struct.Struct(">qqq")
+
+
+def encode_sessions(sessions: list[Session]) -> bytes | None:
+    return b"".join(_SESSION.pack(*session) for session in sessions) or None
+
+
+def decode_sessions(value: bytes | None) -> list[Session]:
+    return [Session(*found) for found in _SESSION.iter_unpack(value or b"")]
+
+
 @dataclass(frozen=True)
 class SessionWindows:
     """Windows of records that follow each other within a gap; each window ends one gap after its last record."""
 
     gap_ms: int
+
+    def joins(self, session: Session, time_ms: int) -> bool:
+        """Return whether a record of this time belongs to the session."""
+        return session.first_ms - self.gap_ms < time_ms < session.last_ms + self.gap_ms
 
     def __str__(self) -> str:
         return f"session window with a gap of {self.gap_ms * _MS}"

@@ -13,6 +13,7 @@ time the record fails without a call of its function.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,6 +24,7 @@ from eos.app.definition import App
 from eos.app.lineage import Ledger, check_route, with_lineage
 from eos.app.policies import Policy, stop
 from eos.app.routes import Route, feed_from
+from eos.app.routes.timed import find_window
 from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
 from eos.app.timers import DueTimers, TimersDue, describe, due_of, record_of
@@ -140,6 +142,8 @@ class Handler:
     An `async def` runs on at most `concurrent_most` records at once, a batch function gets at most `batch_most`.
     `passing`: names of headers, see Route. `policy`: applies to all functions in place of their own. `cells_of`:
     returns where the state of a function is kept. `tasks_of`: returns the tasks of a function, by partition.
+    `silent_until_ms` returns up to which time the event time of a partition follows the clock, given how long it must
+    have been silent; 0: it does not.
     """
 
     def __init__(
@@ -153,7 +157,9 @@ class Handler:
         now: Callable[[], float] = time.monotonic,
         cells_of: Callable[[Route], CellsOf] | None = None,
         tasks_of: Callable[[Route], Mapping[Partition, TaskCells]] | None = None,
+        silent_until_ms: Callable[[Partition, int], int] = lambda *_: 0,
     ) -> None:
+        self._silent_until_ms = silent_until_ms
         self._now = now
         self._app, self._ledger, self._policy = app, ledger, policy
         self._sizes = SliceSizes(batch_most, concurrent_most)
@@ -307,16 +313,14 @@ class Handler:
 
     # ---- timers ---------------------------------------------------------------------------------------------------
 
-    def has_due_timers(self, idle: Callable[[Partition, int], bool]) -> bool:
-        """Return whether timers are due although no record waits. `idle`: see fire_waiting."""
-        return any(self._waiting(idle, most=1))
+    def has_due_timers(self) -> bool:
+        """Return whether timers are due although no record waits."""
+        return any(True for _ in self._waiting())
 
-    def fire_waiting(self, txn: Feeds, idle: Callable[[Partition, int], bool]) -> Halt | None:
-        """Fire the timers that are due without a further record: those of the clock, and those left by a transaction.
-
-        `idle` returns whether a partition has been read to its end and had no record for this many milliseconds.
-        """
-        for timed, partition, task, timers, until_ms in self._waiting(idle):
+    def fire_waiting(self, txn: Feeds) -> Halt | None:
+        """Fire the timers that are due without a further record: those of the clock, those left by a transaction, and
+        those of silent partitions."""
+        for timed, partition, task, timers, until_ms in self._waiting():
             if (halt := self._fire(txn, timed, partition, task, timers, until_ms)) is not None:
                 return halt
         return None
@@ -328,22 +332,22 @@ class Handler:
                 task.time_ms = max(task.time_ms, to_ms)
                 if (halt := self._fire(txn, timed, partition, task, task.timers, task.time_ms)) is not None:
                     return halt
-        return self.fire_waiting(txn, lambda *_: False)
+        return self.fire_waiting(txn)
 
-    def _waiting(
-        self, idle: Callable[[Partition, int], bool], most: int = 1
-    ) -> Iterator[tuple[Route, Partition, TaskCells, DueTimers, int]]:
+    def _waiting(self) -> Iterator[tuple[Route, Partition, TaskCells, DueTimers, int]]:
         """Yield the functions, tasks and timers that are due without a further record, and up to which time."""
         for timed in self._timed.values():
             idle_ms = timed.timing.idle_ms
             for partition, task in list(self._tasks_of(timed).items()):
                 clock_ms = task.clock_ms()
-                if task.clock_timers.due(clock_ms, most):
+                if task.clock_timers.due(clock_ms, 1):
                     yield timed, partition, task, task.clock_timers, clock_ms
-                if task.timers.due(task.time_ms, most):
+                if task.timers.due(task.time_ms, 1):
                     yield timed, partition, task, task.timers, task.time_ms
-                if idle_ms is not None and task.timers.due(clock_ms - idle_ms, most) and idle(partition, idle_ms):
-                    yield timed, partition, task, task.timers, clock_ms - idle_ms
+                if idle_ms is None or not task.timers.due(clock_ms - idle_ms, 1):
+                    continue
+                if task.timers.due(until_ms := self._silent_until_ms(partition, idle_ms), 1):
+                    yield timed, partition, task, task.timers, until_ms
 
     def _fire_before(self, txn: Feeds, route: Route, record: Record, now_ms: int) -> Halt | None:
         """Fire the timers that are due before a record that moves the time of its task to `now_ms`."""
@@ -369,12 +373,11 @@ class Handler:
         self, txn: Feeds, timed: Route, partition: Partition, task: TaskCells, timers: DueTimers, until_ms: int
     ) -> Halt | None:
         """Fire the timers of a task that are due, in order. Halt if the transaction is over before all have fired."""
-        windows = timed.timing.windows is not None
-        before_ms = timed.timing.grace_ms if windows else None
+        window_of = functools.partial(find_window, timed.timing, task)
         while due := timers.due(until_ms, _TIMERS_AT_ONCE):
             if timers is task.timers:
                 task.time_ms = max(task.time_ms, due[-1][0])
-            fired = [record_of(*partition, cell, due_ms, before_ms) for due_ms, cell in due]
+            fired = [record_of(*partition, cell, due_ms, window_of) for due_ms, cell in due]
             for name, group in itertools.groupby(fired, key=_timer_name):
                 if (handler := timed.handlers.get(name)) is None:
                     return Halt(0, _unknown_timer(timed, name))

@@ -30,6 +30,7 @@ class Parts:
         *,
         until_end: bool,
         handled_at_once: int,
+        with_ends: bool,
         stopping: Callable[[], bool],
         world: World,
     ) -> None:
@@ -48,6 +49,7 @@ class Parts:
             participants,
             self.watcher,
             until_end=until_end,
+            with_ends=with_ends,
             stopping=stopping,
             pulse=self.pulse,
             world=world,

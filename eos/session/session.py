@@ -68,11 +68,13 @@ class TransactSession:
         participants: Sequence[Participant] = (),
         listener: Listener | None = None,
         handled_at_once: int = 1,
+        with_ends: bool = False,
         world: World = REAL,
     ) -> None:
         """`participants`, `listener`: see eos/session/outcomes.py. With a listener, a session can be made before its
         topics are known, and `set_topics` sets them before the start. `handled_at_once`: how many records the
-        application handles at once; a poll of a backlog takes whole batches of them."""
+        application handles at once; a poll of a backlog takes whole batches of them. `with_ends`: `find_end` notices
+        when a partition was read to its end."""
         self.settings = to_settings(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         topics = list(topics) if topics is not None else named
@@ -91,6 +93,7 @@ class TransactSession:
             listener or Listener(),
             until_end=until_end,
             handled_at_once=handled_at_once,
+            with_ends=with_ends,
             stopping=lambda: self.stop_requested,
             world=world,
         )
@@ -218,6 +221,13 @@ class TransactSession:
     def assignment(self) -> frozenset[Partition]:
         """Partitions that are read, as of the last poll."""
         return self.group_consumer.assignment.reading
+
+    def find_end(self, partition: Partition) -> tuple[int, float] | None:
+        """Return the offset at which the partition was read to its end, and the World.now() of that.
+
+        None: there are more records, or it is unknown.
+        """
+        return self.group_consumer.find_end(partition)
 
     @property
     def committed(self) -> Mapping[Partition, int]:

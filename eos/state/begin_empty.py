@@ -14,7 +14,7 @@ from typing import NamedTuple
 from confluent_kafka import KafkaError, Message
 
 from eos import log
-from eos.app.cells import HEADER, parse_cell
+from eos.app.cells import EVENT_TIMERS, HEADER, OPEN_SESSIONS, parse_cell
 from eos.app.definition import App
 from eos.app.routes import Route, changelog_of
 from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error, not_authorised
@@ -115,6 +115,8 @@ class EmptyStates:
         stores = notes.require_owner(self._app_id, self._route, format_position(self.topic, partition), header).stores
         kept.update(stores)
         gone = {name for name, shape in stores.items() if have.get(name) != shape}
+        if any(" per " in stores[name] for name in gone):
+            gone |= {EVENT_TIMERS, OPEN_SESSIONS}  # they belong to the windows, whose state is deleted
         return _Leftovers([cell for cell in found if parse_cell(cell)[0] in gone], header=True)
 
     def carry_out(self) -> None:

@@ -206,7 +206,9 @@ def require_owner(app: str, route: Route, where: str, header: bytes) -> Header:
 
 
 def current_header(app: str, route: Route) -> Header:
-    return Header(app, route.name, route.sources, {store.stored_name: store.shape for store in route.values})
+    windows = route.timing.windows
+    per = "" if windows is None else f" per {windows}"
+    return Header(app, route.name, route.sources, {store.stored_name: store.shape + per for store in route.values})
 
 
 def _decode_header(header: bytes, where: str) -> Header:

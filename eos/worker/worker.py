@@ -29,6 +29,7 @@ from eos.session.outcomes import Listener, Outcome
 from eos.session.session import TransactSession
 from eos.session.transaction import Transaction
 from eos.signals import ShutdownExpired, took_too_long
+from eos.worker.idle import IdlePartitions
 from eos.worker.new_topics import NewTopics
 from eos.worker.retention import Retention
 from eos.worker.spans import Spans
@@ -69,8 +70,17 @@ class Worker(Listener):
         batch_most: int = self.settings["eos.batch.max.records"]
         self._sizes = SliceSizes(batch_most, concurrent_most)
         passing = self.settings.passed_headers
+        self._idle = IdlePartitions(self.settings, lambda partition: self.session.find_end(partition), world)
         self._handler = Handler(
-            app, ledger, concurrent_most, batch_most, passing, now=world.now, cells_of=cells_of, tasks_of=tasks_of
+            app,
+            ledger,
+            concurrent_most,
+            batch_most,
+            passing,
+            now=world.now,
+            cells_of=cells_of,
+            tasks_of=tasks_of,
+            silent_until_ms=self._idle.silent_until_ms,
         )
         self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
         self._found_topics = False
@@ -82,6 +92,7 @@ class Worker(Listener):
             participants=[one for one in (ledger, self._keeper) if one is not None],
             listener=self,
             handled_at_once=batch_most if any(function.batch for function in app.functions) else 1,
+            with_ends=any(function.timing.idle_ms is not None for function in app.functions),
             world=world,
         )
         functions = app.functions
@@ -144,6 +155,7 @@ class Worker(Listener):
             except ShutdownExpired as expired:
                 log.warning("clients abandoned: the stop took too long", reason=str(expired))
             finally:
+                self._idle.close()
                 if self._keeper is not None:
                     self._keeper.close()
                 if self._spans is not None:
@@ -161,11 +173,7 @@ class Worker(Listener):
         self._tick()
 
     def has_work(self) -> bool:
-        return self._uses_time and self._world.now() >= self._retry_at and self._handler.has_due_timers(self._is_idle)
-
-    def _is_idle(self, partition: tuple[str, int], idle_ms: int) -> bool:
-        """Return whether a partition has been read to its end and had no record for this long."""
-        return False
+        return self._uses_time and self._world.now() >= self._retry_at and self._handler.has_due_timers()
 
     def _tick(self) -> None:
         self._handler.tick()
@@ -220,7 +228,7 @@ class Worker(Listener):
             return None
         self._slow_functions.check()
         self._handler.begun()
-        if self._uses_time and (halt := self._handler.fire_waiting(txn, self._is_idle)) is not None:
+        if self._uses_time and (halt := self._handler.fire_waiting(txn)) is not None:
             return halt
         handled = 0
         while True:

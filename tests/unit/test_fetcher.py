@@ -51,6 +51,7 @@ def intake_of(world: World, interval_s: float = 0.1, stopping: Callable[[], bool
         Pacing(interval_s, 5),
         [],
         Watcher(Settings(SETTINGS), world),
+        with_ends=False,
         until_end=False,
         stopping=stopping,
         pulse=Pulse(world.now),

@@ -247,7 +247,17 @@ def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
     group.list_topics = lambda *_, timeout: SimpleNamespace(brokers={}, topics=there)  # type: ignore[method-assign, misc]
     world = World(consumer=lambda _: group, background=lambda name, run: None)  # type: ignore[arg-type, return-value]
     settings = Settings({**SETTINGS, "auto.offset.reset": "latest", "eos.places.topic": ""})
-    parts = Parts(settings, ["a", "b"], [], Listener(), until_end=False, handled_at_once=1, stopping=bool, world=world)
+    parts = Parts(
+        settings,
+        ["a", "b"],
+        [],
+        Listener(),
+        until_end=False,
+        handled_at_once=1,
+        with_ends=False,
+        stopping=bool,
+        world=world,
+    )
     parts.fetcher.connect(["b", "c"], world.now())
     for _ in range(2):
         begin = parts.fetcher.group_consumer.start_offsets.find([("a", 0), ("b", 0)])

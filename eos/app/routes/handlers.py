@@ -5,6 +5,7 @@ Such a function shares the states, the error policy and the encoder of the funct
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, Final
@@ -57,6 +58,21 @@ def make_handler(
         gives=gives,
         timer_names=route.timer_names,
     )
+
+
+def check_merge(route: Route, merge: Callable[..., object]) -> None:
+    """Raise ConfigurationError for a function that cannot merge the states of two session windows."""
+    names = [store.name for store in route.values]
+    try:
+        inspect.signature(merge).bind(*names, *names)
+    except (TypeError, ValueError) as error:
+        wanted = ", ".join([*names, *(f"other_{name}" for name in names)])
+        raise ConfigurationError(
+            f"{function_name(merge)} cannot merge two windows of {route.name}: {error}",
+            remedy=f"def {function_name(merge)}({wanted})",
+        ) from error
+    if is_async(merge):
+        raise ConfigurationError(f"{function_name(merge)} is async: it must be an ordinary def")
 
 
 def make_window_cleaner(route: Route) -> Route:

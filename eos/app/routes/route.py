@@ -78,6 +78,7 @@ class Route:
         "function",
         "gives",
         "handlers",
+        "merge",
         "name",
         "on_error",
         "outputs",
@@ -121,20 +122,22 @@ class Route:
         handlers: Mapping[str, Route] = MappingProxyType({}),
         gives: Gives | None = None,
         timer_names: set[str] | None = None,
+        merge: Callable[..., object] | None = None,
     ) -> None:
         """`gives`: the route is a timer function, and this is what its first parameter gets. `timer_names`: the timers
-        that have a function, which a function shares with its timer functions.
+        that have a function, which a function shares with its timer functions. `merge`: see App.on_merge.
         """
         self.passing, self.stores, self.with_record = passing, stores, with_record
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
         self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
+        self.merge = merge
         self.timing, self.gives, self.tally, self.discard = timing, gives, None, None
         self.timer_names = set[str]() if timer_names is None else timer_names
         self.handlers = {timer: handler.bind(cells_of=cells_of) for timer, handler in handlers.items()}
         # The user's own encoder becomes a part of the function, so the path of all other functions stays short.
         finish = None if encode is None else functools.partial(encode_result, encode)
-        kept = Stores(self.name, stores, cells_of)
+        kept = Stores(self.name, stores, cells_of, timing.ttls)
         hints = Hints(function)
         shape: Single | Stateful | Async | Keyed | Batch | Timed | Fired
         if batch:
@@ -160,7 +163,7 @@ class Route:
                 self.discard, shape = fired.discard, fired
             elif self.uses_time:
                 caller = self._caller(function, kept)
-                timed = Timed(self.name, caller, kept, timing, decoded, value_of, finish, normalise, target)
+                timed = Timed(self.name, caller, kept, timing, merge, decoded, value_of, finish, normalise, target)
                 self.tally, shape = timed.tally, timed
             elif self.concurrent and stores:
                 shape = Keyed(kept, function, decoded, finish, normalise)
@@ -196,6 +199,7 @@ class Route:
         "handlers",
         "gives",
         "timer_names",
+        "merge",
     )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -241,7 +245,7 @@ class Route:
     @property
     def ttls(self) -> dict[bytes, int]:
         """Return the time-to-live of its stores that have one, in milliseconds by name."""
-        return ttls_of(self.stores)
+        return ttls_of(self.stores) | self.timing.ttls
 
     def __repr__(self) -> str:
         return f"<Route {self.name}: {', '.join(self.sources)} -> {', '.join(self.destinations) or 'nothing'}>"

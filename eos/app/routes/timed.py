@@ -7,22 +7,35 @@ function, write its changes. The time moves even if the function fails: timers t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import msgspec
 
-from eos.app.cells import encode_key
+from eos.app.cells import OPEN_SESSIONS, SEEN_IDS, encode_key, store_prefix
+from eos.app.layers import Layer
 from eos.app.results import Normalise
 from eos.app.routes.feeds import make_feed, one_by_one
 from eos.app.routes.single import UnusualOutputs, as_sends, send_usual_directly
-from eos.app.state import TaskCells
+from eos.app.state import Cells, TaskCells
 from eos.app.stores import Finish, Stores
 from eos.app.timers import Due, Timers, TimersDue, due_of, timer_cell, to_ms
 from eos.app.timing import Timing
-from eos.app.windows import FixedWindows, windowed_key
-from eos.encoding.serde import Decode
+from eos.app.windows import (
+    FixedWindows,
+    Session,
+    SessionWindows,
+    Window,
+    decode_sessions,
+    encode_sessions,
+    split_windowed_key,
+    windowed_key,
+)
+from eos.encoding.serde import Decode, encode
 from eos.hotloop.python import Target
-from eos.records import Record, Send
+from eos.records import Record, Send, readable_headers
+
+_SEEN_IDS: Final = store_prefix(SEEN_IDS)
+_OPEN_SESSIONS: Final = store_prefix(OPEN_SESSIONS)
 
 
 class Tally:
@@ -50,13 +63,21 @@ class Caller:
         self._function, self._stores, self._timers_at, self._names = function, stores, timers_at, names
 
     def __call__(
-        self, task: TaskCells, suffix: bytes, record: Record, given: Any, finish: Finish, is_periodic: bool = False
+        self,
+        task: TaskCells,
+        suffix: bytes,
+        record: Record,
+        given: Any,
+        finish: Finish,
+        is_periodic: bool = False,
+        cells: Cells | None = None,
     ) -> tuple[Any, list[Any]]:
         """Return the outputs, and the states and timers with changes that are not written yet.
 
-        `suffix`: the part of a row's name that the key gives. `is_periodic`: see Timers.set.
+        `suffix`: the part of a row's name that the key gives. `is_periodic`: see Timers.set. `cells`: in place of the
+        task's own.
         """
-        states = self._stores.open(self._stores.with_expiry(task, task.time_ms), suffix)
+        states = self._stores.open(self._stores.with_expiry(cells or task, task.time_ms), suffix)
         if self._timers_at is not None:
 
             def base(clock: bool) -> int:
@@ -87,6 +108,7 @@ class Timed:
         caller: Caller,
         stores: Stores,
         timing: Timing,
+        merge: Callable[..., object] | None,
         decode: Decode | None,
         value_of: Decode | None,
         finish: Callable[[Any], Any] | None,
@@ -102,7 +124,10 @@ class Timed:
         self._decode, self._value_of, self._made = decode, value_of, made
         # With time= an output's timestamp is not the record's, which the hot loop would use.
         self._usual = made if timing.time is not None else send_usual_directly(made, finish is not None, target)
-        self._run = self._in_windows if isinstance(timing.windows, FixedWindows) else self._by_key
+        self._merge = merge
+        self._run = {FixedWindows: self._in_windows, SessionWindows: self._in_sessions}.get(
+            type(timing.windows), self._by_key
+        )
         self.tally = Tally()
         self.feed = make_feed(self._one, None, target, as_sends)
         self.each = one_by_one(self.outputs)
@@ -122,7 +147,27 @@ class Timed:
         if task.timers.next_due <= now_ms:
             raise TimersDue(now_ms)
         task.time_ms = now_ms
-        return self._run(task, suffix, record, given, finish)
+        if self._timing.once is None:
+            return self._run(task, suffix, record, given, finish)
+        seen = self._stores.with_expiry(task, now_ms)
+        cell = self._cell_of_id(record)
+        if seen.get(cell) is not None:
+            return self._duplicate(record)
+        outputs = self._run(task, suffix, record, given, finish)
+        seen.put(cell, b"")
+        return outputs
+
+    def _cell_of_id(self, record: Record) -> bytes:
+        timing = self._timing
+        assert timing.once is not None
+        found = encode(timing.once(record if self._value_of is None else self._value_of(record.value)))
+        if found is None:
+            raise ValueError(f"once= of {self._name} returned None, which is no id of a record")
+        return _SEEN_IDS + encode_key(found)
+
+    def _duplicate(self, record: Record) -> list[Send]:
+        self.tally.duplicates += 1
+        return _unchanged(record, self._timing.duplicates)
 
     def _at_event_time(self, record: Record, task: TaskCells) -> Record:
         """Return the record with its event time. Raise ValueError if it has none, or is too far ahead of the clock."""
@@ -168,10 +213,69 @@ class Timed:
                 task.set_timer(cell, closes_ms)
         return calls[0][0] if len(calls) == 1 else [send for outputs, _ in calls for send in outputs]
 
+    def _in_sessions(self, task: TaskCells, suffix: bytes, record: Record, given: Any, finish: Finish) -> Any:
+        """Call the function for the session window of the record, once other sessions are merged that it joins."""
+        timing, time_ms, key = self._timing, record.timestamp, cast("bytes", record.key)
+        windows = cast("SessionWindows", timing.windows)
+        stays_ms = windows.gap_ms + timing.grace_ms
+        cell = _OPEN_SESSIONS + suffix
+        sessions = decode_sessions(task.get(cell))
+        joined = [session for session in sessions if windows.joins(session, time_ms)]
+        if not joined and time_ms + stays_ms <= task.time_ms:
+            return self._late(record)
+        session, *merged = joined or [Session(time_ms, time_ms, time_ms)]
+        suffixes = [encode_key(windowed_key(key, one.id_ms)) for one in (session, *merged)]
+        cells = Layer(task) if merged else task
+        changes = [self._merge_states(cells, suffixes[0], other) for other in suffixes[1:]]
+        outputs, states = self._call(task, suffixes[0], record, given, finish, cells=cells)
+        for changed in (*changes, states):
+            self._call.write(changed, task)
+        for other in suffixes[1:]:
+            self._stores.delete(task, other)
+            task.set_timer(timer_cell(False, other, b""), None)
+        first_ms = min(time_ms, *(one.first_ms for one in (session, *merged)))
+        last_ms = max(time_ms, *(one.last_ms for one in (session, *merged)))
+        others = [one for one in sessions if one not in joined]
+        task.put(cell, encode_sessions([*others, Session(session.id_ms, first_ms, last_ms)]))
+        task.set_timer(timer_cell(False, suffixes[0], b""), last_ms + stays_ms)
+        return outputs
+
+    def _merge_states(self, cells: Cells, suffix: bytes, other: bytes) -> list[Any]:
+        """Call the user's function with the states of two session windows. Return the changed states of the first."""
+        assert self._merge is not None
+        into, merged = self._stores.open(cells, suffix), self._stores.open(cells, other)
+        try:
+            self._merge(*into, *merged)
+            for one in into:
+                one._encode()
+        finally:
+            for one in (*into, *merged):
+                one._close()
+        for one in into:
+            one._write(cells)
+        return into
+
     def _late(self, record: Record) -> list[Send]:
         self.tally.late += 1
-        late = self._timing.late
-        return [] if late is None else [(late, record.value, record.key, -1, record.timestamp, list(record.headers))]
+        return _unchanged(record, self._timing.late)
+
+
+def _unchanged(record: Record, topic: str | None) -> list[Send]:
+    """Return the record as an output to a topic; nothing without a topic."""
+    headers = list(readable_headers(record.headers))
+    return [] if topic is None else [(topic, record.value, record.key, -1, record.timestamp, headers)]
+
+
+def find_window(timing: Timing, task: TaskCells, stored_key: bytes, due_ms: int) -> Window | None:
+    """Return the window that a timer closes; None if the function has no windows."""
+    if timing.windows is None:
+        return None
+    key, start_ms = split_windowed_key(stored_key)
+    end_ms = due_ms - timing.grace_ms
+    if isinstance(timing.windows, SessionWindows):
+        sessions = decode_sessions(task.get(_OPEN_SESSIONS + encode_key(key)))
+        start_ms = next(session.first_ms for session in sessions if session.id_ms == start_ms)
+    return Window(start_ms, end_ms, key)
 
 
 class Fired:
@@ -197,13 +301,14 @@ class Fired:
 
     def _find(self, record: Record) -> tuple[TaskCells, Due, bytes]:
         due = cast("Due", due_of(record))
-        key = due.key if due.window is None else windowed_key(due.key, due.window.start_ms)
-        return self._stores.task_of(record), due, encode_key(key)
+        return self._stores.task_of(record), due, encode_key(due.stored_key)
 
     def outputs(self, record: Record) -> Sequence[Send]:
         task, due, suffix = self._find(record)
+        if task.due_ms(due.cell) != due.due_ms:
+            return ()  # a timer that fired just before it cleared or moved it
         outputs, states = self._call(task, suffix, record, self._give(due, task), self._made, is_periodic=True)
-        task.set_timer(due.cell, None)
+        self._clear(task, due)
         self._call.write(states, task)
         if due.window is not None:
             self._stores.delete(task, suffix)
@@ -212,6 +317,15 @@ class Fired:
     def discard(self, record: Record) -> None:
         """Clear a timer whose function failed, with the state of its window: its error policy goes on without it."""
         task, due, suffix = self._find(record)
-        task.set_timer(due.cell, None)
+        self._clear(task, due)
         if due.window is not None:
             self._stores.delete(task, suffix)
+
+    def _clear(self, task: TaskCells, due: Due) -> None:
+        task.set_timer(due.cell, None)
+        if due.window is None:
+            return
+        cell = _OPEN_SESSIONS + encode_key(due.key)
+        if (value := task.get(cell)) is not None:
+            _, id_ms = split_windowed_key(due.stored_key)
+            task.put(cell, encode_sessions([one for one in decode_sessions(value) if one.id_ms != id_ms]))

@@ -63,6 +63,7 @@ class Fetcher:
         watcher: Watcher,
         *,
         until_end: bool,
+        with_ends: bool,
         stopping: Callable[[], bool],
         pulse: Pulse,
         world: World,
@@ -71,6 +72,7 @@ class Fetcher:
         self._settings, self.topics, self._pacing, self._followers = settings, list(topics), pacing, followers
         self._watcher = watcher
         self._until_end, self._stopping = until_end, stopping
+        self._with_ends = with_ends or until_end
         self._pulse, self._world, self._on_unreadable = pulse, world, on_unreadable
         self._by_pattern: set[str] = set()
         self.positions: Positions[Record] = Positions()
@@ -134,7 +136,7 @@ class Fetcher:
             self.topics,
             self.positions,
             self._watcher,
-            with_ends=self._until_end,
+            with_ends=self._with_ends,
             pulse=self._pulse,
             world=self._world,
             stopping=self._stopping,

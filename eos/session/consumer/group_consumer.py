@@ -91,6 +91,7 @@ class GroupConsumer:
         """Why the open transaction cannot commit: it took records of partitions that the group took away."""
         self._latched: BaseException | None = None  # raised by a callback
         self._on_unreadable = on_unreadable
+        self._ended_at: dict[Partition, float] = {}  # when the consumer was last at the end of each partition
         self._must_seek = False  # the consumer may have passed records that it did not return
         configuration = guard_callbacks(settings.consumer() | {"logger": log.client_logger}, self._latch)
         configuration.setdefault("error_cb", _log_client_error)
@@ -235,6 +236,7 @@ class GroupConsumer:
         at = None if message is None else (message.topic(), message.partition())
         if at is not None and error.code() == KafkaError._PARTITION_EOF:
             self._positions.reach_end(at, message.offset())
+            self._ended_at[at] = self._world.now()
             return
         action = classify("consume", error)
         if action is Action.REJOIN:
@@ -246,6 +248,11 @@ class GroupConsumer:
         elif action is not Action.RETRY:
             raise self.queries.refusal("consume", error, "" if at is None else at[0])
         log.warning("consumer reported an error", error=describe_error(error), group=self.group)
+
+    def find_end(self, partition: Partition) -> tuple[int, float] | None:
+        """See TransactSession.find_end."""
+        end = self._positions.find_end(partition)
+        return None if end is None else (end, self._ended_at[partition])
 
     def seek(self, targets: Mapping[Partition, int], unless_unfetched: bool = False) -> None:
         """Fetch partitions again from these offsets. `poll` returns none of the records fetched before: librdkafka

@@ -118,6 +118,13 @@ class Positions(Generic[R]):
         """Note that the consumer is at the end of a partition: no readable record lies before `offset`."""
         self._ends[partition] = offset
 
+    def find_end(self, partition: TopicPartition) -> int | None:
+        """Return the end of a partition whose records are all taken; None if it has more, or if its end is unknown."""
+        end = self._ends.get(partition)
+        if end is None or self._next_fetch.get(partition, 0) > end:
+            return None
+        return None if partition in map(_partition_of, self._waiting) else end
+
     def take(self, most: int) -> list[R]:
         """Return at most `most` waiting records, which belong to the open transaction from now on."""
         waiting = self._waiting
