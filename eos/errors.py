@@ -154,7 +154,7 @@ def safe_str(error: BaseException) -> str:
         text = str(error)
         if isinstance(error, BaseExceptionGroup):
             text += ": " + "; ".join(f"{type(one).__name__}: {safe_str(one)}" for one in error.exceptions)
-    except BaseException as failure:  # noqa: BLE001 - a user's own
+    except BaseException as failure:  # noqa: BLE001 - user code may raise anything
         raise_if_interrupted(failure)
         return f"(its __str__ raised {type(failure).__name__})"
     return text

@@ -157,7 +157,7 @@ class Attempt:
         self._seconds: dict[str, float] = {}
         self._began: float | None = None  # when the transaction began
         self._commit_sent = False
-        self._by_tasks = True
+        self._tasks_write = True
 
     def run(self) -> Progress | None:
         """Return the progress of the batch; None if it is in Kafka already.
@@ -191,7 +191,7 @@ class Attempt:
         if decision is Decision.ADOPT:
             log.warning("batch adopts what another sink wrote", **self._who())
         targets = self._timed("targets", connected.targets.read)
-        # a call to the JVM, made before a transaction is open that a failing JVM would leave open
+        # Call the JVM before the transaction begins: a failing JVM would leave it open.
         cores = self._cores()
         began = time.monotonic()
         gathered = self._gathered(targets, cores)
@@ -268,7 +268,7 @@ class Attempt:
         One task writes each share of the partitions, or the driver writes gathered rows.
         """
         claims, recent = self._server.claims, self._connected.recent
-        tried, self._by_tasks = recent.tries, gathered is None
+        tried, self._tasks_write = recent.tries, gathered is None
         claims.begin(self._transaction.identity)
         try:
             if gathered is not None:
@@ -287,7 +287,7 @@ class Attempt:
             raise Stopped(Answer.RESTART, poison)
         _check(results, granted)
         small = sum(result.bytes for result in results) < self._options.driver_bytes
-        recent.note(small, tried, by_driver=not self._by_tasks)
+        recent.note(small, tried, by_driver=not self._tasks_write)
         return results
 
     def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:
@@ -426,7 +426,7 @@ class Attempt:
             rows=rows,
             bytes=sum(result.bytes for result in results),
             partitions=sum(result.partitions for result in results),
-            tasks=len(results) if self._by_tasks else 0,
+            tasks=len(results) if self._tasks_write else 0,
             resent=sum(result.retries for result in results),
             seconds=self._seconds,
             tasks_s=sum(result.seconds for result in results),

@@ -98,8 +98,8 @@ def _placed(
     """Return the columns to write, in the partitions that pack them, and the rule that assigns rows to targets."""
     types = _check(df, topic)
     routed = not isinstance(topic, str) and TOPIC in types
-    # Only needed columns, because Spark's conversion to Arrow costs for each. All in one step or none, because Spark
-    # analyses a plan again at each step.
+    # Select only the needed columns: Spark's conversion to Arrow costs for each. Select them in one step: Spark
+    # re-analyses the plan at each step.
     columns = {name: f"cast({name} as binary) as {name}" for name in (KEY, VALUE) if name in types}
     if "headers" in types:
         columns["headers"] = f"cast(headers as {_HEADERS}) as headers"
@@ -158,7 +158,7 @@ def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
 
 
 def _given(df: DataFrame) -> Any:
-    """Return Spark's plan of `df` if its rows are made elsewhere, as foreachBatch's are; else None."""
+    """Return Spark's plan of `df` if `df` only wraps existing rows, as in foreachBatch, or None otherwise."""
     frame: Any = df
     plan = frame._jdf.queryExecution().analyzed()
     return plan if plan.getClass().getSimpleName() == "LogicalRDD" else None

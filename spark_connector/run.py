@@ -142,8 +142,8 @@ def check(run: Run) -> None:
             )
     if run.app.chained:
         raise ConfigurationError(
-            f"{min(run.app.chained)} is written by one function of {run.app.id} and read by another, which a Spark "
-            "query does not do: use `eos run`, or an App for each step"
+            f"{min(run.app.chained)} is written by one function of {run.app.id} and read by another. A Spark query "
+            "cannot chain functions: use `eos run`, or an App for each step"
         )
     if run.settings["eos.lineage"]:
         raise ConfigurationError("eos.lineage=true needs the group's offsets, which a Spark query does not commit")
@@ -306,8 +306,8 @@ def _is_replaced(write: Stream) -> bool:
 def _is_idle(query: StreamingQuery) -> bool:
     """Return whether the query only waits for new data.
 
-    A batch that begins nevertheless ends with StopRequested, or the stop interrupts it before its commit; its rows come
-    again.
+    If a batch does begin, it ends with StopRequested, or the stop interrupts it before its commit. The next run reads
+    its rows again.
     """
     status = query.status
     return not (status["isTriggerActive"] and status["isDataAvailable"])

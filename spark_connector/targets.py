@@ -83,12 +83,12 @@ class Targets:
                 self._wait_in_sync(topic, index, wanted)
 
     def _wait_in_sync(self, topic: str, index: int, wanted: int) -> None:
-        def enough() -> bool | None:
+        def has_enough_replicas() -> bool | None:
             found = self._wire.partitions([topic]).get(topic, {}).get(index)
             return True if found is not None and found.in_sync >= wanted else None
 
         try:
-            self._wire.until("replicas", enough, _ISR_PATIENCE_S)
+            self._wire.until("replicas", has_enough_replicas, _ISR_PATIENCE_S)
         except Unreachable as error:
             raise Unavailable(
                 f"{topic}-{index} has had fewer than min.insync.replicas={wanted} replicas in sync for "

@@ -35,9 +35,9 @@ _KEPT_BYTES = 32_000_000
 _PIECE_BYTES = 20_000
 # Unacknowledged record batches over all partitions of a share.
 _IN_FLIGHT_BYTES = 32_000_000
-# Unanswered requests over all partitions of a share. Their one connection has a higher limit: at it, the connection
-# accepts no Metadata request either, and a partition whose leader moved could not find the new leader before the other
-# requests were answered.
+# Unanswered requests over all partitions of a share. The connection's own limit is higher. A connection at that limit
+# refuses Metadata requests too, so a partition whose leader moved could not find the new one until other requests were
+# answered.
 _IN_FLIGHT_REQUESTS = wire.MOST_IN_FLIGHT - 20
 _SENTENCE_CHARACTERS = 500
 

@@ -33,7 +33,9 @@ _TIMEOUT_S = 5.0
 
 
 def reset(
-    target: Annotated[str | None, typer.Argument(metavar="[MODULE:APP]", help="The App whose group is moved.")] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODULE:APP]", help="The App whose committed offsets to move.")
+    ] = None,
     from_: Annotated[
         list[str] | None,
         typer.Option(

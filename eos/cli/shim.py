@@ -79,7 +79,9 @@ class Options:
     ] = LARGEST_FRAME_BYTES
     max_control_bytes: Annotated[
         int,
-        typer.Option(help="Close a connection that sends a larger request of a kind that the shim reads whole."),
+        typer.Option(
+            help="Largest request other than Produce that the shim buffers whole; a larger one closes its connection."
+        ),
     ] = CONTROL_BYTES
     max_connections: Annotated[int, typer.Option(help="Allow this many client connections at a time.")] = (
         MOST_CONNECTIONS

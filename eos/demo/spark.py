@@ -222,7 +222,7 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
 
 
 def _last_of_each(upserts: Log) -> tuple[dict[str, Totals], int, int]:
-    """Return the last value of each key, and how many upserts did not, or did, count more flights than the one before.
+    """Return the last value of each key, and how many upserts repeated, or increased, the previous count of their key.
 
     Each batch adds flights to the hours that it touches, so a batch that was written twice repeats a count.
     """

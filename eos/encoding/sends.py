@@ -76,7 +76,7 @@ def make_send(
     )
 
 
-# Structs and an enum: JSON of them is never intended.
+# Structs and an enum that nobody means to encode as JSON.
 NEVER_SENT: Final = frozenset({Record, Out, Keep})
 
 
@@ -114,7 +114,7 @@ def check_timestamp(timestamp: object, name: str) -> int:
     if type(timestamp) is int and timestamp >= END_OF_TIME:
         raise ValueError(
             f"{name}: the timestamp {timestamp} is after the year 9999 in milliseconds{_explain_unit(timestamp)}: "
-            "use milliseconds since the epoch, or timestamp=0 for the time of producing"
+            "use milliseconds since the epoch, or timestamp=0 for the time when it is sent"
         )
     return _check_integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
 

@@ -44,7 +44,7 @@ def underlying(function: Callable[..., object]) -> Callable[..., object]:
         function = function.func if isinstance(function, functools.partial) else function.__wrapped__
     if inspect.isroutine(function) or isinstance(function, type):
         return getattr(function, "__func__", function)
-    return getattr(type(function), "__call__", function)  # noqa: B004 (wanted: the method, not callability)
+    return getattr(type(function), "__call__", function)  # noqa: B004 (we need the method itself, not whether it is callable)
 
 
 def function_name(function: Callable[..., object]) -> str:

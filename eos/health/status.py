@@ -185,7 +185,10 @@ def judge(
 
 
 def judge_report(status: Status, silent_s: float) -> Verdict:
-    """Decide by a worker's last report: one that stopped reporting is not ready, and not live after its limit."""
+    """Return whether a worker is live and ready, judged from its last report.
+
+    A worker that stopped reporting is not ready, and after its limit it is not live either.
+    """
     if silent_s > status.stuck_after_s:
         return Verdict(False, False, f"has not reported for {silent_s:.0f} s")
     if silent_s > REPORT_LIMIT_S:

@@ -30,19 +30,22 @@ class CompiledLoop(BuildHookInterface):  # type: ignore[misc]
 
 
 def _compiled(root: Path) -> Path | None:
-    """The shared object beside its source, where an editable installation finds it; None: it cannot be made here."""
+    """Build the shared object next to its source, where an editable installation finds it.
+
+    Return None if it cannot be built here.
+    """
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 
     source = runpy.run_path(str(root / _PACKAGE / "source.py"))["checksum"](root / _PACKAGE)
-    # Optional: what fails is a warning.
+    # optional=True turns a failed build into a warning.
     extension = Extension(
         "eos.hotloop._native", [f"{_PACKAGE}/_native.c"], define_macros=[("EOS_SOURCE", f"{source}LL")], optional=True
     )
     command = build_ext(Distribution({"name": "eos-kafka", "ext_modules": [extension]}))
     command.build_temp, command.build_lib = str(root / "build" / "native"), str(root)
     before = Path.cwd()
-    os.chdir(root)  # sources are named from here
+    os.chdir(root)  # source paths are relative to this folder
     try:
         command.ensure_finalized()
         made = root / command.get_ext_filename(extension.name)

@@ -1,10 +1,16 @@
 """The order of calls of a consume-transform-produce loop: the only place that decides to commit or abort.
 
-Modelled on franz-go's GroupTransactSession. Each part of a session (parts.py) has one rule: consumer/fetcher.py what is
-read, committer.py where a commit runs, commit_offsets.py what is committed, outcomes.py who is notified, recovery.py
-what follows from a failed call. Rebalance callbacks (consumer/group_consumer.py) only record facts: assigned partitions
-start while no transaction is open, and revoked ones are dropped. If the open transaction took records of a revoked
-partition, it aborts at its end. Nothing of it can become visible, so giving the partition back first is safe.
+Modelled on franz-go's GroupTransactSession. Each part of a session (parts.py) has one task:
+
+- consumer/fetcher.py decides which records are read, and when.
+- committer.py decides on which thread a commit runs.
+- commit_offsets.py decides which offsets are committed.
+- outcomes.py notifies the subscribers of each outcome.
+- recovery.py decides what follows a failed call.
+
+Rebalance callbacks (consumer/group_consumer.py) only record facts: assigned partitions start while no transaction is
+open, and revoked ones are dropped. If the open transaction took records of a revoked partition, it aborts at its end.
+None of its records can become visible, so giving the partition back first is safe.
 
 One transaction, in order: gather records, begin, hand out records and send outputs, fetch more, flush, check delivery
 errors, check the group membership, send offsets, commit. While a large transaction's flush and commit run, the next
@@ -120,8 +126,11 @@ class Loop:
         self._fetcher.gather()
 
     def _replace_while_idle(self) -> None:
-        """Replace the producer of an idle worker if needed. Otherwise a late AddPartitionsToTxn could begin a ghost
-        transaction that fences it later; at a new epoch it is refused."""
+        """Replace the producer of an idle worker if needed.
+
+        Otherwise a late AddPartitionsToTxn could begin an empty transaction, whose timeout would fence the producer.
+        The broker refuses such a request after the epoch has changed.
+        """
         self._producer.poll(0)
         if reason := self._producer.decide_replacement():
             self._ownership.replace(self._producer, reason)
@@ -137,7 +146,7 @@ class Loop:
         self._failure = None
         self._consumer.begin_transaction()
         if self._last is not None:
-            self._last.abort_phase()  # ends a given-up one; all others are unchanged
+            self._last.mark_aborted()  # ends a given-up one; all others are unchanged
         now, first_ms = self._world.now(), self._positions.first_timestamp_ms
         begun = Transaction(self, now, self._pacing.begin(now), first_ms, self.waited_s)
         self._outcomes.begun(begun)
@@ -150,7 +159,7 @@ class Loop:
             self._succeeded(commit)
         self._outcomes.ended(Outcome.UNKNOWN)
         if self._open is not None:
-            self._open.abort_phase()
+            self._open.mark_aborted()
         if self._producer.may_abort:
             try:
                 self._producer.abort(self.now() + _CLOSE_ABORT_S)
@@ -202,7 +211,7 @@ class Loop:
                     self._fetcher.fetch_more()
             finally:
                 if in_body is not None and self._open is None:
-                    in_body.abort_phase(during_body=True)
+                    in_body.mark_aborted(during_body=True)
         # From here on the time is the application's.
         self._pulse.beat("handling")
         return positions.take(most) if self._open is not None and self._can_commit else []
@@ -312,7 +321,7 @@ class Loop:
             with self._recovering():
                 self._finish_commit()
             if in_body is not None:
-                in_body.abort_phase(during_body=True)
+                in_body.mark_aborted(during_body=True)
             self._recover(CallFailed("consume", Action.INTERRUPTED, RuntimeError("the loop was interrupted")))
         try:
             yield
@@ -346,5 +355,5 @@ class Loop:
                 handling_s=transaction.handling_until(now),
                 delivered=self._producer.delivered,
             )
-            transaction.abort_phase()
+            transaction.mark_aborted()
         self._recovery.carry_out(trouble)

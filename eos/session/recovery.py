@@ -1,8 +1,8 @@
-"""How a session recovers from a failed call: the plan for each action, and what each step does.
+"""How a session recovers from a failed call: the plan for each action, and the effect of each step.
 
-PLAN says which steps an action takes, INSTEAD which steps replace one that failed. Recovery owns the counts of aborts
-and rebuilds, and the breaker that stops a session which rebuilds again and again. What a foreign error asks for is in
-eos/kafka/client/failures.py.
+PLAN lists the steps of each action, and INSTEAD the steps that replace a failed one. Recovery owns the counts of aborts
+and rebuilds, and the breaker that stops a session which rebuilds again and again. eos/kafka/client/failures.py maps
+foreign errors to actions.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class TransactSession:
             raise StopIteration
         return begun
 
-    # ---- what can be seen of it -------------------------------------------------------------------------------
+    # ---- observable state --------------------------------------------------------------------------------------
 
     @property
     def topics(self) -> Sequence[str]:
@@ -252,7 +252,7 @@ def _check(settings: Settings, topics: Sequence[str], may_be_set_later: bool) ->
         if name in settings.values:
             raise ConfigurationError(
                 f"{name} is about an App's functions, and does nothing in a loop of your own",
-                remedy="unset it; `txn.send(..., headers=...)` passes headers on, a span goes around the body",
+                remedy="unset it: pass headers with `txn.send(..., headers=...)`, and wrap the loop's body in a span",
             )
     for name in ("group.id", "transactional.id"):
         if not settings.get(name):

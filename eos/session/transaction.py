@@ -103,7 +103,7 @@ class Transaction:
     def start_commit(self) -> None:
         self.phase = Phase.COMMITTING
 
-    def abort_phase(self, during_body: bool = False) -> None:
+    def mark_aborted(self, during_body: bool = False) -> None:
         """Note that it was aborted, unless its commit was started. `during_body`: the loop's body still uses it."""
         if self.phase is not Phase.COMMITTING:
             self.phase = Phase.GIVEN_UP if during_body else Phase.ABORTED

@@ -126,7 +126,7 @@ class Link:
         if self._is_closed:
             self.upstream.abort()
         else:
-            self.client.resume_from(PauseReason.CONNECTING)
+            self.client.clear_pause(PauseReason.CONNECTING)
         return None
 
     def drain(self) -> None:
@@ -212,7 +212,7 @@ class Link:
             self._down.send(pieces)
         self._send_own_answers()
         if len(self._pending) < MOST_UNANSWERED and self.connection.own_response_bytes < MOST_OWN_RESPONSE_BYTES:
-            self.client.resume_from(PauseReason.UNANSWERED)
+            self.client.clear_pause(PauseReason.UNANSWERED)
         if self._reset_before is not None:
             self._reset_if_due()
         if self._draining:
@@ -481,8 +481,8 @@ class _Side(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._link.count()
-        self.other.resume_from(PauseReason.FULL)
-        self.resume_from(PauseReason.UNREAD)
+        self.other.clear_pause(PauseReason.FULL)
+        self.clear_pause(PauseReason.UNREAD)
 
     def eof_received(self) -> bool:
         if self._unhandled is not None:
@@ -499,7 +499,7 @@ class _Side(asyncio.BufferedProtocol):
         if self._unhandled is not None and (error is None or self is self._link.upstream):
             # The last bytes are still handled, in turns as usual.
             self._has_disconnected = True
-            self.resume_from(PauseReason.UNREAD)
+            self.clear_pause(PauseReason.UNREAD)
             self._continue()
             return
         self._unhandled = None
@@ -554,11 +554,11 @@ class _Side(asyncio.BufferedProtocol):
             transport.close()  # TLS has no half-closed connections
 
     def pause_for(self, why: int) -> None:
-        """Pause reading until `resume_from` has been called for each reason."""
+        """Pause reading until `clear_pause` has been called for each reason."""
         self._pause_reasons |= why
         self._pause()
 
-    def resume_from(self, why: int) -> None:
+    def clear_pause(self, why: int) -> None:
         if self._pause_reasons & why:
             self._pause_reasons &= ~why
             self._continue()

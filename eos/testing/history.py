@@ -311,7 +311,8 @@ class ConcurrentReader:
         try:
             consumer.assign(self._beginnings)
             while not self._stopping.is_set():
-                # A small timeout, because consume() returns nothing before it is full or the time is up.
+                # consume() returns only when it has BATCH_RECORDS messages or the timeout has passed, so the timeout
+                # is small.
                 messages = consumer.consume(BATCH_RECORDS, POLL_S)
                 with self._changed:
                     if self._reading.add(messages):
@@ -408,7 +409,7 @@ class _Reading:
         if error.code() != KafkaError._PARTITION_EOF:
             self._raise_unless_temporary(error)
             return False
-        # The end as the consumer saw it: every earlier record was delivered, or is not for readers.
+        # The end as the consumer saw it: every earlier record was delivered, or is aborted or a marker.
         partition, end = cast("tuple[Partition, int]", ((message.topic(), message.partition()), message.offset()))
         before = self.positions.get(partition, -1)
         self.positions[partition] = max(end, before)

@@ -1,9 +1,9 @@
-"""Reads dead letters from their topic, and keeps which of them are done: replayed or dropped.
+"""Reads dead letters from their topic, and records which ones are done: replayed or dropped.
 
-The committed offsets of the group `{app}-dlq-replay`, which has no members, record this. All letters before the offset
-are done, and after it the letters that the offset metadata names (`Done`). Brokers expire the offsets some days after
-the last commit, so each run commits them for all partitions. Where letters are old enough that their offset may have
-expired, a user must confirm that they are read again.
+The committed offsets of the group `{app}-dlq-replay`, which has no members, record this. All dead letters before
+the offset are done, and after it those that the offset metadata names (`Done`). Brokers expire the offsets some days
+after the last commit, so each run commits them for all partitions. If dead letters are old enough that their offset may
+have expired, the user must confirm that they are read again.
 """
 
 from __future__ import annotations

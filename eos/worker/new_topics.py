@@ -70,7 +70,7 @@ class NewTopics:
     def now(self) -> list[str]:
         """Return the topics that can be read at the start; the session waits for brokers that do not know one yet.
 
-        Raises Unavailable, also if the App has nothing to read, NotAuthorised, ConfigurationError.
+        Raises NotAuthorised, ConfigurationError, and Unavailable (also if the App has nothing to read).
         """
         there = topic_names(self._settings, self._settings["eos.startup.timeout.ms"] / 1000, self._world)
         if self._settings["eos.create.topics"]:

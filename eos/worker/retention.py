@@ -41,7 +41,7 @@ class Retention:
             retention=str(timedelta(milliseconds=kept_ms)),
             why="outputs keep the timestamp of their input, so the brokers may delete them as soon as they are "
             f"committed: set retention.ms=-1 of {destination} (or longer than the age of the input), or "
-            "message.timestamp.type=LogAppendTime, or return Out(value, timestamp=0) for the time of producing",
+            "message.timestamp.type=LogAppendTime, or return Out(value, timestamp=0) for the time when it is sent",
         )
         return True
 

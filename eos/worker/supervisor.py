@@ -435,7 +435,7 @@ class PrefixedStream:
         return getattr(self._stream, name)
 
 
-def own_name() -> str | None:
+def take_worker_name() -> str | None:
     """Return a supervised worker's instance and remove it from the environment; None in an unsupervised process."""
     return os.environ.pop(NAME_VARIABLE, None)
 

@@ -258,7 +258,9 @@ class TopicReader:
             self._partitions[record.partition].visible.add(record.offset)
         partitions = self._partitions.items()
         return [
-            seen for partition, state in partitions for seen in state.marked(functools.partial(self._stable, partition))
+            seen
+            for partition, state in partitions
+            for seen in state.marked(functools.partial(self._last_stable_offset, partition))
         ]
 
     def _poll(self, consumer: Consumer, position: str, timeout_s: float) -> list[Record]:
@@ -301,7 +303,7 @@ class TopicReader:
         log.debug("topic reader error", error=describe_error(error))
         return False
 
-    def _stable(self, partition: int) -> int:
+    def _last_stable_offset(self, partition: int) -> int:
         return self._watermarks(partition)[1]
 
     def _watermarks(self, partition: int) -> tuple[int, int]:

@@ -52,7 +52,7 @@ class Watcher:
                 self._start()
 
     def remove(self, check: Check) -> None:
-        """Run this check no more; one that is running ends."""
+        """Stop running this check; a run in progress finishes."""
         with self._changed:
             if check in self._checks:
                 self._checks.remove(check)

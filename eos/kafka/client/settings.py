@@ -91,10 +91,14 @@ OPTIONS: dict[str, Option] = {
         "headers that outputs copy from their input record, separated by commas; not in batch functions",
     ),
     "eos.lineage": Option(
-        False, _boolean, "outputs name their input in a header, committed offsets count them, for `eos verify`"
+        False,
+        _boolean,
+        "name each output's input in a header, and add counts to the offset metadata, for `eos verify`",
     ),
     "eos.otel.spans": Option(
-        False, _boolean, "a span of OpenTelemetry per transaction, to what the process has configured (extra `otel`)"
+        False,
+        _boolean,
+        "one OpenTelemetry span per transaction, sent to the exporter that the process configured (extra `otel`)",
     ),
     "eos.places.topic": Option(
         "__eos_places",
@@ -192,7 +196,7 @@ REFUSALS: dict[str, Refusal] = {
     "delivery.report.only.error": Refusal(_only("true"), "the session counts records itself"),
     "group.protocol": Refusal(_only("classic", "consumer"), "Kafka has no other group protocol"),
     STRATEGY: Refusal(_only("cooperative-sticky", "range", "roundrobin"), "only these strategies are tested"),
-    "enable.gapless.guarantee": Refusal(_only("false"), "it ends the producer where an abort is enough"),
+    "enable.gapless.guarantee": Refusal(_only("false"), "it makes errors fatal that an abort could resolve"),
 }
 
 RESERVED: dict[str, str] = {
@@ -224,7 +228,7 @@ SECRETS = frozenset(
     sasl.oauthbearer.assertion.private.key.pem ssl.key.password ssl.key.pem ssl.keystore.password ssl_key
     """.split()  # noqa: SIM905
 )
-# Names of confluent-kafka's own that are not in librdkafka's list.
+# confluent-kafka's own settings, which librdkafka does not list.
 CALLBACKS = frozenset({"stats_cb", "error_cb", "throttle_cb", "oauth_cb", "logger"})
 
 CONSUMER_DEFAULTS: dict[str, Any] = {

@@ -199,7 +199,7 @@ class GroupConsumer:
         """
         self._unreadable.check(self.assignment.reading)
         if self._must_seek:
-            self.seek(self.assignment.fetch_offsets(self._positions.rebuild_expected()), unless_unfetched=True)
+            self.seek(self.assignment.fetch_offsets(self._positions.rebuild_next_fetch()), unless_unfetched=True)
             self._must_seek = False
         messages: list[Any] = []
         failed: KafkaError | None = None
@@ -303,7 +303,7 @@ class GroupConsumer:
         if self._incremental:
             self.consumer.incremental_assign(list(starts.values()))
         else:  # assign() replaces the assignment: partitions that are read already go on where they are
-            offsets = self.assignment.fetch_offsets(self._positions.rebuild_expected())
+            offsets = self.assignment.fetch_offsets(self._positions.rebuild_next_fetch())
             self.consumer.assign([*(TopicPartition(*p, at) for p, at in offsets.items()), *starts.values()])
         self.member.refresh_id()
         self.assignment.read(starts)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-# Records of one poll on a backlog: few enough to stay in the processor's cache until they are handled, and while the
-# poll runs the producer has nothing to send. With fewer records the cost of the call itself shows.
+# Records of one poll on a backlog. Few enough to stay in the processor's cache, and to keep polls short: the producer
+# has nothing to send during a poll. With fewer records, the overhead of each call dominates.
 _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
 # A smaller transaction ends too fast for a prefetch to pay. And a poll serves the group's callbacks, which should
 # run after its commit: a partition that is revoked before makes the transaction abort.
@@ -40,7 +40,7 @@ class Pacing:
         self._last_timed_out = False  # since a timeout, no transaction committed
         self._few = 1  # inputs of _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
-        self._suspects = 0  # this many of the next records include the refused one
+        self._suspects = 0  # the refused record is among the next this many
         self._began_at = 0.0
         self._gathering_since = 0.0
         self._pause_until = 0.0

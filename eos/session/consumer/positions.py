@@ -158,7 +158,10 @@ class Positions(Generic[R]):
         return offsets | self._finished_ends(offsets)
 
     def _finished_ends(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
-        """Return the ends of partitions whose records are all taken, which passes markers and aborted records."""
+        """Return the end offset of each partition whose records are all taken.
+
+        Committing it skips trailing markers and aborted records.
+        """
         if not self._ends:
             return {}
         waiting = set(map(_partition_of, self._waiting))
@@ -173,7 +176,7 @@ class Positions(Generic[R]):
         wherever that is, has 0.)"""
         return {partition: offset for partition, offset in self.committed.items() if offset > 0}
 
-    def rebuild_expected(self) -> dict[TopicPartition, int]:
+    def rebuild_next_fetch(self) -> dict[TopicPartition, int]:
         """Return the offset that the consumer must fetch next in each owned partition: after all records fetched so
         far. Rebuilds this module's own note of it, because an exception in a signal handler may have interrupted the
         last update."""
@@ -256,7 +259,9 @@ def _runs(batch: list[R]) -> list[tuple[int, int]]:
     """Return the start and stop of each run of one partition with rising offsets. The client delivers such runs, so
     work per run costs less than work per record."""
     begins = hotloop.runs_of(batch)
-    return list(zip(begins, [*begins[1:], len(batch)], strict=False))  # no run in an empty batch
+    return list(
+        zip(begins, [*begins[1:], len(batch)], strict=False)
+    )  # an empty batch has no runs, so the second list is one longer
 
 
 def _span(batch: list[R]) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int]]:

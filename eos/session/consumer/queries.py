@@ -218,8 +218,10 @@ class EndOfInput:
         return False
 
     def _chained_topic_ends(self) -> dict[Partition, int]:
-        """Return the present ends of the chained topics, which include the outputs of all committed transactions: their
-        markers may still be on their way."""
+        """Return the current log ends of the chained topics.
+
+        They include all committed outputs, even those whose markers are not written yet.
+        """
         client = connect(self._settings, _QUERY_S, self._world)
         return {
             (topic, partition): span.end

@@ -90,7 +90,7 @@ class StartOffsets:
         try:
             found = call_client(read_notes, self._settings, self._group, missing, self._world)
         except Unavailable as error:
-            raise NotNow(f"the record of earlier commits of this group: {error}") from error
+            raise NotNow(f"the list of partitions that this group has committed: {error}") from error
         if found:
             self._refuse_forgotten(found, reset)
         self.uncommitted |= ends

@@ -477,7 +477,7 @@ class TransactionalProducer:
         return Situation(identity, self._reach(), age_ms, timeout_ms, self.client.inits)
 
     def _reach(self) -> Progress:
-        """Return the progress of the transaction's requests; NOTHING also after its end."""
+        """Return the progress of the transaction's requests; NOTHING before a transaction and after its end."""
         if self._machine.state is State.READY or not (self._produced or self._offsets_sent):
             return Progress.NOTHING
         return Progress.ACKNOWLEDGED if self._offsets_sent or self.delivered > 0 else Progress.SENT

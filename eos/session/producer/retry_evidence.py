@@ -198,10 +198,10 @@ class RetryEvidence:
             sent = now.count(request)
             if sent < expected or (sent > expected and request not in SENT_AGAIN_WHEN_ANSWERED):
                 return f"{request} was sent {sent} times instead of {expected}"
-        return _changed_connection(self._before, now)
+        return _describe_connection_change(self._before, now)
 
 
-def _changed_connection(before: Statistics | None, now: Statistics) -> str:
+def _describe_connection_change(before: Statistics | None, now: Statistics) -> str:
     """Return the change of a connection that may have counted a request; "" if all are the same.
 
     librdkafka recreates a broker's entry when all brokers are down (metadata.recovery.strategy=rebootstrap) or when the

@@ -16,7 +16,9 @@ class State(Enum):
     UNINITIALISED = "Uninitialised"  # no producer id yet, or the producer was just replaced
     READY = "Ready"
     IN_TRANSACTION = "InTransaction"
-    COMMITTING = "Committing"  # EndTxn(commit) may have left; only its own answer or a successor's init resolves it
+    COMMITTING = (
+        "Committing"  # EndTxn(commit) may have been sent; only its own answer or a successor's init resolves it
+    )
     ABORTING = "Aborting"
     ABORTABLE_ERROR = "AbortableError"
     FENCED = "Fenced"  # by a newer instance, or by our own timeout: which one is not known here

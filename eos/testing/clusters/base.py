@@ -102,7 +102,7 @@ class Cluster(ABC):
     @abstractmethod
     def _heal(self, i: int) -> None: ...
 
-    def _ended(self, i: int) -> str | None:
+    def _exit_reason(self, i: int) -> str | None:
         """Return why node `i` ended by itself; None while it runs."""
         return None
 
@@ -294,7 +294,7 @@ class Cluster(ABC):
             self.wait_ready(nodes, timeout_s)
         except Unavailable:
             for i in nodes:
-                if self._ended(i) is not None:
+                if self._exit_reason(i) is not None:
                     self._mark_down(i)  # it can be started again
             raise
 
@@ -354,11 +354,11 @@ class Cluster(ABC):
 
         def names_all() -> bool:
             nonlocal named
-            why = self._ended(i)
+            why = self._exit_reason(i)
             if why is not None:
                 raise Unavailable(f"Kafka node {i} ended while it started: {why}")
             named = set()
-            # Not beyond the deadline: a node that starts during a long query would seem to be in time.
+            # Cap the query at the deadline. Otherwise a node that starts during a long query would count as on time.
             left = min(max(deadline - time.monotonic(), _MIN_QUERY_S), RESPONSE_TIMEOUT_S)
             named |= fetch_metadata(self.server(i), left).nodes
             return expected <= named
