@@ -133,7 +133,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def interruption_of(error: BaseException) -> BaseException | None:
     """Return the interruption of the run that `error` is or hides: an Interruption, or Ctrl-C in this thread.
 
-    Everything else that a user's code raises is a failure of that code: SystemExit, CancelledError, and a
+    Everything else that user code raises is a failure of that code: SystemExit, CancelledError, and a
     KeyboardInterrupt where Ctrl-C has another handler than Python's.
     """
     if isinstance(error, KeyboardInterrupt):

@@ -45,7 +45,7 @@ def readable_headers(headers: Sequence[Header]) -> Sequence[Header]:
 
 
 # An encoded output for the producer: (topic, value, key, partition, timestamp_ms, headers).
-# partition -1: the partitioner decides. timestamp_ms 0: the time of producing.
+# partition -1: the partitioner decides. timestamp_ms 0: the time when it is sent.
 Send = tuple[str, bytes | None, bytes | None, int, int, list[Header] | None]
 
 
@@ -81,7 +81,7 @@ class FeedResult(NamedTuple):
     """Holds the result of a feed: `sent` outputs of the first `handled` records were sent.
 
     `error`: the exception of the next record's function (none of its outputs was sent), or the CallFailed of
-    `on_produce_error`; None: all records were handled. `culprit`: the record that the error is about, if known."""
+    `on_produce_error`, or None if all records were handled. `culprit`: the record that the error is about, if known."""
 
     sent: int
     handled: int
@@ -147,7 +147,7 @@ class Record(msgspec.Struct, Generic[V], frozen=True, gc=False):
             topic,
             headers,
             partition,
-            timestamp if timestamp > 0 else 0,  # unknown: the time of producing
+            timestamp if timestamp > 0 else 0,  # unknown: the time when it is sent
         )
 
 

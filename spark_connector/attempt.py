@@ -68,7 +68,7 @@ class Batch(Protocol):
 
     name: str
     key: bytes | None
-    """The marker's key; None: no marker is written."""
+    """The marker's key, or None if no marker is written."""
 
     def decide(self, found: Marker | None) -> Decision: ...
 
@@ -86,7 +86,7 @@ class Batch(Protocol):
 class Recent:
     """The sizes of the last batches, from which the sink predicts whether the driver can write the next one.
 
-    The first batch, also after a failure, goes to the executors, because it may be a backlog.
+    The first batch, at the start or after a failure, goes to the executors, because it may be a backlog.
     """
 
     small: bool = False
@@ -96,21 +96,21 @@ class Recent:
 
     It doubles each time, because some batches are always too large uncompressed although they are small compressed.
     """
-    left: int = 0
+    pause_left: int = 0
     """The batches that are left of the pause."""
 
     @property
     def tries(self) -> bool:
-        return self.small and not self.left
+        return self.small and not self.pause_left
 
     def note(self, small: bool, tried: bool, by_driver: bool) -> None:
         self.small = small
         if by_driver:
-            self.pause = self.left = 0
+            self.pause = self.pause_left = 0
         elif tried:
-            self.pause = self.left = min(2 * self.pause, _LONGEST_PAUSE) or 1
-        elif self.left:
-            self.left -= 1
+            self.pause = self.pause_left = min(2 * self.pause, _LONGEST_PAUSE) or 1
+        elif self.pause_left:
+            self.pause_left -= 1
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ class Attempt:
         try:
             return self._run()
         except WrongProgress as error:
-            raise ConfigurationError(self._said(error)) from None
+            raise ConfigurationError(self._describe_error(error)) from None
         except Unreachable as error:
             if self._commit_sent:
                 # Unknown: the next init ends the transaction either way, and the marker shows the outcome.
                 raise self._settled(Exception(f"the commit's answer never came ({error})")) from error
             self._abort()
-            raise Unavailable(self._said(error)) from error
+            raise Unavailable(self._describe_error(error)) from error
         except Stopped as stopped:
             raise self._public(stopped) from stopped
 
@@ -214,7 +214,10 @@ class Attempt:
         return progress
 
     def _look(self) -> Marker | None:
-        """Return the marker, possibly while other instances are at work; None also if its transaction is still open."""
+        """Return the marker, possibly while other instances are at work.
+
+        Return None if there is none, or if its transaction is still open.
+        """
         try:
             return self._find_marker()
         except Stopped as stopped:
@@ -234,7 +237,7 @@ class Attempt:
             ) from error
 
     def _gathered(self, targets: Sequence[Target], cores: int | None) -> pa.RecordBatch | None:
-        """Return all rows, packed, for the driver to write, if the last batch was small enough; None: tasks write.
+        """Return all rows, packed, for the driver to write if the last batch was small, or None if tasks must write.
 
         Nothing is written yet, and no transaction is open.
         """
@@ -372,7 +375,7 @@ class Attempt:
             fenced = refused is not None and refused.answer is Answer.FENCED
             return self._settled(stopped) if fenced else Again(str(stopped), outcome_unknown=self._commit_sent)
         kind = NotAuthorised if stopped.answer is Answer.UNAUTHORISED else ConfigurationError
-        return kind(self._said(stopped))
+        return kind(self._describe_error(stopped))
 
     def _settled(self, error: Exception) -> Exception:
         """Return Again, unless another instance owns the epoch.
@@ -387,17 +390,17 @@ class Attempt:
             with ClusterAdmin(self._options.settings) as admin:
                 owner, answer = ownership.settle(situation, lambda: admin.describe(self._options.transactional_id))
         except EosError as unanswered:
-            return Temporary(f"{self._said(error)}, and whose the epoch is cannot be asked ({unanswered})")
+            return Temporary(f"{self._describe_error(error)}, and the owner of the epoch is unknown ({unanswered})")
         if owner is ownership.Owner.OWN_TIMEOUT:
             return Temporary(
-                f"{self._said(error)}: the batch took longer than transaction.timeout.ms={connected.transaction_ms} "
-                "and the broker aborted it: raise that setting (the broker's transaction.max.timeout.ms allows "
-                f"{connected.longest_ms}), or give the source smaller batches (maxOffsetsPerTrigger)"
+                f"{self._describe_error(error)}: the batch took longer than "
+                f"transaction.timeout.ms={connected.transaction_ms} and the broker aborted it: raise that setting (the "
+                f"broker's transaction.max.timeout.ms allows {connected.longest_ms}), or give the source smaller batches (maxOffsetsPerTrigger)"
             )
         # Without a group no check shows whether another driver is in the middle of its init.
         if owner in (ownership.Owner.NEWER, ownership.Owner.ABORTED_EARLY):
             newer = "" if answer is None else f" (epoch {answer.epoch} of producer {answer.producer_id} by now)"
-            return Fenced(f"{self._said(error)}: another query, or another run of this one, took over{newer}")
+            return Fenced(f"{self._describe_error(error)}: another query, or another run of this one, took over{newer}")
         return Again(f"{error}: {owner.value}", outcome_unknown=self._commit_sent)
 
     def _timed(self, step: str, call: Callable[[], T]) -> T:
@@ -407,7 +410,7 @@ class Attempt:
         finally:
             self._seconds[step] = time.monotonic() - started
 
-    def _said(self, error: Exception) -> str:
+    def _describe_error(self, error: Exception) -> str:
         return f"{self._options.transactional_id}, {self._batch.name}: {error}"
 
     def _who(self) -> dict[str, Any]:

@@ -75,9 +75,9 @@ def gather(
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    given = _given(df)
-    if given is not None:
-        tasks = int(given.rdd().getNumPartitions())
+    existing_plan = _find_existing_plan(df)
+    if existing_plan is not None:
+        tasks = int(existing_plan.rdd().getNumPartitions())
     elif most_packers is not None:
         df, tasks = df.coalesce(most_packers), most_packers  # or fewer, which stay as they are
     else:
@@ -108,8 +108,8 @@ def _placed(
     columns |= {name: f"`{name}`" for name, used in ((TOPIC, routed), (PARTITION, PARTITION in types)) if used}
     as_they_are = columns.keys() == types.keys() and all(types[name] in _AS_THEY_ARE for name in columns)
     rows = df if as_they_are else df.selectExpr(*columns.values())
-    given = _given(df)
-    if most_packers is not None and given is not None and given.rdd().getNumPartitions() > most_packers:
+    existing_plan = _find_existing_plan(df)
+    if most_packers is not None and existing_plan is not None and existing_plan.rdd().getNumPartitions() > most_packers:
         # A stateful query has spark.sql.shuffle.partitions partitions, 200 by default, and each would pay for a Python
         # task. Merged partitions are read one after the other, so order within them stays.
         rows = rows.coalesce(most_packers)
@@ -130,7 +130,7 @@ def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
     clear the memory first. Tasks learn the size from the job, so the user's own functions over Arrow get such batches
     too.
     """
-    if _given(df) is None:
+    if _find_existing_plan(df) is None:
         yield
         return
     from py4j.protocol import Py4JError
@@ -157,7 +157,7 @@ def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
                     conf.set(name, was)
 
 
-def _given(df: DataFrame) -> Any:
+def _find_existing_plan(df: DataFrame) -> Any:
     """Return Spark's plan of `df` if `df` only wraps existing rows, as in foreachBatch, or None otherwise."""
     frame: Any = df
     plan = frame._jdf.queryExecution().analyzed()

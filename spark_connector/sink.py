@@ -276,7 +276,7 @@ class _Sink:
 
     @property
     def identity(self) -> ownership.Identity | None:
-        """Return the identity of the last init; None without one."""
+        """Return the identity of the last init, or None without one."""
         if self._connected is None or not self._connected.transaction.initialised:
             return None
         return self._connected.transaction.identity

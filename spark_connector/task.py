@@ -119,7 +119,7 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
         if share is None and not isinstance(error, Stopped):
             raise  # nothing is claimed, so Spark may run the task again
         # A value and not an exception: Spark would run the task again, which only gives a second claim.
-        answer, sentence = _told(error)
+        answer, sentence = _find_consequence(error)
         wire.discard(job.connection)
         for _ in batches:
             pass
@@ -141,7 +141,7 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
     )
 
 
-def _told(error: Exception) -> tuple[Answer, str]:
+def _find_consequence(error: Exception) -> tuple[Answer, str]:
     """Return the consequence of an error for the driver, and the reason."""
     if isinstance(error, Stopped):
         return error.answer, str(error)
@@ -247,7 +247,7 @@ class _Share:
     def _refusal(self, rows: pa.RecordBatch) -> str:
         said = rows.column(REFUSAL)[0].as_py()
         known = ", ".join(sorted({topic for topic, _, _ in self._job.targets}))
-        return f"a row is for {said}, which is no partition of {known}: list every topic of the rows in topic=[...]"
+        return f"a row is for {said}, which is not a partition of {known}: list every topic of the rows in topic=[...]"
 
 
 def _who() -> str:

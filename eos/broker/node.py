@@ -273,8 +273,8 @@ def _last_statement(lines: list[str]) -> str:
 def _kill_with_parent(pid: int) -> subprocess.Popen[bytes]:
     """Start a shell that kills `pid` after this process has ended in any way, when its pipe reports end of file.
 
-    PR_SET_PDEATHSIG is no alternative: it fires when the *thread* that started the JVM ends, so a broker restarted from
-    a helper thread of a test would end with the thread. It also needs a preexec function and works only on Linux.
+    PR_SET_PDEATHSIG is not an alternative: it fires when the *thread* that started the JVM ends, so a broker that a
+    test's helper thread restarted would end with that thread. It also needs a preexec function and works only on Linux.
     """
     return subprocess.Popen(
         ["/bin/sh", "-c", 'read -r _; kill -9 "$0"', str(pid)],

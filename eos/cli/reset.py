@@ -54,7 +54,7 @@ def reset(
         bool,
         typer.Option(
             "--accept-changelog",
-            help="Accept the changelogs as complete, though they have lost records; also without --from.",
+            help="Accept the changelogs as complete, though they have lost records; works without --from too.",
         ),
     ] = False,
     with_state: Annotated[

@@ -66,7 +66,7 @@ class Witness:
         self._cluster.close()
 
     def find_ongoing(self, worker: str) -> tuple[str, TransactionalIdState] | None:
-        """Return this worker's open transaction and its transactional id, by DescribeTransactions; None without one."""
+        """Return this worker's open transaction and its transactional id from DescribeTransactions, or None."""
         # Before 4.0 a replaced producer continues under the second name.
         return self._first_ongoing(f"{self._group}-{worker}", f"{self._group}-{worker}-alternate")
 

@@ -1,6 +1,6 @@
-"""Finds the frames of a user's code that raised an exception, for log lines and the headers of dead letters.
+"""Finds the frames of user code that raised an exception, for log lines and the headers of dead letters.
 
-Owns the choice of frames and their text. It must never run a user's code or keep a traceback, and its text is bounded:
+Owns the choice of frames and their text. It must never run user code or keep a traceback, and its text is bounded:
 an exception may have passed through a thousand frames.
 """
 

@@ -62,7 +62,7 @@ def _raise_no_key(name: str) -> NoReturn:
 def make_send(
     name: str, topic: str, value: object, key: object, partition: int | None, timestamp_ms: int, headers: Headers
 ) -> Send:
-    """Return the Send for a value that a user's own loop sends, by the rules of an Out.
+    """Return the Send for a value that a user's loop sends, encoded like an Out.
 
     `name` is the caller's name in messages.
     """

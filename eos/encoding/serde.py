@@ -303,7 +303,7 @@ _NO_NAN: Final = "JSON has no NaN and no infinity: use None or another value ins
 
 
 def suggest_encoding(value: object, kept: bool = False) -> str:
-    """Return the remedy for a value that JSON cannot hold, judged by its first such part; "" if none is known.
+    """Return the remedy for a value that JSON cannot hold, chosen for its first such part, or "" if none is known.
 
     `kept`: the value belongs to state and is not sent.
     """

@@ -23,7 +23,7 @@ _PRODUCER_FIELDS = frozenset({"transactional_id", "producer_id", "epoch", "state
 
 
 class Incidents(logging.Handler):
-    """Collects warnings and a few other events inside its `with` block, whatever the log level."""
+    """Collects warnings and a few other events inside its `with` block, at any log level."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

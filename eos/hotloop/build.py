@@ -49,7 +49,7 @@ def _compiled(root: Path) -> Path | None:
     try:
         command.ensure_finalized()
         made = root / command.get_ext_filename(extension.name)
-        made.unlink(missing_ok=True)  # an older one is no better than none
+        made.unlink(missing_ok=True)  # an outdated one must not be loaded
         command.run()
     finally:
         os.chdir(before)

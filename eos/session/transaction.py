@@ -95,7 +95,7 @@ class Transaction:
         self.handling_s = self.handling_until(now)
 
     def handling_until(self, now: float) -> float:
-        """Return the time that its records took, without the time for which sends waited for room."""
+        """Return the time that its records took, without the time that sends waited for room."""
         if self.handling_s is not None:
             return self.handling_s
         return now - self.began_at - (self.waited_s - self.waited_before)
@@ -193,7 +193,7 @@ class Transaction:
 
     @property
     def waited_s(self) -> float:
-        """For how long its producer's sends have waited for room in the client's queue, earlier transactions
+        """The seconds that its producer's sends have waited for room in the client's queue, earlier transactions
         included."""
         return self._loop.waited_s
 

@@ -152,7 +152,7 @@ class Link:
         """Forward requests. Return the bytes left for the next turn, if any."""
         requests = self._requests
         if self._draining:
-            data = data[: requests.left]
+            data = data[: requests.bytes_left]
         pieces = requests.feed(data)
         if pieces:
             self._up.send(pieces)
@@ -165,7 +165,7 @@ class Link:
         return requests.rest
 
     def _stop_reading_between_requests(self) -> None:
-        if not self._requests.left:
+        if not self._requests.bytes_left:
             self.client.pause_for(PauseReason.STOPPED)
 
     def _open_request(self, data: Piece, pos: int) -> Handling | None:
@@ -272,7 +272,7 @@ class Link:
     @property
     def is_waiting_for_broker(self) -> bool:
         """Return whether the broker has a complete request that it has not answered."""
-        whole = len(self._pending) - (1 if self._requests.left else 0)
+        whole = len(self._pending) - (1 if self._requests.bytes_left else 0)
         return any(exchange.answer is None for exchange in islice(self._pending, whole))
 
     def close_early(self, after: str) -> None:
@@ -293,7 +293,7 @@ class Link:
     def _close_if_drained(self) -> None:
         if self._up.is_blocked or self._down.is_blocked:
             self.abort()  # a job holds a frame for an unknown time
-        elif not self._pending and not self._requests.left and self._responses.between_frames:
+        elif not self._pending and not self._requests.bytes_left and self._responses.between_frames:
             self.close()
 
     # Called by jobs (pipeline.Control).

@@ -226,9 +226,10 @@ def end_offsets(
 class ConcurrentReader:
     """Reads topics on a thread from the beginning during a run, and keeps the delivered records in order.
 
-    For one user: `with ConcurrentReader(...) as reader: ...; reader.wait_for_ends(ends); reader.seen()`. It reads the
-    partitions that the topics have at the start. An error that a retry cannot fix ends the thread, and the next call
-    raises it; truncation below the reader's position is such an error (`InputGone`).
+    For use by one thread: `with ConcurrentReader(...) as reader: ...; reader.wait_for_ends(ends)`, and then
+    `reader.collect_outputs()`. It reads the partitions that the topics have at the start. An error that a retry cannot
+    fix ends the thread, and the next call raises it. Truncation below the reader's position is such an error
+    (`InputGone`).
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class ConcurrentReader:
             self._raise_error()
             return self._reading.log()
 
-    def seen(self) -> Outputs:
+    def collect_outputs(self) -> Outputs:
         """Return `log()` with its lineage, as the checker's `seen`."""
         return self.log().outputs()
 

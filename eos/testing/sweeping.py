@@ -1,4 +1,4 @@
-"""Sweeps faults: runs a user's own App on a real worker and real Kafka, once per (step of a transaction, fault).
+"""Sweeps faults: runs the user's App on a real worker and real Kafka, once per (step of a transaction, fault).
 
 Owns the cases (which fault at which step, as a plan of the shim) and one run of each: create the topics again, load the
 input, run a worker process behind a shim until all input is done, then call `eos.testing.verify`. It must never judge

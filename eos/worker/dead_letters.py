@@ -213,8 +213,8 @@ class ReplayProgress:
     def __init__(self, settings: Settings, group: str, world: World = REAL) -> None:
         self._group, self._world = group, world
         self._settings = settings
-        self._left: dict[str, dict[int, Done]] = {}  # topic -> partition -> the state of our last commit
-        self.done: dict[str, dict[int, Done]] = {}
+        self._committed_progress: dict[str, dict[int, Done]] = {}  # topic -> partition -> the state of our last commit
+        self.settled: dict[str, dict[int, Done]] = {}
         """The settled letters by topic and partition."""
         self._consumer = world.consumer(
             {
@@ -236,13 +236,13 @@ class ReplayProgress:
     def load(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
         """Return the settled letters of the partitions that have a committed offset."""
         found = self.committed(topic, partitions)
-        self._left[topic] = dict.fromkeys(partitions, Done()) | found
+        self._committed_progress[topic] = dict.fromkeys(partitions, Done()) | found
         return found
 
     def note_committed(self, topic: str, after: Mapping[int, Done]) -> None:
         """Note that these settled letters are committed now."""
-        self._left[topic].update(after)
-        self.done[topic].update(after)
+        self._committed_progress[topic].update(after)
+        self.settled[topic].update(after)
 
     def find_expired(self, topic: str, low: Mapping[int, int]) -> tuple[list[int], float]:
         """Return the partitions whose committed offset may have expired, and the days for which brokers keep one.
@@ -257,7 +257,7 @@ class ReplayProgress:
 
     def confirm(self, topic: str) -> None:
         """Raise Fenced if another process has committed since our last commit."""
-        left = self._left[topic]
+        left = self._committed_progress[topic]
         found = dict.fromkeys(left, Done()) | self.committed(topic, left)
         if changed := {partition for partition in left if found[partition] != left[partition]}:
             at = min(changed)
@@ -268,11 +268,11 @@ class ReplayProgress:
 
     def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
         """Return the settled letters of the partitions that have a stable committed offset."""
-        places = [TopicPartition(topic, partition) for partition in partitions]
+        topic_partitions = [TopicPartition(topic, partition) for partition in partitions]
         deadline = self._world.now() + _COMMITTED_S
         while True:
             try:
-                found = self._consumer.committed(places, timeout=_ASK_S)
+                found = self._consumer.committed(topic_partitions, timeout=_ASK_S)
                 error = next((at.error for at in found if at.error is not None), None)
                 if error is None:
                     return {at.partition: Done.read(at.offset, at.metadata) for at in found if at.offset >= 0}
@@ -300,7 +300,7 @@ def read_dead_letters(
     at = {} if progress is None else progress.load(topic, held)
     done = {partition: at.get(partition, Done()).starting_at(span.low) for partition, span in held.items()}
     if progress is not None:
-        progress.done[topic] = done.copy()
+        progress.settled[topic] = done.copy()
         without = {p: span.low for p, span in held.items() if p not in at and span.low < span.stable}
         expired, days = progress.find_expired(topic, without) if without else ([], 0.0)
         if expired:

@@ -89,7 +89,7 @@ class _Dropping:
 DROPPING: Settler = _Dropping()
 
 Choose = Callable[[DeadLetter], DeadLetter | None]
-"""Returns the letter to settle, possibly with corrections; None: the letter keeps waiting."""
+"""Returns the dead letter to settle, possibly with corrections, or None if it keeps waiting."""
 
 
 def choose_all(letter: DeadLetter) -> DeadLetter:
@@ -243,7 +243,7 @@ class Settling:
         settled: defaultdict[int, list[Run]] = defaultdict(list)
         for first, one in batch:
             settled[one.letter.partition].append((first, one.letter.offset))
-        after = {partition: done.add(*settled[partition]) for partition, done in self._progress.done[topic].items()}
+        after = {partition: done.add(*settled[partition]) for partition, done in self._progress.settled[topic].items()}
         offsets = offsets_of(topic, after)
         with self._transactions.begin() as txn:
             if txn.renewed:

@@ -47,7 +47,7 @@ class Retention:
 
 
 def _kept_ms(topic: Topic) -> int | None:
-    """Return the time in ms for which a topic keeps a record by its timestamp; None: for ever, or unknown."""
+    """Return for how many ms a topic keeps a record after its timestamp, or None if for ever or unknown."""
     config = topic.config or {}
     kept_ms = int(config.get("retention.ms") or -1)
     by_age = (

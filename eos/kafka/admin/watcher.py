@@ -1,4 +1,4 @@
-"""Check the cluster now and then, on one background thread with one admin client.
+"""Check the cluster periodically, on one background thread with one admin client.
 
 Owns the thread, the client and the times of the checks. Each check owns its requests and their consequences. The client
 is kafka-python's: it asks any broker, and waits between two attempts to connect. librdkafka's AdminClient asks the

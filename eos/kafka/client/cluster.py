@@ -365,10 +365,11 @@ class ClusterAdmin:
         )
 
     def group_operations(self, group: str) -> frozenset[str] | None:
-        """Return the names of the operations that ACLs allow us on a group; None if its coordinator does not say.
+        """Return the names of the operations that ACLs allow us on a group, or None if its coordinator does not say.
 
-        librdkafka's DescribeConsumerGroups is no alternative: a failed assertion (`rd_kafka_enq_once_del_source`) ends
-        the process if the coordinator answers after the request's timeout (seen in 2.16.1, with a paused broker)."""
+        librdkafka's DescribeConsumerGroups is not an alternative. If the coordinator answers after the request's
+        timeout, a failed assertion (`rd_kafka_enq_once_del_source`) ends the process (2.16.1, with a paused broker).
+        """
         # Version 6 answers with an error, and without rights, for a group that does not exist yet.
         request = DescribeGroupsRequest(groups=[group], include_authorized_operations=True, max_version=5)
         described = self._described_group(group, request)

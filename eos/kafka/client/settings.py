@@ -29,7 +29,7 @@ RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}
 # After a slow call the next transaction waits for the statistics. 100 costs 0.1 % of a processor more than 200 with 8
 # partitions and 0.6 % with 500; 50 costs twice that.
 STATISTICS_INTERVAL_MS = 100
-_MISSPELLING_CUTOFF = 0.9  # similarity from which a variable counts as a misspelling of ours
+_MISSPELLING_CUTOFF = 0.9  # similarity from which a variable counts as a misspelt variable of eos
 # librdkafka accepts a protocol before an address, but only one of these.
 _URL_SCHEME = re.compile(r"\b(?!(?:plaintext|ssl|sasl_plaintext|sasl_ssl):)[a-z_]+://", re.IGNORECASE)
 STRATEGY = "partition.assignment.strategy"
@@ -39,7 +39,7 @@ PARSED_HERE = ("max.poll.interval.ms", "session.timeout.ms", "topic.metadata.ref
 
 @dataclass(frozen=True)
 class Option:
-    """Describes one setting of ours: its default, how its text is parsed, and its meaning (for `--help` and docs)."""
+    """Describes one setting of eos: its default, how its text is parsed, and its meaning (for `--help` and docs)."""
 
     default: Any
     read: Callable[[Any], Any]
@@ -162,7 +162,7 @@ FUNCTION_OPTIONS = (
     "eos.state.memory.bytes",
     "eos.state.cleanup.delay.ms",
 )
-"""Settings that only affect an App's functions, and have no effect in a user's own loop."""
+"""Settings that only affect an App's functions, and have no effect in a user's loop over a session."""
 
 
 @dataclass(frozen=True)
@@ -486,7 +486,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         elif variable.startswith("EOS_") and (
             meant := difflib.get_close_matches(variable, variables, 1, _MISSPELLING_CUTOFF)
         ):
-            # Other programs may have variables with this prefix, but a misspelling of ours must not be ignored.
+            # Other programs may have variables with this prefix, but a misspelt variable of eos must not be ignored.
             raise ConfigurationError(f"{variable} is not a setting; did you mean {meant[0]}?")
     return values
 

@@ -72,7 +72,7 @@ class Fetcher:
         self._watcher = watcher
         self._until_end, self._stopping = until_end, stopping
         self._pulse, self._world, self._on_unreadable = pulse, world, on_unreadable
-        self._by_pattern: set[str] = set()
+        self._pattern_topics: set[str] = set()
         self.positions: Positions[Record] = Positions()
         self._chained: set[str] = set()  # input topics that the session itself writes
         self._handover = Handover()
@@ -99,7 +99,7 @@ class Fetcher:
 
     def set_topics(self, topics: Sequence[str], by_pattern: Collection[str]) -> None:
         """Set the input topics before the start; `by_pattern` are those that only a pattern matched."""
-        self.topics, self._by_pattern = list(topics), set(by_pattern)
+        self.topics, self._pattern_topics = list(topics), set(by_pattern)
 
     def connect(self, destinations: Sequence[str], deadline: float) -> None:
         """Connect to the cluster. Raises Unavailable unless all topics exist by the deadline (World.now())."""
@@ -123,10 +123,10 @@ class Fetcher:
         """Return topics matched by a pattern that are younger than the group's commits: they appeared while no worker
         ran, or their first worker died before its first commit. Without any committed offset in the group, `latest`
         applies to every topic."""
-        if not self._by_pattern or self._settings.get("auto.offset.reset") != "latest":
+        if not self._pattern_topics or self._settings.get("auto.offset.reset") != "latest":
             return set()
         committed = self.group_consumer.queries.topics_with_commits(admin)
-        return self._by_pattern - committed if committed else set()
+        return self._pattern_topics - committed if committed else set()
 
     def _create_consumer(self) -> GroupConsumer:
         return GroupConsumer(

@@ -292,7 +292,7 @@ class GroupConsumer:
                 self.lost_reason = f"partitions of this transaction were {how}"
             log.info(f"partitions {how}", partitions=names_of(revoked), group=self.group)
             self._lost_assignment.reset()
-        except BaseException as error:  # noqa: BLE001 - see _on_assign
+        except BaseException as error:  # noqa: BLE001 - raised by the loop, as in _on_assign
             self._latch(error)
 
     def start(self, partitions: Collection[Partition]) -> None:
@@ -322,9 +322,9 @@ class GroupConsumer:
             raise _cannot_commit(self.lost_reason)
 
     def group_metadata(self, offsets: Mapping[Partition, int]) -> Any:
-        """Return fresh group metadata for a commit of these offsets; None without offsets.
+        """Return fresh group metadata for a commit of these offsets, or None without offsets.
 
-        Raises CallFailed: ABORT if this consumer is no member any more or does not own all of the partitions, REJOIN if
+        Raises CallFailed: ABORT if this consumer is no longer a member or does not own all of the partitions, REJOIN if
         the group continued without it.
         """
         if not offsets:

@@ -4,7 +4,7 @@ Taken records are not kept. Keeping a transaction's worth of them (tens of thous
 to `eos.transaction.max.records` records of memory. What is kept is the offset at which the open transaction began in
 each partition, and `rewind` returns the offsets to which the consumer must go back.
 
-Guarantees, whatever the consumer delivers (librdkafka has delivered an offset twice: its issues 4637 and 4686): per
+Guarantees for any order of deliveries (librdkafka has delivered an offset twice: its issues 4637 and 4686): per
 partition, records are taken in offset order, none is skipped, and none is taken twice except after a rewind. The
 offsets of a transaction are exactly those after its taken records. If you change this module, read Loop._end,
 Recovery._resolve and GroupConsumer.seek.
@@ -129,7 +129,7 @@ class Positions(Generic[R]):
         else:
             self._last = waiting[:most]
             del waiting[:most]
-        return self._last.copy()  # the caller's list is a user's to change
+        return self._last.copy()  # user code may change the caller's list
 
     def _settle_last(self) -> None:
         """Reduce the last batch, which can no longer be given back, to the offsets at which it began and ended."""

@@ -82,7 +82,7 @@ class Client:
             self.serve()
         except (KafkaException, SystemError):
             pass  # a fatal error, which the next transactional call raises again
-        except BaseException as error:  # noqa: BLE001 - a callback's; the thread goes on, and the loop raises it
+        except BaseException as error:  # noqa: BLE001 - callbacks may raise anything; the loop raises it, and the thread continues
             self._latch(error)
 
     def _take_statistics(self, text: str) -> None:

@@ -68,7 +68,7 @@ class TransactionalIdOwnership:
         producer.replace(reason)
 
     def confirm(self, producer: TransactionalProducer, reason: str) -> None:
-        """Raise Fenced, before an init of ours, if a newer instance has the id.
+        """Raise Fenced before our init if a newer instance has the id.
 
         The query is left out where our own client may have taken the next epoch: that would look like a newer instance.
         """
@@ -85,20 +85,20 @@ class TransactionalIdOwnership:
         # Records that timed out make librdkafka take the next epoch by itself (KIP-360).
         if not fenced and not ownership.has_newer_epoch(producer.poll_identity(fresh=True) or mine, answer):
             return
-        # Without a group, a ghost transaction of our own looks like a newer instance whose last transaction was
-        # aborted. A producer that is not fenced yet continues, as it would without this query.
-        self._settle(producer, reason, ghost_is_ours=True)
+        # Without a group, an empty transaction that our late request began looks like a newer instance whose last
+        # transaction was aborted. A producer that is not fenced yet continues, as it would without this query.
+        self._settle(producer, reason, empty_transaction_is_ours=True)
 
     def settle(self, producer: TransactionalProducer, reason: str) -> Owner:
         """Return who owns the id after a call was fenced. Raises Fenced if a newer instance does, or may."""
-        return self._settle(producer, reason, ghost_is_ours=False)
+        return self._settle(producer, reason, empty_transaction_is_ours=False)
 
-    def _settle(self, producer: TransactionalProducer, reason: str, ghost_is_ours: bool) -> Owner:
+    def _settle(self, producer: TransactionalProducer, reason: str, empty_transaction_is_ours: bool) -> Owner:
         if producer.state is State.UNINITIALISED:
-            # An init of ours was interrupted. Its epoch is unknown, so the coordinator's epoch decides nothing.
+            # One of our inits was interrupted. Its epoch is unknown, so the coordinator's epoch decides nothing.
             return Owner.MINE
         # Until it is settled: an exception here must not lead to a replacement, whose init would take the id.
-        self._interrupted = producer, reason, ghost_is_ours
+        self._interrupted = producer, reason, empty_transaction_is_ours
         situation = producer.poll_situation()
         owner, answer = Owner.NEWER, None  # the safe answer if our own epoch is unknown
         if situation is not None:
@@ -108,7 +108,7 @@ class TransactionalIdOwnership:
                 owner, answer = ownership.settle(known, lambda: self._describe_and_log(admin, producer))
                 if owner in ownership.NEEDS_GROUP_CHECK:
                     if self._query_group is None:
-                        ours = ghost_is_ours and owner is not Owner.ABORTED_EARLY
+                        ours = empty_transaction_is_ours and owner is not Owner.ABORTED_EARLY
                     else:
                         ours = self._query_group()
                     owner = owner if ours else Owner.NEWER

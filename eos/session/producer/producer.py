@@ -76,7 +76,7 @@ class TransactionalProducer:
         self._replace_because: str | None = None
         self._produced = 0
         self.waited_s = 0.0
-        """For how long sends have waited for room in the client's queue, over the life of this object."""
+        """The seconds that sends have waited for room in the client's queue, over the life of this object."""
         self._began_at = 0.0  # World.now(), for our own deadlines
         self._committed_at = 0.0  # World.now()
         self._open_since = 0.0  # World.boot_clock(), for the broker's timeout

@@ -55,7 +55,7 @@ TABLE: dict[tuple[State, Event], State] = {
     (_S.ABORTABLE_ERROR, _E.FAIL_ABORTABLE): _S.ABORTABLE_ERROR,
     (_S.ABORTING, _E.ABORT): _S.ABORTING,
     (_S.ABORTING, _E.ENDED): _S.READY,
-    # A replacement bumps the epoch, so whatever the old producer left behind is refused. Not while a call that may
+    # A replacement bumps the epoch, so late requests of the old producer are refused. Not while a call that may
     # still be answered is open: that one must fail first.
     (_S.READY, _E.REPLACE): _S.UNINITIALISED,
     (_S.FENCED, _E.REPLACE): _S.UNINITIALISED,

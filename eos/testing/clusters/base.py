@@ -207,7 +207,7 @@ class Cluster(ABC):
 
     @property
     def bootstrap_servers(self) -> str:
-        """Return the addresses of all nodes, whatever their state, as a client is configured."""
+        """Return the addresses of all nodes in any state, as a client's bootstrap.servers."""
         return ",".join(self.server(i) for i in range(self.size))
 
     def leader_of(self, topic: str, partition: int = 0) -> int:
@@ -363,11 +363,11 @@ class Cluster(ABC):
             named |= fetch_metadata(self.server(i), left).nodes
             return expected <= named
 
-        def seen() -> str:
+        def describe_answer() -> str:
             answer = f"it names nodes {sorted(named)}" if named else "it names no node"
             return f"{answer}; {self._describe_node(i)}"
 
-        self._wait_until(f"node {i} answers and names nodes {sorted(expected)}", names_all, timeout_s, seen)
+        self._wait_until(f"node {i} answers and names nodes {sorted(expected)}", names_all, timeout_s, describe_answer)
 
     def _describe_node(self, i: int) -> str:
         """Return the node's state and its last log lines, which show whether it is slow, stuck or gone."""
