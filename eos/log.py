@@ -135,7 +135,7 @@ class Reminder:
         self._last = now() - (interval_s if at_once else 0.0)
 
     def restart(self) -> None:
-        """Begin a new wait."""
+        """Restart the interval for a new wait."""
         self._last = self._now()
 
     def tick(self) -> bool:

@@ -90,7 +90,7 @@ class FeedResult(NamedTuple):
 
     @property
     def failure(self) -> CallFailed | None:
-        """Return the error if the client raised it, and not a function."""
+        """Return the error if the client raised it, or None if a function did."""
         if not isinstance(self.error, CallFailed):
             return None
         # A delivery that failed is reported during the send of some other record.
@@ -169,8 +169,8 @@ class Out(msgspec.Struct, frozen=True, gc=False):
     `value`: bytes are sent unchanged, str as UTF-8, None as a tombstone, and anything else as JSON. `key`: encoded by
     the same rule; KEEP means the input's key, None a null key. `topic`: None means the first of `to`. `headers`: (name,
     bytes, str or None) pairs or a mapping; headers of the input that `eos.headers.pass` names come before them.
-    `partition`: None means by the key. `timestamp`: milliseconds since the epoch; KEEP means the input's, 0 the time of
-    producing.
+    `partition`: None means by the key. `timestamp`: milliseconds since the epoch; KEEP means the input's, 0 the time
+    when it is sent.
 
     In a batch function an Out has no single input, so it needs its own key, and KEEP means the batch's latest
     timestamp. `record.out(value)` sets the record's key and timestamp.
@@ -205,7 +205,7 @@ def merge_metadata(metadata: str, entries: Mapping[str, object]) -> str:
 
 
 def read_metadata(committed: Committed) -> str | None:
-    """Return the metadata of a committed offset; None if it cannot be read.
+    """Return the metadata of a committed offset, or None if it cannot be read.
 
     confluent-kafka reads up to a NUL, which only it writes. So metadata of another client (Kafka Streams) is followed
     by random bytes of this process, which may not be UTF-8. Metadata that eos wrote is always complete.

@@ -90,7 +90,7 @@ class Recent:
     """
 
     small: bool = False
-    """True if the driver could have written the last batch, judged by the bytes of its record batches."""
+    """True if the last batch was small enough for the driver, by the bytes of its record batches."""
     pause: int = 0
     """The number of batches for which the driver does not try after a batch was too large.
 
@@ -160,7 +160,7 @@ class Attempt:
         self._tasks_write = True
 
     def run(self) -> Progress | None:
-        """Return the progress of the batch; None if it is in Kafka already.
+        """Return the progress of the batch, or None if it is in Kafka already.
 
         Raises Again, an EosError, or an exception of Spark.
         """
@@ -300,7 +300,7 @@ class Attempt:
         return [] if result is None else [result]
 
     def _on_executors(self, targets: Sequence[Target], cores: int | None) -> list[Result]:
-        """Write the rows with tasks, no more than can run at once: others would only wait.
+        """Write the rows with tasks, at most as many as can run at once: others would only wait.
 
         With dynamic allocation Spark starts executors while tasks wait, so each partition is a share.
         """
@@ -331,7 +331,7 @@ class Attempt:
         return None if cores is None else cores * _PACKERS_PER_CORE
 
     def _cores(self) -> int | None:
-        """Return how many tasks run at once; None with dynamic allocation, where it is not fixed."""
+        """Return how many tasks run at once, or None with dynamic allocation, where the number is not fixed."""
         session = self._df.sparkSession
         if str(session.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
             return None
@@ -395,7 +395,8 @@ class Attempt:
             return Temporary(
                 f"{self._describe_error(error)}: the batch took longer than "
                 f"transaction.timeout.ms={connected.transaction_ms} and the broker aborted it: raise that setting (the "
-                f"broker's transaction.max.timeout.ms allows {connected.longest_ms}), or give the source smaller batches (maxOffsetsPerTrigger)"
+                f"broker's transaction.max.timeout.ms allows {connected.longest_ms}), or give the source smaller "
+                "batches (maxOffsetsPerTrigger)"
             )
         # Without a group no check shows whether another driver is in the middle of its init.
         if owner in (ownership.Owner.NEWER, ownership.Owner.ABORTED_EARLY):

@@ -85,7 +85,7 @@ class Marker:
             raise ValueError(f"not a marker: {value[:80]!r}") from error
 
     def went_elsewhere(self, topics: Sequence[str]) -> str:
-        """Return the topics of this batch that the sink does not write to now, as text; "" if there are none."""
+        """Return the topics of this batch that the sink no longer writes to, as text, or "" if there are none."""
         return ", ".join(sorted(set(self.topics or ()) - set(topics)))
 
 

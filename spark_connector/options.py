@@ -108,12 +108,12 @@ class Options:
 
     @property
     def driver_bytes(self) -> int:
-        """Return up to how many bytes of packed rows per task the driver writes a batch itself."""
+        """Return the maximum number of bytes of packed rows per task for a batch that the driver writes itself."""
         return int(self.settings["eos.spark.driver.bytes"])
 
     @property
     def claims_port(self) -> int:
-        """Return the port on which the driver listens for executors' claims; 0: any."""
+        """Return the port on which the driver listens for executors' claims, or 0 for any port."""
         return int(self.settings["eos.spark.claims.port"])
 
     @property

@@ -1,7 +1,7 @@
 """Brings the rows of each share of the Kafka partitions to one task, or the rows of a small batch to the driver.
 
-Owns the allowed columns and types of the DataFrame, and the order after the shuffle. placing.py owns which partition a
-row belongs to. It must never request an order or a distribution that a second run could not repeat.
+Owns the allowed columns and types of the DataFrame, and the order after the shuffle. placing.py owns the choice of the
+partition for a row. It must never request an order or a distribution that a second run could not repeat.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def stop(session: SparkSession) -> None:
 
 
 def kill(session: SparkSession) -> None:
-    """Kill this driver's JVM at once, whatever runs in it; under spark-submit the JVM is left alone."""
+    """Kill this driver's JVM at once, with everything that runs in it. Under spark-submit, leave the JVM alone."""
     if (process := _jvm_process(session)) is not None:
         process.kill()
 
@@ -115,7 +115,7 @@ def _jvm_process(session: SparkSession) -> subprocess.Popen[bytes] | None:
 
 
 def is_local(master: str | None) -> bool:
-    """Return whether everything runs in the driver's own process and Python environment (None: local[*])."""
+    """Return whether everything runs in the driver's own process and Python environment; None means local[*]."""
     return master is None or re.match(r"local(\[|$)", master) is not None
 
 

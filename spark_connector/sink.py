@@ -287,7 +287,7 @@ class _Sink:
             self._server.close()
 
     def deliver(self, df: DataFrame, batch: Batch) -> Progress | None:
-        """Return the progress of the batch; None if it was in Kafka already."""
+        """Return the progress of the batch, or None if it was in Kafka already."""
         with self._one_at_a_time:
             return self._deliver(df, batch)
 

@@ -28,8 +28,8 @@ from spark_connector.workers import begin_task
 
 # Rows of a partition are collected up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
-# Over all partitions of a share, since all of their rows were sent: a waiting row keeps its whole Arrow batch in
-# memory.
+# Limit for the Arrow batches that waiting rows keep in memory, over all partitions of a share: above it, all rows are
+# sent. A waiting row keeps its whole batch.
 _KEPT_BYTES = 32_000_000
 # The smallest average piece of a partition's waiting rows: smaller pieces cost more than the copy of their bytes.
 _PIECE_BYTES = 20_000
@@ -111,14 +111,14 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
                 rows += unpacked.num_rows
             if share is not None:
                 share.drive()
-            del batch  # or it would stay in memory next to Spark's next one
+            del batch  # otherwise it would stay in memory next to Spark's next one
         if share is None:
             return None
         share.finish()
     except Exception as error:
         if share is None and not isinstance(error, Stopped):
             raise  # nothing is claimed, so Spark may run the task again
-        # A value and not an exception: Spark would run the task again, which only gives a second claim.
+        # Return a value and do not raise: Spark would run the task again, which only leads to a second claim.
         answer, sentence = _find_consequence(error)
         wire.discard(job.connection)
         for _ in batches:
@@ -158,7 +158,7 @@ def _find_consequence(error: Exception) -> tuple[Answer, str]:
 class _Share:
     """The partitions that this task writes, and the rows that wait for them.
 
-    The constructor claims the share, before anything but the share is known of the rows.
+    The constructor claims the share before it knows anything else about the rows.
     """
 
     def __init__(self, job: Job, number: int, connect: Callable[[], wire.Wire]) -> None:

@@ -164,7 +164,7 @@ class Wire:
         return self._leaders.get((topic, partition), -1)
 
     def refresh_leader(self, topic: str, partition: int) -> None:
-        """Look up the leader again; without an answer it stays unknown."""
+        """Look up the leader again; without an answer the leader stays unknown."""
         self._leaders.pop((topic, partition), None)
         with contextlib.suppress(Broken):
             self.partitions([topic])

@@ -233,7 +233,7 @@ def _waiting_letters(
 
 @contextmanager
 def _report_outcome(summary: Callable[[ReplayResult], str], source: str) -> Iterator[ReplayResult]:
-    """Print the outcome of a topic's dead letters, also of those committed before an error."""
+    """Print the outcome of a topic's dead letters, including those committed before an error."""
     counts, topic, completed = ReplayResult(), dead_letter_topic(source), False
     try:
         yield counts

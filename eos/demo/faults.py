@@ -83,7 +83,7 @@ class Witness:
         return first is not None and self._partitions_with_records_of(first[1]) > 0
 
     def find_open_transaction(self, worker: str, attempts: int) -> Hit | None:
-        """Return the open transaction of a killed or paused worker if the log has records of it; None otherwise."""
+        """Return the open transaction of a killed or paused worker if the log has records of it, or None."""
         return self._find_open_transaction(lambda: self.find_ongoing(worker), attempts)
 
     def find_open_transaction_by(self, transactional_id: str, attempts: int) -> Hit | None:

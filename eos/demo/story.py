@@ -28,9 +28,9 @@ from eos.kafka.client.cluster import TransactionalIdState
 TRANSACTION_TIMEOUT_MS = 5_000
 # A run has about this many transactions for any number of flights. They are small, so that a fault finds one open.
 _TRANSACTIONS = 1_000
-_KILL_AT, _PAUSE_AT = 0.03, 0.10  # as parts of the flights handled
-# This part of the flights is loaded before the workers start. The rest is loaded after the faults, and small pieces of
-# it earlier if the workers reach the end: a fault must find unhandled input, however many attempts it needs.
+_KILL_AT, _PAUSE_AT = 0.03, 0.10  # fractions of the flights to handle
+# This fraction of the flights is loaded before the workers start. The rest is loaded after the faults, and small parts
+# of it earlier if the workers reach the end: a fault must find unhandled input, however many attempts it needs.
 _INITIAL_PART, _ADDED_PART = 0.5, 0.01
 _WORK_TIMEOUT_S = 150.0
 _TEMPORARY_FAILURE = 75

@@ -25,7 +25,7 @@ from eos.records import Header, Record, Send, readable_headers
 
 PREFIX = "eos-dlq-"
 DEAD_LETTER_SUFFIX: Final = ".dlq"
-MAX_MESSAGE_BYTES = 1_000  # of the exception's message, which may quote the whole record
+MAX_MESSAGE_BYTES = 1_000  # limit for the exception's message, which may quote the whole record
 
 
 def dead_letter_topic(source: str) -> str:

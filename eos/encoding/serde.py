@@ -1,7 +1,7 @@
 """Makes decoders from type annotations, and encodes Python values to bytes.
 
 Owns the rule by which an annotation chooses the decoder of a record's value, and the rule by which a value or key
-becomes bytes. It must never do I/O, know about topics or records, or decide about a record that does not decode: it
+becomes bytes. It must never do I/O, know about topics or records, or decide about a record that does not decode. It
 raises an error, and the worker's policy decides.
 
 Alone (or as `| None`), `bytes` and `str` mean the raw value. Every other annotation means JSON, read by msgspec.
@@ -137,7 +137,7 @@ def _suggest_annotation(kind: type, kept: bool) -> str:
 
 
 def _find_type(kinds: type[_Node] | tuple[type[_Node], ...], node: object, seen: set[int]) -> _Node | None:
-    """Return the first part of a msgspec type description that is one of these kinds; None if there is none.
+    """Return the first part of a msgspec type description that is one of these kinds, or None.
 
     A CustomType is a class that msgspec knows only by `isinstance`.
     """

@@ -87,7 +87,7 @@ class Status(msgspec.Struct):
 
     @property
     def lag(self) -> int | None:
-        """Return the lag of all its partitions; None while one is unknown."""
+        """Return the lag of all its partitions, or None while one is unknown."""
         known = [lag.records for lag in self.lags if lag.records is not None]
         return sum(known) if len(known) == len(self.lags) else None
 

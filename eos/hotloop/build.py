@@ -1,7 +1,7 @@
 """Compiles _native.c while the package is built (pyproject.toml names this file to hatchling).
 
-A machine without a compiler, or without Python's headers, gets the package all the same: what is compiled is an
-acceleration, and python.py does the same. `eos --version` tells which is in use.
+A machine without a compiler, or without Python's headers, still gets the package: python.py does the same work, only
+more slowly. `eos --version` shows which one is in use.
 """
 
 from __future__ import annotations

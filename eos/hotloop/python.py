@@ -47,7 +47,7 @@ def records_of(
         if m.error() is None:
             try:
                 headers = headers_of(m) or ()
-            except Exception as error:  # noqa: BLE001 - `unreadable` raises it unless it knows it
+            except Exception as error:  # noqa: BLE001 - `unreadable` handles the error or raises it again
                 headers = unreadable(m, error)
             records.append(
                 record_type(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), headers)

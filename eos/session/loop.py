@@ -146,7 +146,7 @@ class Loop:
         self._failure = None
         self._consumer.begin_transaction()
         if self._last is not None:
-            self._last.mark_aborted()  # ends a given-up one; all others are unchanged
+            self._last.mark_aborted()  # marks a given-up one as aborted; others stay unchanged
         now, first_ms = self._world.now(), self._positions.first_timestamp_ms
         begun = Transaction(self, now, self._pacing.begin(now), first_ms, self.waited_s)
         self._outcomes.begun(begun)
@@ -212,14 +212,15 @@ class Loop:
             finally:
                 if in_body is not None and self._open is None:
                     in_body.mark_aborted(during_body=True)
-        # From here on the time is the application's.
+        # From here on, the application uses the time.
         self._pulse.beat("handling")
         return positions.take(most) if self._open is not None and self._can_commit else []
 
     def give_back(self, count: int) -> None:
         self._positions.give_back(count)
 
-    # A failed send is kept for the end of the transaction. The body need not know: its further sends are ignored.
+    # A failed send is kept for the end of the transaction. The body need not check for it: its further sends are
+    # ignored.
 
     def send(self, *send: Any) -> None:
         if self._can_commit:
@@ -252,10 +253,11 @@ class Loop:
         assert transaction is not None
         transaction.finish_handling(self._world.now())
         with self._recovering():
-            # 1 Which offsets. Records of a lost partition must not be committed, so a failed send does not count then.
+            # 1 Choose the offsets. Records of a lost partition must not be committed, so a failed send does not count
+            # then.
             offsets = self._offsets.to_commit(self._consumer.start_offsets.uncommitted)
             self._consumer.raise_if_lost()
-            # 2 The participants' own records, changelogs for example.
+            # 2 Send the participants' own records, for example changelogs.
             for participant in self._participants:
                 participant.before_flush(self.send, offsets.keys())
             if self._failure is not None:
@@ -264,7 +266,7 @@ class Loop:
             self._world.step("flush")
             self._producer.flush(lambda: self._fetcher.prefetch(self._positions.taken))
             self._world.step("flushed")
-            # 4 Still a member of the group, and still the owner of all partitions, after the flush.
+            # 4 After the flush, check that we are still a member of the group and own all partitions.
             group = self._consumer.group_metadata(offsets)
             # 5 Send the offsets and commit, on the committer's thread.
             self._start_commit(transaction, offsets, group)
@@ -313,8 +315,8 @@ class Loop:
     def _turn(self) -> Iterator[None]:
         """Run one turn of the loop. If an exception interrupted the last one, recover first.
 
-        The exception may be a signal handler's, or one that the application caught. Parts of the interrupted turn may
-        have happened without being noted."""
+        The exception may be a signal handler's, or one that the application caught. The interrupted turn may have taken
+        effect in part without any note of it."""
         was_interrupted, self._is_in_turn, in_body = self._is_in_turn, True, self._open
         if was_interrupted:
             self._ownership.raise_if_lost()  # a session that lost its transactional.id must not initialise it again

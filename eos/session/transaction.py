@@ -1,6 +1,6 @@
 """One open transaction, as the loop's body and the worker use it: take records, send, and end it early.
 
-What these calls do is decided in eos/session/loop.py.
+eos/session/loop.py decides the effect of these calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from eos.records import Feed, FeedResult, Headers, Record
 
 
 class Phase(Enum):
-    """How far a transaction is."""
+    """The phase of a transaction."""
 
     OPEN = "records are handed out and outputs sent"
     COMMITTING = "its commit was started: nothing more can be sent in it, however the commit ends"
@@ -63,8 +63,8 @@ class Transaction:
     """One open transaction and its input records. Valid until the loop's next turn.
 
     If the session has to give it up meanwhile (another instance took its place, the consumer died), the loop's body
-    need not know: no more records are handed out, sends are ignored, `commit` returns False, and the records are handed
-    out again.
+    need not check for it: `records` and `take` hand out no more records, sends are ignored, `commit` returns False, and
+    the records are handed out again.
     """
 
     __slots__ = (

@@ -276,7 +276,7 @@ class Link:
         return any(exchange.answer is None for exchange in islice(self._pending, whole))
 
     def close_early(self, after: str) -> None:
-        """Close a link whose time is over, or which makes room for a new connection."""
+        """Close a link whose time limit has passed, or one that must make room for a new connection."""
         if not self.has_request:
             reason = "the client sent no request"
         elif self.is_logged_in:

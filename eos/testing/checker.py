@@ -651,7 +651,7 @@ class _Index:
             self._sorted = slots
 
     def rows(self, topic: Int32s, partition: Int32s, offset: Int64s) -> Int64s:
-        """Return the row of each record in sorted order, -1 if it does not exist."""
+        """Return the row of each record in sorted order, or -1 if the record does not exist."""
         if not self._part_count or not self._last.max(initial=-1) >= 0:
             return np.full(len(offset), -1, np.int64)
         # Compared before it is multiplied: a nonexistent partition must not map to another topic's number.

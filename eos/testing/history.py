@@ -373,7 +373,8 @@ class _Reading:
         if records:
             self._add_records(records)
         if len(records) < len(messages):
-            # After the records: the consumer reports the end of a partition after its last record, never before it.
+            # Add events after the records: the consumer reports the end of a partition after its last record, never
+            # before it.
             for message in messages:
                 if (error := message.error()) is not None:
                     moved |= self._add_event(message, error)

@@ -1,7 +1,7 @@
 """Tests a loop of your own without a broker: `Session` replaces a TransactSession.
 
 A transaction has the session's own class (eos/session/transaction.py), so it hands out, takes back and refuses records
-as on Kafka. Effects of a cluster do not appear: no output is refused, no partition is revoked, no producer is fenced.
+as on Kafka. A cluster's effects do not appear: no output is refused, no partition is revoked, no producer is fenced.
 """
 
 from __future__ import annotations

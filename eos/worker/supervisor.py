@@ -5,7 +5,7 @@ no App and does not connect to Kafka, so it cannot leak memory or block. `after`
 signal from outside, a worker is restarted with a growing pause, up to MOST_RESTARTS times in a row. After exit code 0
 it is done, and the others go on. After any other code all workers stop, and the supervisor exits with that code.
 
-Workers are named `{instance}-{0..N-1}`. Each reports through a pipe (eos/health/report.py); the end of that pipe tells
+Workers are named `{instance}-{0..N-1}`. Each reports through a pipe (eos/health/report.py); the end of that pipe shows
 a worker that its supervisor has ended.
 """
 
@@ -425,7 +425,7 @@ class PrefixedStream:
             self.write("\n")
 
     def _put(self, text: str) -> None:
-        # Not through the stream's own buffer: it refuses a signal handler that logs during a write.
+        # Bypass the stream's own buffer: it refuses a signal handler that logs during a write.
         line = text.encode(errors="backslashreplace")
         with contextlib.suppress(BrokenPipeError):
             while line:
@@ -436,7 +436,7 @@ class PrefixedStream:
 
 
 def take_worker_name() -> str | None:
-    """Return a supervised worker's instance and remove it from the environment; None in an unsupervised process."""
+    """Return a supervised worker's instance and remove it from the environment, or None in an unsupervised process."""
     return os.environ.pop(NAME_VARIABLE, None)
 
 

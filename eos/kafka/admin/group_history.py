@@ -131,8 +131,8 @@ def read_notes(
 ) -> dict[Partition, int]:
     """Return those of these partitions for which the group has a note, with the note's time in Unix milliseconds.
 
-    Ignores notes of a topic that was recreated since. The result is empty without the right to read the notes.
-    Raises Unavailable if the cluster does not answer."""
+    Ignores notes of a topic that has been recreated since then. The result is empty without the right to read the
+    notes. Raises Unavailable if the cluster does not answer."""
     topic: str = settings["eos.places.topic"]
     if not topic or not partitions:
         return {}

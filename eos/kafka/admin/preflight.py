@@ -324,7 +324,7 @@ def _find_weaknesses(need: Requirements, facts: Facts, level: Level) -> Iterator
 
 
 def _examine_topic(name: str, topic: Topic, broker: Config | None) -> tuple[list[tuple[str, str]], str]:
-    """Return a topic's weaknesses, and the missing right that may hide more of them ("": none)."""
+    """Return a topic's weaknesses, and the missing right that may hide more of them, or ""."""
     if topic.exists is None:
         return [], f"DESCRIBE and DESCRIBE_CONFIGS on topic {name}"
     if topic.exists:

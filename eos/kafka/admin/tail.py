@@ -204,7 +204,8 @@ class _PartitionReader:
     visible: set[int] = field(default_factory=set)  # offsets that the committed reader returned
 
     def marked(self, stable: Callable[[], int]) -> Iterator[MarkedRecord]:
-        """Yield the records whose mark is known, in order. `stable` is only called if the committed reader is not past.
+        """Yield the records whose mark is known, in order. `stable` is called only if the committed reader has not
+        passed them.
 
         `stable` returns the last stable offset."""
         while self.waiting and self.waiting[0].offset < self.committed_at:
@@ -309,7 +310,8 @@ class TopicReader:
         return self._watermarks(partition)[1]
 
     def _watermarks(self, partition: int) -> tuple[int, int]:
-        """Return the first offset and the last stable one, or values that call nothing removed and nothing open."""
+        """Return the first offset and the last stable one. If they are unknown, return values under which no record
+        counts as removed or open."""
         try:
             low, stable = self._committed.get_watermark_offsets(
                 TopicPartition(self._topic, partition), timeout=_REQUEST_TIMEOUT_S

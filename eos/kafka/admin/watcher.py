@@ -84,7 +84,7 @@ class Watcher:
                         made = self._world.admin(self._settings, timeout_ms=_REQUEST_TIMEOUT_MS)
                         admin = connection.enter_context(made)
                     pause_s = check.run(admin)
-                except Exception as error:  # noqa: BLE001 - an error of one check: its on_error decides, the others go on
+                except Exception as error:  # noqa: BLE001 - the check's on_error decides, and other checks continue
                     connection.close()
                     admin, pause_s = None, check.on_error(error)
                 self._schedule(check, pause_s)

@@ -182,7 +182,7 @@ class ClusterAdmin:
     def abort_if_ongoing(self, transaction: ListedTransaction) -> str:
         """Send one InitProducerId that aborts the transaction if it is open. Return the name of the answer's error.
 
-        The coordinator aborts an open transaction at epoch + 1 whatever epoch the request names, and answers
+        The coordinator aborts an open transaction at epoch + 1 for any epoch in the request, and answers
         CONCURRENT_TRANSACTIONS. In every other state it compares the epoch (TransactionCoordinator.
         prepareInitProducerIdTransit), and refuses this one, which no producer has; it refuses a second request too.
         """

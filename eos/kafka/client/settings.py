@@ -285,7 +285,8 @@ class Settings:
             raise ConfigurationError(f"{name}={self.values[name]} {_reason(error)}") from error
 
     def __getitem__(self, name: str) -> Any:
-        """Return an option of eos (typed), or a Kafka setting as given or its default in eos; KeyError otherwise."""
+        """Return an option of eos (typed), or a Kafka setting as given or by its default in eos. Raise KeyError for
+        others."""
         if name in self._options:
             return self._options[name]
         for source in (self.values, PRODUCER_DEFAULTS, CONSUMER_DEFAULTS, COMMON_DEFAULTS):

@@ -1,8 +1,8 @@
 """Fetch a session's input: the consumer in its group, the waiting records, and the times of its polls.
 
 Owns the group consumer and its replacement by a new one after a failure. This module never decides how a transaction
-ends: a CallFailed says which action a failed poll calls for. New partitions start, and topics are added, only while no
-transaction is open.
+ends: it raises CallFailed with the action that a failed poll requires. New partitions start, and topics are added, only
+while no transaction is open.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Fetcher:
             revoked = set(assignment.revoked)
             for follower in self._followers:
                 follower.forget(revoked)
-            assignment.reported(revoked)  # afterwards, so that an interrupted report is repeated
+            assignment.reported(revoked)  # after the reports, so that an interrupted one is repeated
         consumer.start_offsets.locate(assignment)
         if starts := assignment.restoring:
             new = {p for p, start in starts.items() if start.offset < 0}
@@ -216,7 +216,7 @@ class Fetcher:
             self._world.sleep(min(_PAUSE_S, self._pacing.pause_left_s(self._world.now())))
 
     def query_finished(self) -> bool:
-        """With `until_end`, ask whether the whole group has committed everything that was readable at the start."""
+        """With `until_end`, query whether the whole group has committed everything that was readable at the start."""
         return self._end is not None and self._end.query_reached(self.group_consumer.queries)
 
     # ---- polling ----------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class GroupConsumer:
         )
 
     def subscribe(self, topics: Sequence[str]) -> None:
-        """Read all of `topics` from now on, new ones among them; no transaction may be open. The group rebalances,
+        """Read all of `topics` from now on, including new ones; no transaction may be open. The group rebalances,
         and only members that subscribed to a topic get its partitions.
 
         Raises CallFailed(REJOIN) if the consumer cannot subscribe and must be replaced."""
@@ -194,8 +194,8 @@ class GroupConsumer:
         Raises errors latched by a callback, InputGone, CallFailed(REJOIN) if another static member may have taken this
         one's place, and EosErrors for permanent refusals by the group or the cluster.
 
-        After an exception raised by a signal handler in here, the assignment is unknown and records may be lost on the
-        way: this consumer must be replaced.
+        If a signal handler raises inside this call, the assignment is unknown and fetched records may be lost, so this
+        consumer must be replaced.
         """
         self._unreadable.check(self.assignment.reading)
         if self._must_seek:
@@ -207,7 +207,8 @@ class GroupConsumer:
             messages = call_client(self.consumer.consume, most, timeout_s)
         except KafkaException as error:
             failed, self._must_seek = error.args[0], True
-        # Before anything is raised: fetched records are not delivered again to a caller that continues after the error.
+        # Add them before anything is raised: fetched records are not delivered again to a caller that continues after
+        # the error.
         records = hotloop.records_of(messages, Record, self._note_unreadable)
         repeated = self._positions.repeated
         self._positions.add_fetched(records)
@@ -302,7 +303,7 @@ class GroupConsumer:
         starts = {p: self.assignment.restoring[p] for p in sorted(partitions)}
         if self._incremental:
             self.consumer.incremental_assign(list(starts.values()))
-        else:  # assign() replaces the assignment: partitions that are read already go on where they are
+        else:  # assign() replaces the assignment: partitions that are read already continue where they are
             offsets = self.assignment.fetch_offsets(self._positions.rebuild_next_fetch())
             self.consumer.assign([*(TopicPartition(*p, at) for p, at in offsets.items()), *starts.values()])
         self.member.refresh_id()

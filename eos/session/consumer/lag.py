@@ -57,7 +57,8 @@ class Lag:
         self._positions, self._group, self._world = positions, group, world
         self._newest: Statistics | None = None  # not read yet
         self._lags: dict[Partition, int] = {}
-        self._stalled: dict[Partition, tuple[int, float]] = {}  # next offset, since when or logged when
+        # The next offset, and the time of its last change or log line.
+        self._stalled: dict[Partition, tuple[int, float]] = {}
 
     def note(self, statistics: Statistics) -> None:
         self._newest = statistics

@@ -29,7 +29,7 @@ _PATIENCE_S = 20.0
 
 
 class ReportedAssignment(NamedTuple):
-    """The member's partitions by the coordinator. `asked_at`: World.now()."""
+    """The member's partitions according to the coordinator. `asked_at`: World.now()."""
 
     asked_at: float
     partitions: frozenset[Partition]
@@ -44,12 +44,12 @@ class LostAssignment:
         self._since = 0.0  # answers to earlier queries do not count
         self._missing: dict[Partition, float] = {}  # time of the first query in a row whose answer named the partition
         self._unchecked_report: ReportedAssignment | None = None  # not compared yet
-        self._member_id = ""  # to query; "" while no query runs
+        self._member_id = ""  # the id to query; "" while no query runs
         self._is_refused = False
         watcher.add(self._check)
 
     def note(self, late: int) -> None:
-        """Note how many responses of the coordinator came too late so far."""
+        """Note the number of late responses from the coordinator up to now."""
         if late > self._late and not self._settings.classic_group:
             self._looking = True
             self.reset()  # a slow coordinator gets time: its next responses may arrive

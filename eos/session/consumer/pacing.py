@@ -11,8 +11,8 @@ import math
 # Records of one poll on a backlog. Few enough to stay in the processor's cache, and to keep polls short: the producer
 # has nothing to send during a poll. With fewer records, the overhead of each call dominates.
 _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
-# A smaller transaction ends too fast for a prefetch to pay. And a poll serves the group's callbacks, which should
-# run after its commit: a partition that is revoked before makes the transaction abort.
+# A smaller transaction ends too fast for a prefetch to pay off. A poll also serves the group's callbacks, which should
+# run after the commit: a partition that is revoked before it makes the transaction abort.
 _PREFETCH_FROM = 2_000
 # Maximum numbers of records and bytes to prefetch during a flush or a commit: as many as 20 ms fetch, and as the
 # processor's last cache keeps until they are handled (32 MB took a tenth more time with 1 KB values:
@@ -40,7 +40,7 @@ class Pacing:
         self._last_timed_out = False  # since a timeout, no transaction committed
         self._records_of_few_bytes = 1  # inputs of _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
-        self._suspects = 0  # the refused record is among the next this many
+        self._unsearched = 0  # the refused record is among the next this many
         self._began_at = 0.0
         self._gathering_since = 0.0
         self._pause_until = 0.0
@@ -112,9 +112,9 @@ class Pacing:
         three quarters of it.
         """
         self.aborts_in_a_row, self._last_timed_out = 0, False
-        self._suspects = max(0, self._suspects - taken)
-        if self._suspects:
-            self.limit = max(1, self._suspects // 2)
+        self._unsearched = max(0, self._unsearched - taken)
+        if self._unsearched:
+            self.limit = max(1, self._unsearched // 2)
         elif open_s < self._timeout_s / 2:
             # Grow slowly after a timeout: a quota limits the average, so the next transaction may be throttled again.
             fast = self.limit < self._records_of_few_bytes or (
@@ -151,9 +151,9 @@ class Pacing:
 
     def refused_among(self, taken: int) -> None:
         """Search for the record that the broker refuses among the `taken` ones, by halves and without a pause."""
-        self._suspects, self.limit = taken, max(1, taken // 2)
+        self._unsearched, self.limit = taken, max(1, taken // 2)
         self._pause_until = 0.0
 
     def refused_found(self) -> None:
-        self._suspects = 0
+        self._unsearched = 0
         self._pause_until = 0.0

@@ -1,7 +1,7 @@
 """Track which input records wait, were taken and were committed: the session's memory, no I/O.
 
 Taken records are not kept. Keeping a transaction's worth of them (tens of thousands) cost a fifth of the speed and up
-to `eos.transaction.max.records` records of memory. What is kept is the offset at which the open transaction began in
+to `eos.transaction.max.records` records of memory. This module keeps the offset at which the open transaction began in
 each partition, and `rewind` returns the offsets to which the consumer must go back.
 
 Guarantees for any order of deliveries (librdkafka has delivered an offset twice: its issues 4637 and 4686): per
@@ -147,7 +147,7 @@ class Positions(Generic[R]):
             return
         kept, back = self._last[:-count], self._last[-count:]
         self._last = kept
-        # Records of a lost partition are another member's now.
+        # Records of a lost partition belong to another member now.
         self._waiting[:0] = [r for r in back if (r.topic, r.partition) not in self._lost]
 
     # ---- offsets ----------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Positions(Generic[R]):
         return bool(touched)
 
     def clear(self) -> None:
-        """Drop everything: the consumer is replaced, and with it all that it fetched."""
+        """Drop everything: the consumer is replaced, and its fetched records are outdated."""
         self._waiting, self._ends, self.committed, self._next_fetch = [], {}, {}, {}
         self._reset()
 

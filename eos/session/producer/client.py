@@ -1,7 +1,7 @@
-"""One confluent-kafka Producer with everything known of it, and its safe destruction.
+"""One confluent-kafka Producer with the facts known about it, and its safe destruction.
 
 Owns the callbacks (statistics, deliveries), the thread on which calls run, and the end of a client in which a call may
-still hang. It never decides what follows from a failed call.
+still hang. It never decides how to handle a failed call.
 """
 
 from __future__ import annotations

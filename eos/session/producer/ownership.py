@@ -37,7 +37,8 @@ _SEPARATE_IDS = (
 
 class TransactionalIdOwnership:
     """`describe_loss`: returns who took over, and the numbers of both, from the producer and the coordinator's answer.
-    `query_group`: asks the group what the coordinator leaves open: whether no other member has our place."""
+    `query_group`: asks the group, where the coordinator's answer is not conclusive, whether no other member has our
+    place."""
 
     def __init__(
         self,
@@ -70,11 +71,11 @@ class TransactionalIdOwnership:
     def confirm(self, producer: TransactionalProducer, reason: str) -> None:
         """Raise Fenced before our init if a newer instance has the id.
 
-        The query is left out where our own client may have taken the next epoch: that would look like a newer instance.
+        There is no query where our own client may have taken the next epoch: that would look like a newer instance.
         """
         if producer.epoch_may_have_advanced:
             return
-        fenced = producer.state is State.FENCED  # then `settle` has found out since when
+        fenced = producer.state is State.FENCED  # then `settle` knows since when
         mine = self._settled_at.get(producer.transactional_id) if fenced else None
         mine = mine or producer.poll_identity()
         if mine is None:  # a client younger than its first statistics
@@ -97,7 +98,7 @@ class TransactionalIdOwnership:
         if producer.state is State.UNINITIALISED:
             # One of our inits was interrupted. Its epoch is unknown, so the coordinator's epoch decides nothing.
             return Owner.MINE
-        # Until it is settled: an exception here must not lead to a replacement, whose init would take the id.
+        # Kept until it is settled: an exception here must not lead to a replacement, whose init would take the id.
         self._interrupted = producer, reason, empty_transaction_is_ours
         situation = producer.poll_situation()
         owner, answer = Owner.NEWER, None  # the safe answer if our own epoch is unknown
@@ -158,7 +159,8 @@ def _describe(admin: ClusterAdmin, producer: TransactionalProducer) -> Transacti
 
 
 class OwnerInfo:
-    """This session as the owner of its transactional.id: what it commits about itself, and until when it owned it."""
+    """This session as the owner of its transactional.id: the metadata that it commits about itself, and the last time
+    at which it owned the id."""
 
     def __init__(self, settings: Settings, world: World) -> None:
         self._settings, self._world = settings, world
@@ -167,7 +169,7 @@ class OwnerInfo:
         self.note_owned("our start")
 
     def note_owned(self, by: str) -> None:
-        """Note that we own the transactional.id now, as `by` shows."""
+        """Note that we own the transactional.id now; `by` is the evidence."""
         self._owned_until, self._owned_by = self._world.unix(), by
 
     def metadata(self, producer: TransactionalProducer) -> dict[str, object]:
@@ -182,7 +184,8 @@ class OwnerInfo:
         }
 
     def describe_loss(self, producer: TransactionalProducer, answer: TransactionalIdState | None) -> tuple[str, str]:
-        """Return who took over and since when, and the producer ids and epochs of both, as far as the cluster says."""
+        """Return who took over and since when, and the producer ids and epochs of both, as far as the cluster reports
+        them."""
         mine = producer.poll_identity()
         who = ""
         try:

@@ -369,7 +369,7 @@ class Machine:
         partition: Partition,
         batches: Sequence[Written],
     ) -> int:
-        """Return the client's sequence that is 0 upstream, for a partition that is new in this transaction."""
+        """Return the client's sequence that the broker sees as 0, for a partition that is new in this transaction."""
         if known.bases_known:
             return 0
         challenged = self._challenged.get(connection)
@@ -388,7 +388,7 @@ class Machine:
         mark: Hashable,
         authority: Authority = Authority.ACCEPTED,
     ) -> End:
-        """Check EndTxn, also a repeated one, and return it with the identity of its transaction. Raises Refused."""
+        """Check EndTxn, even a repeated one, and return it with the identity of its transaction. Raises Refused."""
         known = self._require_identity(name, virtual)
         again = known.end is not None and known.end.committed == committed
         if known.state is State.SPENT and not again:

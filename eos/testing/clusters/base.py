@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class NotSupported(EosError):
-    """This backend cannot make the fault; the test was not run: it neither passed nor failed."""
+    """This backend cannot inject the fault. The test was not run: it neither passed nor failed."""
 
     exit_code = 69
 
@@ -43,9 +43,9 @@ class NotSupported(EosError):
 class Cluster(ABC):
     """Controls a cluster with nodes 0 to `size - 1`, node.id i for node i; use it as a context manager.
 
-    A fault lasts until the call that ends it (`start`, `resume`, `heal`, or `repair` for all of them). To make a fault
-    twice, or to end one that does not exist, raises IllegalState, because it would test nothing. Every method may raise
-    Unavailable.
+    A fault lasts until the call that ends it (`start`, `resume`, `heal`, or `repair` for all of them). To inject a
+    fault twice, or to end one that does not exist, raises IllegalState, because it would test nothing. Every method may
+    raise Unavailable.
     """
 
     backend: str
@@ -103,7 +103,7 @@ class Cluster(ABC):
     def _heal(self, i: int) -> None: ...
 
     def _exit_reason(self, i: int) -> str | None:
-        """Return why node `i` ended by itself; None while it runs."""
+        """Return why node `i` ended by itself, or None while it runs."""
         return None
 
     def _state(self, i: int) -> str:
@@ -133,7 +133,7 @@ class Cluster(ABC):
         """Start a node that is down on its data and address; return when it answers and names all reachable nodes.
 
         Its replicas may still be catching up: see `wait_in_sync`. Raises Unavailable with the node's state if it does
-        not answer. It runs nevertheless, and `wait_ready` waits further; a node that ended is down again.
+        not answer. The node still runs, and `wait_ready` waits for it again; a node that ended is down again.
         """
         self._check(i)
         if i not in self._down:
@@ -379,7 +379,7 @@ class Cluster(ABC):
 
 
 def collect_late(seen: Metadata, topics: Iterable[str], who: str, problems: list[str]) -> int:
-    """Add the parts that are not in sync by `who`'s report to `late`; return the number of partitions reported."""
+    """Add the parts that `who` reports as not in sync to `late`; return the number of partitions reported."""
     known = {topic for topic, _ in seen.partitions}
     problems += [f"{who} does not know {topic}" for topic in topics if topic not in known]
     problems += [f"{topic}-{partition} at {who}" for topic, partition in seen.not_in_sync()]

@@ -1,4 +1,4 @@
-"""Runs a cluster of containers, through testcontainers: the only backend that can make every fault.
+"""Runs a cluster of containers, through testcontainers: the only backend that can inject every fault.
 
 Owns the containers, their network and their names, and removes all of them however the block ends. After a killed run
 its watcher and the next run remove them (leftovers.py). The broker settings are LocalKafka's, so that timeouts are the

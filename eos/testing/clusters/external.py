@@ -1,6 +1,6 @@
 """Connects to an external cluster by its address: tests can query it but not break it.
 
-It must never change anything in the cluster, and never report a fault that it did not make.
+It must never change anything in the cluster, and never report a fault that it did not inject.
 """
 
 from __future__ import annotations
