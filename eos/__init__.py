@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from eos.app.definition import App
     from eos.app.policies import dlq, retry, skip, stop
     from eos.app.state import ListState, MapState, State
+    from eos.app.timers import Timer, Timers
+    from eos.app.windows import Window, hopping, sessions, tumbling
     from eos.errors import (
         CommitOutcomeUnknown,
         ConfigurationError,
@@ -51,15 +53,21 @@ _HOMES = {
     "Settings": "eos.kafka.client.settings",
     "State": "eos.app.state",
     "Temporary": "eos.errors",
+    "Timer": "eos.app.timers",
+    "Timers": "eos.app.timers",
     "TransactSession": "eos.session.session",
     "Transaction": "eos.session.transaction",
     "Unavailable": "eos.errors",
+    "Window": "eos.app.windows",
     "dlq": "eos.app.policies",
+    "hopping": "eos.app.windows",
     "retry": "eos.app.policies",
     "run": "eos.worker.running",
+    "sessions": "eos.app.windows",
     "skip": "eos.app.policies",
     "stop": "eos.app.policies",
     "transaction": "eos.plain",
+    "tumbling": "eos.app.windows",
 }
 
 __all__ = [
@@ -80,15 +88,21 @@ __all__ = [
     "Settings",
     "State",
     "Temporary",
+    "Timer",
+    "Timers",
     "TransactSession",
     "Transaction",
     "Unavailable",
+    "Window",
     "dlq",
+    "hopping",
     "retry",
     "run",
+    "sessions",
     "skip",
     "stop",
     "transaction",
+    "tumbling",
 ]
 
 

@@ -83,6 +83,10 @@ class Counters:
     records_out: int = 0
     skipped: int = 0
     dead_letters: int = 0
+    late: int = 0
+    """Records whose windows were closed."""
+    duplicates: int = 0
+    """Records whose id the function had handled already."""
     retries: int = 0
     repeated: int = 0
     """Input records that the client delivered a second time; they are dropped."""
@@ -108,6 +112,10 @@ class Counters:
         self.skipped += skipped
         self.dead_letters += dead_letters
         self.commit_seconds.observe(commit_s)
+
+    def count_time(self, late: int, duplicates: int) -> None:
+        self.late += late
+        self.duplicates += duplicates
 
     def count_abort(self, cause: str) -> None:
         self.aborts += 1

@@ -16,6 +16,11 @@ TIME: Final = b"\0" + _LENGTH.pack(0)
 """The cell of the task's own time, which belongs to no store; used if a store has a time-to-live."""
 HEADER: Final = TIME + b"header"
 """The cell of the changelog's header, which belongs to no store (eos/state/notes.py)."""
+EVENT_TIMERS: Final = "@timers"
+"""The store of the timers of event time. A key's timer is an entry whose field is the timer's name (eos/app/timers.py).
+No state can have such a name, because `@` is part of no identifier."""
+CLOCK_TIMERS: Final = "@clock-timers"
+"""The store of the timers of the wall clock."""
 MAX_FIELD_BYTES: Final = 401
 """The maximum number of bytes that a map's key takes in a cell's name (eos/app/state.py)."""
 

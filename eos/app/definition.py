@@ -14,15 +14,20 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Concatenate, Final, TypeVar, cast
 
 from eos.app.annotations import parameter_annotation, takes_record
 from eos.app.expiry import TimeToLive, with_ttl
 from eos.app.policies import Policy, policy_of, stop
-from eos.app.routes import Route, changelog_of
+from eos.app.routes import Route, changelog_of, is_async
+from eos.app.routes.handlers import make_handler, make_window_cleaner
 from eos.app.state import Store
 from eos.app.stores import find_stores, with_old_names
+from eos.app.timers import check_timer_name
+from eos.app.timing import Timing, make_timing, uses_time
+from eos.app.windows import Windows
 from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, dead_letter_topic
 from eos.encoding.serde import annotation_name, function_name, wrap_decoder, wrap_encoder
 from eos.errors import ConfigurationError
@@ -83,7 +88,7 @@ class App:
     @property
     def stateful(self) -> list[Route]:
         """Return the functions that have state."""
-        return [route for route in self.functions if route.stores]
+        return [route for route in self.functions if route.has_state]
 
     @property
     def changelogs(self) -> set[str]:
@@ -138,6 +143,11 @@ class App:
         ttl: TimeToLive | None = None,
         name: str | None = None,
         was: Mapping[str, str] = MappingProxyType({}),
+        window: Windows | None = None,
+        grace: timedelta | None = None,
+        late: str | None = None,
+        time: Callable[[Any], Any] | None = None,
+        ahead: timedelta | None = None,
     ) -> Callable[[Function], Function]:
         """Decorate a function that gets one record of `topics` and returns its outputs.
 
@@ -169,6 +179,15 @@ class App:
         code, `name="count"` keeps the old name of the function, and `was={"total": "seen"}` says that the state `total`
         was named `seen`.
 
+        A parameter annotated `Timers` sets and clears timers of the record's key (docs/howto/time.md).
+
+        `window=eos.tumbling(hours=1)`: state is of the key in the record's window. The window closes, and `on_close`
+        runs, once the time of the partition is `grace` after its end. A record that comes later is late: it is
+        counted, and goes to the topic `late` if there is one.
+
+        `time(value)` returns the time of a record, a datetime or milliseconds, in place of its timestamp. A record
+        whose time is further `ahead` of the clock fails.
+
         An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the order of the input.
         """
         sources, destinations, policy = _check_definition(topics, to, on_error)
@@ -178,13 +197,18 @@ class App:
         def register(function: Function) -> Function:
             frame = sys._getframe(1)
             stores = _find_stores(function, sources, frame, ttl, was)
+            timing = make_timing(function_name(function), window=window, grace=grace, time=time, ahead=ahead, late=late)
+            _check_timing(function, sources, stores, timing)
             with_record = takes_record(function, frame)
             default = Record if decode is None and not with_record else object
             annotation = _resolve_first_annotation(function, default, frame, len(stores) + with_record)
             _check_destination(function, destinations)
             coders = (wrap_decoder(decode, annotation), wrap_encoder(encode))
-            more: dict[str, Any] = {"stores": stores, "name": name, "with_record": with_record}
-            self._add(Route(function, annotation, sources, destinations, False, policy, *coders, **more))
+            more: dict[str, Any] = {"stores": stores, "name": name, "with_record": with_record, "timing": timing}
+            route = Route(function, annotation, sources, destinations, False, policy, *coders, **more)
+            if timing.windows is not None:
+                route.handlers[""] = make_window_cleaner(route)  # until on_close names another one
+            self._add(route)
             return function
 
         return register
@@ -226,6 +250,63 @@ class App:
 
         return register
 
+    def on_timer(
+        self, function: Callable[..., object], name: str, *, to: str | Iterable[str] | None = None
+    ) -> Callable[[Function], Function]:
+        """Decorate the function that runs when a timer of this name is due, which `function` sets by its `Timers`.
+
+        Its first parameter gets the key of the timer, as bytes or str, or a `Timer`. Further parameters are states of
+        `function`, with the same names and annotations, and `Timers`. Results are as in `process`: an output has the
+        timer's key and due time unless it sets its own. They go to the topics of `to`, by default to those of
+        `function`. The error policy is that of `function`. The decorator returns the function unchanged.
+        """
+        timer, route = check_timer_name(name), self._route_of(function, "on_timer")
+        if all(store.is_kept for store in route.stores):
+            raise ConfigurationError(
+                f"{route.name} sets no timers: give it a parameter that is annotated Timers",
+                remedy=f"def {route.name}(..., due: Timers)",
+            )
+        return self._handler(route, timer, to)
+
+    def on_close(
+        self, function: Callable[..., object], *, to: str | Iterable[str] | None = None
+    ) -> Callable[[Function], Function]:
+        """Decorate the function that runs once for each window of `function`, when the window is final.
+
+        Its first parameter gets the `Window`. Further parameters are states of `function`, with the same names and
+        annotations. An output has the key of the window, and is a millisecond older than its end, unless it sets its
+        own. The window's state is deleted afterwards. `to` and the error policy are as in `on_timer`. The decorator
+        returns the function unchanged.
+        """
+        route = self._route_of(function, "on_close")
+        if route.timing.windows is None:
+            raise ConfigurationError(f"{route.name} has no windows to close: give it window=")
+        return self._handler(route, "", to)
+
+    def _route_of(self, function: Callable[..., object], decorator: str) -> Route:
+        for route in self.functions:
+            if route.function is function:
+                return route
+        raise ConfigurationError(
+            f"{decorator}() needs a function of the App {self.id!r}, not {function!r}: decorate it with @app.process "
+            "first"
+        )
+
+    def _handler(self, route: Route, timer: str, to: str | Iterable[str] | None) -> Callable[[Function], Function]:
+        destinations = route.destinations if to is None else _check_destinations(to)
+
+        def register(function: Function) -> Function:
+            handler = make_handler(route, timer, function, destinations, sys._getframe(1))
+            if timer in route.timer_names and not _replaces(function, route.handlers[timer].function):
+                what = f"the timer {timer!r}" if timer else "the end of a window"
+                raise ConfigurationError(f"{route.name} has two functions for {what}, {handler.name} is the second")
+            _check_destination(function, destinations)
+            route.handlers[timer] = handler
+            route.timer_names.add(timer)
+            return function
+
+        return register
+
     def on_start(self, function: Hook) -> Hook:
         """Decorate a function without arguments, `def` or `async def`, to run before the first record.
 
@@ -257,6 +338,12 @@ class App:
             raise ConfigurationError(
                 f'the App {self.id!r} has no function: decorate one with @app.process("topic", to="topic")'
             )
+        for route in self.functions:
+            if not route.timer_names and any(not store.is_kept for store in route.stores):
+                raise ConfigurationError(
+                    f"{route.name} sets timers, but no function runs when they are due",
+                    remedy=f'decorate one with @app.on_timer({route.name}, "name of the timer")',
+                )
 
     def _add(self, route: Route) -> None:
         # All checks come before the first change, so a refused function leaves the App as it was.
@@ -280,7 +367,7 @@ class App:
         functions = [*routes.values(), *patterns.values()]
         written = _all_destinations(routes, functions)
         for function in functions:
-            if function.stores and (changelog := changelog_of(self.id, function)) in written:
+            if function.has_state and (changelog := changelog_of(self.id, function)) in written:
                 raise ConfigurationError(
                     f"the App {self.id!r} writes to {changelog!r}, the changelog of {function.name}: a record that is "
                     "not state would stop every worker that restores it",
@@ -322,7 +409,7 @@ def _matches(pattern: re.Pattern[str], topic: str) -> bool:
 
 def _all_destinations(routes: Mapping[str, Route], functions: Iterable[Route]) -> set[str]:
     dead = {dead_letter_topic(topic) for topic, route in routes.items() if route.on_error.verdict == "dlq"}
-    return dead.union(*(route.destinations for route in functions))
+    return dead.union(*(route.all_destinations for route in functions))
 
 
 def _find_cycle(routes: Mapping[str, Route]) -> tuple[str, ...]:
@@ -364,7 +451,7 @@ def _check_definition(
     policy = policy_of(on_error)
     if callable(topics):
         raise ConfigurationError('the decorator needs its topics: @app.process("topic", to="topic")')
-    sources, destinations = _to_list(topics), _to_list(to)
+    sources = _to_list(topics)
     for source in sources:
         if isinstance(source, str) and is_pattern(source):
             _check_pattern(source)
@@ -372,11 +459,40 @@ def _check_definition(
         _check_name(source, "a source topic")
         if policy.verdict == "dlq":
             _check_name(dead_letter_topic(source), "the dead-letter topic")
-    for destination in destinations:
-        _check_name(destination, "a destination topic")
     if not sources:
         raise ConfigurationError("a function needs at least one source topic")
-    return tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(destinations)), policy
+    return tuple(dict.fromkeys(sources)), _check_destinations(to), policy
+
+
+def _check_destinations(to: str | Iterable[str]) -> tuple[str, ...]:
+    destinations = _to_list(to)
+    for destination in destinations:
+        _check_name(destination, "a destination topic")
+    return tuple(dict.fromkeys(destinations))
+
+
+def _check_timing(
+    function: Callable[..., object], sources: Sequence[str], stores: Sequence[Store], timing: Timing
+) -> None:
+    """Raise ConfigurationError for a function that cannot use time as its decorator says."""
+    name = function_name(function)
+    if not uses_time(tuple(stores), timing):
+        return
+    kept = [store for store in stores if store.is_kept]
+    if timing.windows is not None and not kept:
+        raise ConfigurationError(
+            f"{name} has window= but no state: annotate a parameter as state, for example total: State[int]"
+        )
+    if timing.windows is not None and len(kept) < len(stores):
+        raise ConfigurationError(f"{name} has window= and Timers: use two functions, or on_close for the window's end")
+    if timing.windows is not None and any(store.ttl_ms is not None for store in kept):
+        raise ConfigurationError(f"{name} has window= and ttl=: the state of a window is deleted when it closes")
+    if is_async(function):
+        raise ConfigurationError(f"{name} is async, so it can have neither timers nor windows: make it an ordinary def")
+    if len(sources) > 1 or is_pattern(sources[0]):
+        raise ConfigurationError(
+            f"{name} uses time, but reads {', '.join(sources)}: such a function must read one topic, given by its name"
+        )
 
 
 def _to_list(topics: object) -> list[str]:

@@ -44,7 +44,7 @@ def with_ttl(function: str, stores: tuple[Store, ...], ttl: TimeToLive | None) -
     """Return the stores with the time-to-live that the function's `ttl=` gives them. Raise ConfigurationError."""
     if ttl is None:
         return stores
-    names = [store.name for store in stores]
+    names = [store.name for store in stores if store.is_kept]
     if not names:
         raise ConfigurationError(f"{function} has ttl= but no state: remove ttl=, or annotate a parameter as state")
     durations = ttl if isinstance(ttl, Mapping) else dict.fromkeys(names, ttl)

@@ -107,7 +107,7 @@ class Overlay(dict[bytes, X], Generic[X]):
         if self._names is None:
             if len(self) <= _SORT_EACH_TIME:
                 return iter(sorted([field for field in self if low <= field < high], reverse=back))
-            self._names = _sorted_list()(self)
+            self._names = sorted_list()(self)
         found: Iterator[bytes] = self._names.irange(low, high, (True, False), back)
         return found
 
@@ -206,7 +206,7 @@ def by_row(cells: Iterable[tuple[bytes, X]]) -> dict[bytes, Overlay[X]]:
 
 
 @functools.cache
-def _sorted_list() -> Any:
+def sorted_list() -> Any:
     """Return sortedcontainers' SortedList, imported late so that Apps without state start without it."""
     from sortedcontainers import SortedList
 

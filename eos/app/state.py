@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar,
 
 from eos.app.cells import parse_cell, store_prefix
 from eos.app.layers import AFTER_FIELDS, Bounds, LowerCells, Overlay, Span, Value
+from eos.app.timers import DueTimers, Timers
 from eos.encoding.serde import DecodeError, annotation_name, codec, encode, suggest_encoding
 from eos.errors import ConfigurationError, IllegalState
 
@@ -64,6 +65,20 @@ class TaskCells(Cells, Protocol):
     time_ms: int
     """The latest timestamp of the task's records so far, in milliseconds since the epoch."""
 
+    @property
+    def timers(self) -> DueTimers:
+        """Return the timers of event time, if its function uses time."""
+
+    @property
+    def clock_timers(self) -> DueTimers:
+        """Return the timers of the wall clock, if its function uses time."""
+
+    def clock_ms(self) -> int: ...
+
+    def due_ms(self, cell: bytes) -> int | None: ...
+
+    def set_timer(self, cell: bytes, due_ms: int | None) -> None: ...
+
     def at(self, timestamp_ms: int) -> int:
         """Return the task's time with one more record, whose timestamp may be unknown (-1)."""
 
@@ -72,7 +87,8 @@ class Store(NamedTuple):
     """Describes a parameter that is state of this `kind`; `annotations` are the types that it holds."""
 
     name: str
-    kind: type[State[Any]] | type[MapState[Any, Any]] | type[ListState[Any]]
+    kind: type[Any]
+    """State, MapState or ListState; or Timers, which is no store of its own."""
     annotations: tuple[Any, ...]
     many: bool = False
     """True if a batch function gets a mapping from keys to the state."""
@@ -80,6 +96,11 @@ class Store(NamedTuple):
     """How long a value lives after its last write."""
     was: str | None = None
     """The name that it was first stored under, if that is another one."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether the function keeps values in it; False for Timers."""
+        return self.kind is not Timers
 
     @property
     def stored_name(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from eos.app.annotations import resolve_annotation
 from eos.app.cells import encode_key
 from eos.app.expiry import UnexpiredCells, ttls_of
-from eos.app.layers import Layer
+from eos.app.layers import Layer, Span
 from eos.app.state import (
     FIELDS,
     Cells,
@@ -27,6 +27,7 @@ from eos.app.state import (
     Store,
     TaskCells,
 )
+from eos.app.timers import Timers
 from eos.encoding.serde import annotation_name, decoder, function_name
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
@@ -39,11 +40,12 @@ _Changed = tuple[Record, int, list[Any]]
 """States with the changes of a function, a record of their key, and the task's time at that record."""
 
 _KINDS: Final = (State, MapState, ListState)
+_MARKED: Final = (*_KINDS, Timers)
 _MAPPINGS: Final = (dict, collections.abc.Mapping)
 
 
 def find_stores(function: Callable[..., Any], frame: types.FrameType | None, batch: bool = False) -> tuple[Store, ...]:
-    """Return the parameters after the first that are annotated as state.
+    """Return the parameters after the first that are annotated as state or as Timers.
 
     Raises ConfigurationError for one that cannot be stored.
     """
@@ -68,7 +70,7 @@ def find_stores(function: Callable[..., Any], frame: types.FrameType | None, bat
 
 
 def _check_first_parameter(function: str, first: inspect.Parameter, annotation: Any) -> None:
-    if annotation in _KINDS or typing.get_origin(annotation) in _KINDS:
+    if annotation in _MARKED or typing.get_origin(annotation) in _KINDS:
         raise ConfigurationError(
             f"the first parameter of {function}, {first.name}, is annotated as state, but gets the record's value",
             remedy=f"put a parameter before it: def {function}(value: str, {first.name}: ...)",
@@ -77,6 +79,12 @@ def _check_first_parameter(function: str, first: inspect.Parameter, annotation: 
 
 def _parse_store(function: str, name: str, annotation: Any, batch: bool) -> Store | None:
     """Return the store that an annotation describes; None if it is not state."""
+    if annotation is Timers:
+        if batch:
+            raise ConfigurationError(
+                f"{function} gets many records, so it cannot set timers: use @app.process for functions with Timers"
+            )
+        return Store(name, Timers, ())
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     many = origin in _MAPPINGS and len(inner) == 2 and (inner[1] in _KINDS or typing.get_origin(inner[1]) in _KINDS)
     if many:
@@ -110,7 +118,7 @@ def _parse_store(function: str, name: str, annotation: Any, batch: bool) -> Stor
 
 def with_old_names(function: str, stores: tuple[Store, ...], was: Mapping[str, str]) -> tuple[Store, ...]:
     """Return the stores with the old names that the function's `was=` gives them. Raise ConfigurationError."""
-    names = [store.name for store in stores]
+    names = [store.name for store in stores if store.is_kept]
     for name, before in was.items():
         if name not in names:
             its = f"its state is {', '.join(names)}" if names else "it has no state"
@@ -161,19 +169,32 @@ class Stores:
     def __init__(self, name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> None:
         self._name, self.task_of = name, cells_of or self._refuse_to_run
         self.ttls = ttls_of(stores)
-        self._kinds = [(store.kind, CompiledStore(store)) for store in stores]
+        self._kinds = [(store.kind, CompiledStore(store)) for store in stores if store.is_kept]
 
     def _refuse_to_run(self, record: Record) -> TaskCells:
         raise IllegalState(f"{self._name} has state: run it with `eos run`, `eos.run` or `eos.testing.run`")
 
-    def _locate(self, record: Record) -> tuple[TaskCells, bytes]:
+    def locate(self, record: Record) -> tuple[TaskCells, bytes]:
         """Return the cells of the record's task, and the part of a row's name that the record's key gives."""
         task, key = self.task_of(record), record.key
         if key is None:
             raise ValueError(f"{self._name} keeps state by key, but this record has no key")
         return task, encode_key(key)
 
-    def _with_expiry(self, below: Cells, now_ms: int) -> Cells:
+    def open(self, cells: Cells, suffix: bytes) -> list[Any]:
+        """Return the states of one key; `suffix` is the part of their rows' names that the key gives."""
+        return [kind(compiled, cells, suffix) for kind, compiled in self._kinds]
+
+    def delete(self, cells: Cells, suffix: bytes) -> None:
+        """Delete all state of one key."""
+        for kind, compiled in self._kinds:
+            row = compiled.begin + suffix
+            if kind is State:
+                cells.put(row, None)
+            else:
+                cells.write(row, {field: None for field, _ in cells.scan(row, Span())}, None)
+
+    def with_expiry(self, below: Cells, now_ms: int) -> Cells:
         return UnexpiredCells(below, self.ttls, now_ms) if self.ttls else below
 
     def times_of(self, records: Iterable[Record]) -> dict[int, int]:
@@ -190,7 +211,7 @@ class Stores:
 
     def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
         """Return a function that calls `function` with a record and the state of its key."""
-        place, kinds, ttls = self._locate, self._kinds, self.ttls
+        place, kinds, ttls = self.locate, self._kinds, self.ttls
 
         def run(record: Record, given: Any, finish: Finish) -> Any:
             task, suffix = place(record)
@@ -252,9 +273,9 @@ class Stores:
     ) -> list[Any]:
         """Call the function with records of which each key has one time, and write the changes to `seen`."""
         of_key = {record.key: record for record in records}
-        suffixes = {key: self._locate(record)[1] for key, record in of_key.items()}
+        suffixes = {key: self.locate(record)[1] for key, record in of_key.items()}
         nows = {key: times.get(id(record), 0) for key, record in of_key.items()}
-        cells = {key: self._with_expiry(seen, now) for key, now in nows.items()}
+        cells = {key: self.with_expiry(seen, now) for key, now in nows.items()}
         by_store: list[dict[bytes | None, Any]] = [
             {key: kind(compiled, cells[key], suffix) for key, suffix in suffixes.items()}
             for kind, compiled in self._kinds
@@ -283,8 +304,8 @@ class Stores:
         """
 
         async def run(record: Record, given: Any, finish: Finish, seen: Layer, now: int) -> tuple[Any, list[Any]]:
-            _, suffix = self._locate(record)
-            cells = self._with_expiry(seen, now)
+            _, suffix = self.locate(record)
+            cells = self.with_expiry(seen, now)
             states = [kind(compiled, cells, suffix) for kind, compiled in self._kinds]
             try:
                 outputs = finish(record, await function(given, *states))
@@ -299,6 +320,6 @@ class Stores:
 
     def write(self, states: Iterable[Any], cells: Cells, now: int) -> None:
         """Write the changes of a function in its states, at a time of its task."""
-        aged = self._with_expiry(cells, now)
+        aged = self.with_expiry(cells, now)
         for one in states:
             one._write(aged)

@@ -166,7 +166,7 @@ def _with_notes_of_state(loaded: Settings, app: App, moves: list[Move]) -> list[
 
     Raises UsageError if such a function has handled records.
     """
-    if not any(app.routes[move.partition[0]].stores for move in moves):
+    if not any(app.routes[move.partition[0]].has_state for move in moves):
         return moves
     client = connect(loaded, _TIMEOUT_S)
 
@@ -180,7 +180,7 @@ def _with_notes_of_state(loaded: Settings, app: App, moves: list[Move]) -> list[
 
     def with_notes(move: Move) -> Move:
         (topic, partition), route = move.partition, app.routes[move.partition[0]]
-        if not route.stores:
+        if not route.has_state:
             return move
         span = kept(changelog_of(app.id, route)).get(partition)
         if move.before is None and (span is None or span.low == span.end):

@@ -142,7 +142,7 @@ class _StatefulFunctions:
     def rows(self, name: str, settings: Settings, keys: list[str] | None) -> Iterator[Row]:
         """Yield the function's state, ordered by partition and key. Raises Unavailable, ConfigurationError."""
         route, wanted = self._routes[name], None if keys is None else {key.encode() for key in keys}
-        stores = {store.stored_name: store for store in route.stores}
+        stores = {store.stored_name: store for store in route.values}
         for partition, kept in changelog.read_state(settings, changelog_of(self._app_id, route)):
             for key, state in kept:
                 if wanted is None or key in wanted:

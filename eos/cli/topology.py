@@ -39,7 +39,7 @@ def _dead_letter_topics(app: App, route: Route) -> list[str]:
 def _stores(route: Route) -> list[str]:
     return [
         f"{store.name}: {store.kind.__name__}[{', '.join(map(annotation_name, store.annotations))}]"
-        for store in route.stores
+        for store in route.values
     ]
 
 
@@ -51,7 +51,7 @@ def _text(app: App) -> list[str]:
         lines.append(f"    writes  {', '.join(route.destinations) or '-'}")
         if letters := _dead_letter_topics(app, route):
             lines.append(f"    failed  {', '.join(letters)}")
-        if route.stores:
+        if route.has_state:
             lines.append(f"    state   {', '.join(_stores(route))}, by key, in {changelog_of(app.id, route)}")
     return lines
 
@@ -77,6 +77,6 @@ def _flowchart(app: App) -> list[str]:
         lines += [
             f"  {function} -. failed records .-> {node('topic', topic)}" for topic in _dead_letter_topics(app, route)
         ]
-        if route.stores:
+        if route.has_state:
             lines.append(f"  {function} <--> {node('state', changelog_of(app.id, route))}")
     return lines

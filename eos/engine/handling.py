@@ -13,8 +13,9 @@ time the record fails without a call of its function.
 from __future__ import annotations
 
 import errno
+import itertools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from eos import log
@@ -22,16 +23,19 @@ from eos.app.definition import App
 from eos.app.lineage import Ledger, check_route, with_lineage
 from eos.app.policies import Policy, stop
 from eos.app.routes import Route, feed_from
+from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
+from eos.app.timers import DueTimers, TimersDue, describe, due_of, record_of
 from eos.encoding.dead_letters import class_name, make_dead_letter, short_message
 from eos.encoding.frames import Frame, format_frames, frames_of
 from eos.encoding.serde import DecodeError
 from eos.engine.slices import Partition, SliceSizes, by_route, spans_of
-from eos.errors import EosError, PoisonRecord, Temporary, causes, safe_str
+from eos.errors import ConfigurationError, EosError, PoisonRecord, Temporary, causes, safe_str
 from eos.records import Each, Feed, FeedResult, Header, Record, Send, format_position
 
 Position = tuple[str, int, int]  # topic, partition and offset of a record
 
+_TIMERS_AT_ONCE = 500
 _LINES, _LINES_INTERVAL_S = 10, 10.0  # at most this many lines about single records per interval
 # The maximum number of lines of the user's code whose failures are logged with frames. A function created for each
 # record would have endlessly many.
@@ -59,13 +63,18 @@ class Feeds(Protocol):
     """The part of a transaction that a handler uses.
 
     `waited_s`: seconds that sends have waited for room in the client's queue, in this transaction and earlier ones.
+    `is_over`: the transaction should end soon.
     """
 
     @property
     def waited_s(self) -> float: ...
 
-    def count(self, *, skipped: int = 0, dead_letters: int = 0) -> None:
-        """Count records that the policies skipped or sent to a dead-letter topic, for when the transaction commits."""
+    @property
+    def is_over(self) -> bool: ...
+
+    def count(self, *, skipped: int = 0, dead_letters: int = 0, late: int = 0, duplicates: int = 0) -> None:
+        """Count records that the policies skipped or sent to a dead-letter topic, late ones and duplicates, for when
+        the transaction commits."""
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult: ...
 
@@ -73,18 +82,20 @@ class Feeds(Protocol):
 class Collector:
     """Collects outputs in order, in place of a worker's transaction and its sink, where no Kafka client exists."""
 
-    waited_s = 0.0
+    waited_s, is_over = 0.0, False
 
     def __init__(self) -> None:
         self.sends: list[Send] = []
-        self.skipped = self.dead_letters = 0
+        self.skipped = self.dead_letters = self.late = self.duplicates = 0
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         return feed(records, self)
 
-    def count(self, *, skipped: int = 0, dead_letters: int = 0) -> None:
+    def count(self, *, skipped: int = 0, dead_letters: int = 0, late: int = 0, duplicates: int = 0) -> None:
         self.skipped += skipped
         self.dead_letters += dead_letters
+        self.late += late
+        self.duplicates += duplicates
 
     def produce(
         self,
@@ -128,7 +139,7 @@ class Handler:
 
     An `async def` runs on at most `concurrent_most` records at once, a batch function gets at most `batch_most`.
     `passing`: names of headers, see Route. `policy`: applies to all functions in place of their own. `cells_of`:
-    returns where the state of a function is kept.
+    returns where the state of a function is kept. `tasks_of`: returns the tasks of a function, by partition.
     """
 
     def __init__(
@@ -141,17 +152,23 @@ class Handler:
         policy: Policy | None = None,
         now: Callable[[], float] = time.monotonic,
         cells_of: Callable[[Route], CellsOf] | None = None,
+        tasks_of: Callable[[Route], Mapping[Partition, TaskCells]] | None = None,
     ) -> None:
         self._now = now
         self._app, self._ledger, self._policy = app, ledger, policy
         self._sizes = SliceSizes(batch_most, concurrent_most)
         self._feeds: dict[Route, Feed] = {}
+        self._timed: dict[Route, Route] = {}  # functions that use time, with their timer functions and tasks
+        self._tasks_of: Callable[[Route], Mapping[Partition, TaskCells]] = tasks_of or (lambda _: {})
         for route in app.functions:
             if ledger is not None:
                 check_route(route)
-            cells = cells_of(route) if route.stores and cells_of is not None else None
+            cells = cells_of(route) if route.has_state and cells_of is not None else None
             made = route.bind(passing, cells) if passing or cells is not None else route
             self._feeds[route] = made.feed if ledger is None else self._feed_of(made.each)
+            if route.uses_time:
+                self._timed[route] = made
+                self._feeds |= {handler: handler.feed for handler in made.handlers.values()}
         # The failures of each record. Kept until its offset is committed, because an abort hands the
         # record out again.
         self._failures: dict[Position, int] = {}
@@ -188,7 +205,8 @@ class Handler:
             # A single call sends nothing before it ends.
             single = route.batch or route.concurrent or len(records) == 1
             self._sending = (ended, txn.waited_s) if single else (began, waited_s)
-        if self.longest is None or ended - began > self.longest.seconds:
+        is_longest = self.longest is None or ended - began > self.longest.seconds
+        if is_longest and route.gives is None:  # a timer function has no records that could be handled one by one
             self.longest = TimedCall(route, records, ended - began)
         return fed
 
@@ -236,9 +254,20 @@ class Handler:
         return None
 
     def handle_route(self, txn: Feeds, route: Route, records: list[Record]) -> Halt | None:
-        """Handle the records of one route, as `handle` does. The hot path takes one iteration of the loop."""
-        feed = self._feeds[route]
+        """Handle the records of one route, as `handle` does."""
         self._dead.clear()
+        halt = self._run(txn, route, records)
+        if (timed := self._timed.get(route)) is None:
+            return halt
+        assert timed.tally is not None
+        late, duplicates = timed.tally.take()
+        if late or duplicates:
+            txn.count(late=late, duplicates=duplicates)
+        return halt or self._fire_overdue(txn, timed, records)
+
+    def _run(self, txn: Feeds, route: Route, records: list[Record]) -> Halt | None:
+        """Run a route on records or on due timers. The hot path takes one iteration of the loop."""
+        feed = self._feeds[route]
         at, most = 0, self._sizes.together(route, len(records))
         while at < len(records):
             size = self._run_length(records, at, most)
@@ -246,6 +275,12 @@ class Handler:
             error = self._special.get(_position(part[0])) if self._special else None
             if error is None:
                 fed = self._feed(txn, feed, route, part)
+                if isinstance(fed.error, TimersDue):
+                    at += fed.handled
+                    halt = self._fire_before(txn, route, records[at], fed.error.now_ms)
+                    if halt is not None:
+                        return halt._replace(handled=at)
+                    continue
                 at, error = at + fed.handled, fed.error and self._blame(route, records[at + fed.handled], fed.error)
                 if error is None:
                     if self._special:
@@ -269,6 +304,85 @@ class Handler:
                 if _position(record) in self._special:
                     return max(1, number)
         return most
+
+    # ---- timers ---------------------------------------------------------------------------------------------------
+
+    def has_due_timers(self, idle: Callable[[Partition, int], bool]) -> bool:
+        """Return whether timers are due although no record waits. `idle`: see fire_waiting."""
+        return any(self._waiting(idle, most=1))
+
+    def fire_waiting(self, txn: Feeds, idle: Callable[[Partition, int], bool]) -> Halt | None:
+        """Fire the timers that are due without a further record: those of the clock, and those left by a transaction.
+
+        `idle` returns whether a partition has been read to its end and had no record for this many milliseconds.
+        """
+        for timed, partition, task, timers, until_ms in self._waiting(idle):
+            if (halt := self._fire(txn, timed, partition, task, timers, until_ms)) is not None:
+                return halt
+        return None
+
+    def advance(self, txn: Feeds, to_ms: int) -> Halt | None:
+        """Move the time of all tasks to `to_ms`, as records of that time would, and fire all timers that are due."""
+        for timed in self._timed.values():
+            for partition, task in list(self._tasks_of(timed).items()):
+                task.time_ms = max(task.time_ms, to_ms)
+                if (halt := self._fire(txn, timed, partition, task, task.timers, task.time_ms)) is not None:
+                    return halt
+        return self.fire_waiting(txn, lambda *_: False)
+
+    def _waiting(
+        self, idle: Callable[[Partition, int], bool], most: int = 1
+    ) -> Iterator[tuple[Route, Partition, TaskCells, DueTimers, int]]:
+        """Yield the functions, tasks and timers that are due without a further record, and up to which time."""
+        for timed in self._timed.values():
+            idle_ms = timed.timing.idle_ms
+            for partition, task in list(self._tasks_of(timed).items()):
+                clock_ms = task.clock_ms()
+                if task.clock_timers.due(clock_ms, most):
+                    yield timed, partition, task, task.clock_timers, clock_ms
+                if task.timers.due(task.time_ms, most):
+                    yield timed, partition, task, task.timers, task.time_ms
+                if idle_ms is not None and task.timers.due(clock_ms - idle_ms, most) and idle(partition, idle_ms):
+                    yield timed, partition, task, task.timers, clock_ms - idle_ms
+
+    def _fire_before(self, txn: Feeds, route: Route, record: Record, now_ms: int) -> Halt | None:
+        """Fire the timers that are due before a record that moves the time of its task to `now_ms`."""
+        task = self._task_of(route, record)
+        task.time_ms = now_ms
+        return self._fire(txn, self._timed[route], (record.topic, record.partition), task, task.timers, now_ms)
+
+    def _fire_overdue(self, txn: Feeds, timed: Route, records: list[Record]) -> Halt | None:
+        """Fire the timers that functions of these records set to a time that has passed."""
+        tasks = self._tasks_of(timed)
+        for place in dict.fromkeys((record.topic, record.partition) for record in records):
+            task = tasks.get(place)
+            if task is None or task.timers.next_due > task.time_ms:
+                continue
+            if (halt := self._fire(txn, timed, place, task, task.timers, task.time_ms)) is not None:
+                return halt._replace(handled=len(records))
+        return None
+
+    def _task_of(self, route: Route, record: Record) -> TaskCells:
+        return self._tasks_of(route)[record.topic, record.partition]
+
+    def _fire(
+        self, txn: Feeds, timed: Route, partition: Partition, task: TaskCells, timers: DueTimers, until_ms: int
+    ) -> Halt | None:
+        """Fire the timers of a task that are due, in order. Halt if the transaction is over before all have fired."""
+        windows = timed.timing.windows is not None
+        before_ms = timed.timing.grace_ms if windows else None
+        while due := timers.due(until_ms, _TIMERS_AT_ONCE):
+            if timers is task.timers:
+                task.time_ms = max(task.time_ms, due[-1][0])
+            fired = [record_of(*partition, cell, due_ms, before_ms) for due_ms, cell in due]
+            for name, group in itertools.groupby(fired, key=_timer_name):
+                if (handler := timed.handlers.get(name)) is None:
+                    return Halt(0, _unknown_timer(timed, name))
+                if (halt := self._run(txn, handler, list(group))) is not None:
+                    return halt._replace(handled=0)
+            if txn.is_over:
+                return Halt(0)
+        return None
 
     # ---- a record that failed -----------------------------------------------------------------------------------
 
@@ -300,6 +414,10 @@ class Handler:
             txn.count(dead_letters=1)
             self._record_log.line("dead letter", record, error, frames, to=sends[0][0])
         self._feed(txn, self._feed_of(lambda _: iter([sends])), route, [record])
+        if route.discard is not None:
+            route.discard(record)
+            self._failures.pop(position, None)
+            self._special.pop(position, None)
         return None
 
     def _policy_of(self, route: Route) -> Policy:
@@ -315,7 +433,7 @@ class Handler:
         named = self._policy_of(route).on
         if cause is None or isinstance(error, named) or isinstance(cause, named):
             return error
-        where = format_position(*_position(record))
+        where = _where(record)
         temporary = Temporary(
             f"{route.name} ran out of room on {where}: {_named(class_name(error), error)}",
             remedy="the record counts as unread; give the process more of what it names (memory, files, threads, disk)",
@@ -350,13 +468,33 @@ def _position(record: Record) -> Position:
     return record.topic, record.partition, record.offset
 
 
+def _where(record: Record) -> str:
+    """Return the position of a record for messages; for a timer, which timer it is."""
+    due = due_of(record)
+    return format_position(*_position(record)) if due is None else describe(due)
+
+
+def _timer_name(fired: Record) -> str:
+    due = due_of(fired)
+    assert due is not None
+    return due.name
+
+
+def _unknown_timer(timed: Route, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the timer {name!r} of {timed.name} is due, but no function runs for it: the code had one when it was set",
+        remedy=f'add it again with @app.on_timer({timed.name}, "{name}")',
+    )
+
+
 def _is_due(position: Position, owned: Collection[Partition], committed: Mapping[Partition, int]) -> bool:
     topic, partition, offset = position
-    return (topic, partition) in owned and offset >= committed.get((topic, partition), 0)
+    is_timer = offset < 0
+    return (topic, partition) in owned and (is_timer or offset >= committed.get((topic, partition), 0))
 
 
 def _poison(route: Route, record: Record, error: BaseException) -> PoisonRecord:
-    where = format_position(*_position(record))
+    where = _where(record)
     sentence = f"{route.name} failed on {where}: {_named(type(error).__name__, error)}"
     return _with_cause(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
 
@@ -409,7 +547,8 @@ class _RecordLog:
             more["trace"] = format_frames(frames, " > ")
         elif frames:
             more["at"] = f"{frames[-1].file}:{frames[-1].line}"
-        where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+        where: dict[str, object] = {"topic": record.topic, "partition": record.partition}
+        where |= {"offset": record.offset} if (due := due_of(record)) is None else {"timer": describe(due)}
         log.warning(event, **where, error=_named(class_name(error), error), **more)
 
     def _is_first(self, line: tuple[object, ...]) -> bool:
@@ -430,7 +569,7 @@ class _RecordLog:
         if self._last is None:
             return
         record, error = self._last
-        last = format_position(*_position(record))
+        last = _where(record)
         each = ", ".join(f"{event}: {count}" for event, count in self._unlogged.items())
         log.warning("more records failed", unlogged=sum(self._unlogged.values()), of=each, last=last, error=error)
         self._unlogged, self._last = {}, None

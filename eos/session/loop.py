@@ -101,7 +101,7 @@ class Loop:
                 gathered = True
             if self._stopping():
                 break
-            if gathered and len(self._positions):
+            if gathered and (len(self._positions) or self._listener.has_work()):
                 with self._recovering():
                     self._begin()
                     return self._open

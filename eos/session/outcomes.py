@@ -84,6 +84,10 @@ class Listener:
     def on_idle(self) -> None:
         """Called about every 100 ms while there is nothing to do."""
 
+    def has_work(self) -> bool:
+        """Return whether a transaction should begin although no record waits."""
+        return False
+
     def find_new_topics(self) -> Sequence[str]:
         """Return topics to read from now on as well. Called while no transaction is open."""
         return ()
@@ -147,6 +151,7 @@ class Outcomes:
         ended_at: float = commit.job.result
         commit_s = ended_at - commit.started_at
         counters.count_commit(commit.taken, transaction.sent, transaction.skipped, transaction.dead_letters, commit_s)
+        counters.count_time(transaction.late, transaction.duplicates)
         if commit.taken and transaction.first_timestamp_ms > 0:
             ended_ms = (self._world.unix() - self._world.now() + ended_at) * 1000
             # Clocks differ: a record from the future has no negative age.

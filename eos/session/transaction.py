@@ -69,8 +69,8 @@ class Transaction:
 
     __slots__ = (
         "_ahead", "_loop", "_records", "_until",
-        "began_at", "dead_letters", "first_timestamp_ms", "handling_s", "phase", "sent", "skipped",
-        "waited_before",
+        "began_at", "dead_letters", "duplicates", "first_timestamp_ms", "handling_s", "late", "phase", "sent",
+        "skipped", "waited_before",
     )  # fmt: skip
 
     def __init__(
@@ -85,7 +85,7 @@ class Transaction:
         self.waited_before = waited_before  # `waited_s` when it began
         self._records: Iterator[Record] | None = None
         self._ahead = 0  # taken by `records`, but not handed out yet
-        self.sent = self.skipped = self.dead_letters = 0
+        self.sent = self.skipped = self.dead_letters = self.late = self.duplicates = 0
 
     # ---- used by the loop --------------------------------------------------------------------------------------
 
@@ -108,11 +108,13 @@ class Transaction:
         if self.phase is not Phase.COMMITTING:
             self.phase = Phase.GIVEN_UP if during_body else Phase.ABORTED
 
-    def count(self, sent: int = 0, skipped: int = 0, dead_letters: int = 0) -> None:
+    def count(self, sent: int = 0, skipped: int = 0, dead_letters: int = 0, late: int = 0, duplicates: int = 0) -> None:
         """Add to its counts, which `Counters` gets if it commits."""
         self.sent += sent
         self.skipped += skipped
         self.dead_letters += dead_letters
+        self.late += late
+        self.duplicates += duplicates
 
     # ---- used by the loop's body -------------------------------------------------------------------------------
 
@@ -190,6 +192,11 @@ class Transaction:
             return
         self._loop.send(*make_dead_letter(record, error, frames_of(error), self._loop.group))
         self.count(sent=1, dead_letters=1)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether its interval is over."""
+        return self._loop.now() >= self._until
 
     @property
     def waited_s(self) -> float:

@@ -52,7 +52,7 @@ class InFolder:
         task: str,
         changelog_id: str,
         any_folder: bool = True,
-        expiring: Collection[bytes] = (),
+        timed: Collection[bytes] = (),
         engine: type[Engine] = Lmdb,
         memory_bytes: int = _MEMORY_BYTES,
     ) -> InFolder | None:
@@ -68,7 +68,7 @@ class InFolder:
         if acquired is None:
             return None
         try:
-            return cls(*acquired, changelog_id, expiring, engine, memory_bytes)
+            return cls(*acquired, changelog_id, timed, engine, memory_bytes)
         except BaseException:
             os.close(acquired[1])
             raise
@@ -78,19 +78,19 @@ class InFolder:
         folder: Path,
         lock: int,
         changelog_id: str,
-        expiring: Collection[bytes],
+        timed: Collection[bytes],
         engine: type[Engine],
         memory_bytes: int,
     ) -> None:
         self._folder, self._lock = folder, lock
-        self._expiring = {store: _digest(store) for store in expiring}
+        self._timed = {store: _digest(store) for store in timed}
         # No store has notes before these names. Without them RocksDB would walk over all deleted notes.
         self._oldest: dict[bytes, bytes] = {}
         self._identity = {
             "v": _FORMAT,
             "boot": _boot_id(),
             "changelog": changelog_id,
-            "ageing": sorted(store.decode() for store in expiring),
+            "ageing": sorted(store.decode() for store in timed),
         }
         for other in folder.iterdir():
             if other.is_dir() and other.name != engine.folder:
@@ -172,22 +172,24 @@ class InFolder:
         return ((name[len(base) :], value) for name, value in found)
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
-        begin = self._expiring[store]
+        begin = self._timed[store]
         high = begin + b"\xff" * 25  # sorts after every possible time and digest
         low, self._oldest[begin] = self._oldest.get(begin, begin), high
         for name, cell in self._reading(self._engine.scan_notes(low, high)):
             self._oldest[begin] = min(name, self._oldest[begin])
             yield cell, split_write_time(name[len(begin) :])[0]
 
-    def _write_time_notes(self, changes: Mapping[bytes, Value]) -> Iterator[tuple[bytes, Value]]:
-        """Yield the changed notes about write times of entries with a time-to-live; call this before writing the
-        entries.
+    def _time_notes(self, changes: Mapping[bytes, Value]) -> Iterator[tuple[bytes, Value]]:
+        """Yield the changed notes about the times of entries in timed stores; call this before writing the entries.
 
-        A note's name is a digest of the store, the time, and a digest of the cell; its value is the cell.
+        A note's name is a digest of the store, the time, and a digest of the cell; its value is the cell. For timers
+        the key and name come before the digest, so that timers of one due time have an order.
         """
         for cell, value in changes.items():
-            if (store := self._expiring.get(store_of(cell))) is not None:
+            if (store := self._timed.get(store_of(cell))) is not None:
                 digest = _digest(cell)
+                if cell.startswith(b"@"):
+                    digest = cell[cell.index(b"\0") + 1 :][:_MAX_ROW_BYTES] + digest
                 if (before := self.get(cell)) is not None:
                     yield store + before[:TIME_BYTES] + digest, None
                 if value is not None:
@@ -196,7 +198,7 @@ class InFolder:
                     yield note, cell
 
     def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
-        notes = dict(self._write_time_notes(changes)) if self._expiring else {}
+        notes = dict(self._time_notes(changes)) if self._timed else {}
         notes[_FOLDER_NOTE] = json.dumps(self._identity | {"position": position, "as_of": as_of}).encode()
         with self._writing():
             self._engine.write(_engine_keys(changes), notes)

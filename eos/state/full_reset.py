@@ -96,7 +96,7 @@ class FullReset:
         """Return the move with the offset metadata that a worker notes before its first record."""
         topic, _ = move.partition
         route, note = self._app.routes[topic], None
-        if route.stores:
+        if route.has_state:
             note = notes.make_offset_note(route, 0, partitions).entries()[notes.KEY]
         return _with_metadata(move, {notes.KEY: note, lineage.KEY: None})
 

@@ -118,6 +118,10 @@ class Keeper:
 
         return cells
 
+    def tasks_of(self, route: Route) -> Mapping[Partition, TaskCells]:
+        """Return the restored tasks of a function, by partition."""
+        return {place: task for place, task in self._tasks.items() if place[0] == route.sources[0]}
+
     def _clean_up(self) -> None:
         """Delete folders that have not been used for a long time, every ten minutes; otherwise they fill the volume."""
         unused_s = self._settings["eos.state.cleanup.delay.ms"] / 1000
@@ -244,15 +248,15 @@ class Keeper:
         except BaseException:
             values.close()
             raise
-        return Task(values, route.ttls, self._world.unix, header.encoded())
+        return Task(values, route.ttls, self._world.unix, header.encoded(), route.uses_time)
 
     def _restoring_of(self, route: Route, topic: str, ends: Mapping[int, int | None]) -> Restoring:
         def values(partition: int, whichever: bool) -> Values | None:
             if self._folder is None:
-                return InMemory(expiring=route.ttls)
+                return InMemory(timed=route.timed_stores)
             task, changelog_id = f"{topic}-{partition}", self._ids.get(topic, "")
             engine, memory = ENGINES[self._settings["eos.state.engine"]], self._settings["eos.state.memory.bytes"]
-            return InFolder.of(self._folder, task, changelog_id, whichever, route.ttls, engine, memory)
+            return InFolder.of(self._folder, task, changelog_id, whichever, route.timed_stores, engine, memory)
 
         return Restoring(self._settings, topic, route, ends, values, self._fits[topic].tombstones_s, self._world)
 

@@ -56,7 +56,7 @@ def make_offset_note(route: Route, end: int, partitions: int) -> OffsetNote:
 
 
 def _store_names(route: Route) -> tuple[str, ...]:
-    return tuple(sorted(store.stored_name for store in route.stores))
+    return tuple(sorted(store.stored_name for store in route.values))
 
 
 def read_offset_note(metadata: str | None) -> OffsetNote | None:
@@ -206,7 +206,7 @@ def require_owner(app: str, route: Route, where: str, header: bytes) -> Header:
 
 
 def current_header(app: str, route: Route) -> Header:
-    return Header(app, route.name, route.sources, {store.stored_name: store.shape for store in route.stores})
+    return Header(app, route.name, route.sources, {store.stored_name: store.shape for store in route.values})
 
 
 def _decode_header(header: bytes, where: str) -> Header:

@@ -6,12 +6,15 @@ A task is a function and a partition of its source.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
-from eos.app.cells import HEADER, TIME, store_of
+from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, HEADER, TIME, store_of
 from eos.app.expiry import split_write_time
 from eos.app.layers import Bounds, Layer
+from eos.app.timers import decode_due, encode_due
+from eos.state.timer_index import TimerIndex
 from eos.state.values import InMemory, Value, Values, own_entries
 
 # Each transaction deletes this many expired entries at most, or twice as many as it changed. This bounds the
@@ -29,8 +32,13 @@ class Task(Layer):
     """Holds the state of one task, with the changes of the open transaction as a layer on top.
 
     `ttls`: milliseconds by the name of a store. `clock`: returns the current time in seconds. The task's time never
-    runs ahead of it: a record with a future timestamp must not expire recent entries.
+    runs ahead of it: a record with a future timestamp must not expire recent entries. `has_timers`: its function sets
+    timers, so that the task keeps its time.
     """
+
+    timers: TimerIndex
+    """Its timers of event time."""
+    clock_timers: TimerIndex
 
     def __init__(
         self,
@@ -38,6 +46,7 @@ class Task(Layer):
         ttls: Mapping[bytes, int] | None = None,
         clock: Callable[[], float] | None = None,
         header: bytes | None = None,
+        has_timers: bool = False,
     ) -> None:
         self.values: Values = InMemory() if values is None else values
         """The committed values."""
@@ -51,6 +60,10 @@ class Task(Layer):
         """True if the changelog may have aborted records after the values' position."""
         self._known_end = self.values.position
         self._own_entries = own_entries(self.values)
+        self.has_timers = has_timers
+        if has_timers:
+            self.timers = TimerIndex(EVENT_TIMERS.encode(), self.values, self.due_ms)
+            self.clock_timers = TimerIndex(CLOCK_TIMERS.encode(), self.values, self.due_ms)
 
     @property
     def size(self) -> int:
@@ -68,14 +81,29 @@ class Task(Layer):
     def at(self, timestamp_ms: int) -> int:
         if self._clock is not None:
             now_ms = int(self._clock() * 1000)
-            timestamp_ms = min(timestamp_ms, now_ms) if timestamp_ms > 0 else now_ms
+            timestamp_ms = min(timestamp_ms, now_ms) if timestamp_ms >= 0 else now_ms
         return max(self.time_ms, timestamp_ms)
+
+    def clock_ms(self) -> int:
+        return int((time.time if self._clock is None else self._clock)() * 1000)
+
+    def due_ms(self, cell: bytes) -> int | None:
+        value = self.get(cell)
+        return None if value is None else decode_due(value)
+
+    def set_timer(self, cell: bytes, due_ms: int | None) -> None:
+        if due_ms is None:
+            self.put(cell, None)
+            return
+        self.put(cell, encode_due(due_ms))
+        timers = self.clock_timers if store_of(cell) == CLOCK_TIMERS.encode() else self.timers
+        timers.note_set(cell, due_ms)
 
     def expire(self) -> None:
         """Add the last changes of the open transaction: the task's time, and deletes of the oldest expired entries."""
         if self._header is not None:
             self.put(HEADER, self._header)
-        if self._ttls and self.time_ms > self._committed_ms:
+        if (self._ttls or self.has_timers) and self.time_ms > self._committed_ms:
             self.put(TIME, b"%d" % self.time_ms)
         limit = max(_MAX_EXPIRED, 2 * len(self.changed))
         for store, ttl_ms in self._ttls.items():
@@ -133,3 +161,6 @@ class Task(Layer):
     def _reset_layer(self) -> None:
         self.changed, self._rows, self._bounds, self.time_ms = {}, None, {}, self._committed_ms
         self._known_end = self.values.position
+        if self.has_timers:
+            self.timers.reset()
+            self.clock_timers.reset()

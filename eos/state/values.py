@@ -6,13 +6,12 @@ engine: Spark's executors and tests without a broker have none.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from eos.app.cells import HEADER, TIME, row_length, store_of
-from eos.app.expiry import TIME_BYTES, split_write_time
-from eos.app.layers import Overlay, Span, by_row
+from eos.app.expiry import split_write_time
+from eos.app.layers import Overlay, Span, by_row, sorted_list
 from eos.app.layers import Value as Value
 
 _EMPTY: Final[Overlay[bytes]] = Overlay()
@@ -21,7 +20,8 @@ _EMPTY: Final[Overlay[bytes]] = Overlay()
 class Values(Protocol):
     """Gives access to the committed values of one task.
 
-    If a store has a time-to-live, each of its values begins with the time of its write (eos/app/expiry.py).
+    Each value of a timed store begins with a time: the time of its write if the store has a time-to-live
+    (eos/app/expiry.py), the due time of a timer (eos/app/timers.py).
     """
 
     position: int
@@ -46,7 +46,7 @@ class Values(Protocol):
         """
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
-        """Yield the cells of a store with a time-to-live and the time of each write in ms, the oldest first.
+        """Yield the cells of a timed store with the time in ms that each value begins with, the earliest first.
 
         The iterator is valid until the next `apply`.
         """
@@ -70,10 +70,10 @@ class InMemory:
     position, as_of = 0, 0.0
     size_bytes = 0
 
-    def __init__(self, values: Mapping[bytes, bytes] | None = None, expiring: Collection[bytes] = ()) -> None:
+    def __init__(self, values: Mapping[bytes, bytes] | None = None, timed: Collection[bytes] = ()) -> None:
         self._values = dict(values or {})
-        # In the order of their writes. This is the order of their times, except shortly after a time-to-live is added.
-        self._write_order: dict[bytes, OrderedDict[bytes, None]] = {store: OrderedDict() for store in expiring}
+        self._timed = frozenset(timed)
+        self._by_time: dict[bytes, Any] = {store: sorted_list()() for store in self._timed}  # (time, cell), sorted
         self._scanned: set[bytes] = set()  # stores whose values are in `_rows` too
         self._rows: dict[bytes, Overlay[bytes]] = {}
 
@@ -108,30 +108,32 @@ class InMemory:
                     del self._rows[cell[:end]]
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
-        return ((cell, split_write_time(self._values[cell])[0]) for cell in self._write_order[store])
+        return ((cell, time_ms) for time_ms, cell in self._by_time[store])
 
     def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
         if self._scanned:
             self._update_rows(changes)
+        if self._timed:
+            self._update_times(changes)
         for cell, value in changes.items():
             if value is None:
                 self._values.pop(cell, None)
             else:
                 self._values[cell] = value
-        if self._write_order:
-            self._note_write_order(changes)
         self.position, self.as_of = position, as_of
 
-    def _note_write_order(self, changes: Mapping[bytes, Value]) -> None:
-        for cell, value in sorted(changes.items(), key=lambda change: (change[1] or b"")[:TIME_BYTES]):
-            if (written := self._write_order.get(store_of(cell))) is not None:
-                written.pop(cell, None)
-                if value is not None:
-                    written[cell] = None
+    def _update_times(self, changes: Mapping[bytes, Value]) -> None:
+        for cell, value in changes.items():
+            if (by_time := self._by_time.get(store_of(cell))) is None:
+                continue
+            if (before := self._values.get(cell)) is not None:
+                by_time.remove((split_write_time(before)[0], cell))
+            if value is not None:
+                by_time.add((split_write_time(value)[0], cell))
 
     def clear(self) -> None:
         self._values, self._scanned, self._rows, self.position = {}, set(), {}, 0
-        self._write_order = {store: OrderedDict() for store in self._write_order}
+        self._by_time = {store: sorted_list()() for store in self._timed}
 
     def sync(self) -> None: ...
 

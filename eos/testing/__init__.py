@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eos.testing.loop import Session
     from eos.testing.offline import Ran, Sent, run
+    from eos.testing.simulated_time import advance
     from eos.testing.sweeping import every_txn_step, sweep
 
-__all__ = ["Ran", "Sent", "Session", "every_txn_step", "run", "sweep"]
+__all__ = ["Ran", "Sent", "Session", "advance", "every_txn_step", "run", "sweep"]
 
 _MODULES = dict.fromkeys(("Ran", "Sent", "run"), "offline") | dict.fromkeys(("every_txn_step", "sweep"), "sweeping")
-_MODULES["Session"] = "loop"
+_MODULES |= {"Session": "loop", "advance": "simulated_time"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,9 +11,9 @@ import copy
 import random
 import typing
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from eos.app.cells import parse_cell
 from eos.app.definition import App
@@ -22,12 +22,13 @@ from eos.app.routes import Route
 from eos.app.stores import to_plain
 from eos.encoding.dead_letters import dead_letter_topic
 from eos.encoding.serde import encode, encode_key
-from eos.engine.handling import Collector, Handler
+from eos.engine.handling import Collector, Halt, Handler
 from eos.engine.hooks import Hooks
 from eos.errors import ConfigurationError
 from eos.kafka.client.settings import Settings
 from eos.records import Header, Record, Send
 from eos.state.tasks import Task
+from eos.testing.simulated_time import Advance, Tasks
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Ran:
     skipped: int = 0
     dead_letters: int = 0
     retries: int = 0
+    late: int = 0
+    duplicates: int = 0
     topics: Collection[str] = ()
     states: dict[str, dict[str, dict[bytes, Any]]] = field(default_factory=dict)
     """The final state of each function: by the name of the function, the name of the state, and the key."""
@@ -71,14 +74,16 @@ class Ran:
 
 
 Order = Literal["given", "shuffled"]
+Step = Record | Advance
 
 
-def run(app: App, records: Iterable[Record | tuple[Any, ...]], *, order: Order = "given", seed: int = 0) -> Ran:
-    """Run the App's functions on the records, with `on_start` and `on_stop`; retries do not wait.
+def run(app: App, steps: Iterable[Record | tuple[Any, ...] | Advance], *, order: Order = "given", seed: int = 0) -> Ran:
+    """Run the App's functions on records, with `on_start` and `on_stop`; retries do not wait.
 
     A record is a Record, or `(topic, value)` or `(topic, value, key)`, which becomes a record of partition 0 with the
     next offset of its topic. Value and key follow the rule of outputs (bytes, str as UTF-8, None, else JSON). Outputs
-    to a topic that a function reads are handled after the records, or shuffled among them.
+    to a topic that a function reads are handled after the records, or shuffled among them. `advance(to)` between the
+    records moves the time: event time of all partitions, or the clock, which stands still otherwise.
 
     `order`: "given" keeps the records' order; "shuffled" keeps only the order within each partition of a topic, as
     Kafka does, and `seed` determines the result.
@@ -91,21 +96,32 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]], *, order: Order =
         raise ConfigurationError(f'order={order!r} does not exist: it is "given" or "shuffled"')
     draw = random.Random(seed) if order == "shuffled" else None
     offsets: defaultdict[str, int] = defaultdict(int)
-    given = make_records(records, offsets)
+    given: list[Step] = []
+    for step in steps:
+        given += [step] if isinstance(step, Advance) else make_records([step], offsets)
+    if draw is not None and any(isinstance(step, Advance) for step in given):
+        raise ConfigurationError('advance() needs order="given": shuffled records have no place for it')
     app = copy.copy(app)
-    app.add_topics(record.topic for record in given)
-    for record in given:
+    records = [step for step in given if isinstance(step, Record)]
+    app.add_topics(record.topic for record in records)
+    for record in records:
         if record.topic not in app.routes:
             raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")
     kept, ran, hooks = Collector(), Ran(topics=output_topics(app)), Hooks(app)
-    tasks = {route.sources[0]: Task(ttls=route.ttls) for route in app.stateful}
-    handler = Handler(app, passing=Settings({}).passed_headers, cells_of=lambda _: lambda record: tasks[record.topic])
+    tasks = Tasks()
+    handler = Handler(app, passing=Settings({}).passed_headers, cells_of=tasks.cells_of, tasks_of=tasks.tasks_of)
     finished = False
     try:
         hooks.start()
         while given:
-            part, given = (given, []) if draw is None else _draw_part(given, draw)
-            at, before = 0, len(kept.sends)
+            before = len(kept.sends)
+            if isinstance(first := given[0], Advance):
+                tasks.advance(first)
+                ran.retries += _settle(lambda: handler.advance(kept, tasks.event_ms))
+                given = [*_internal_records(app, kept.sends[before:], offsets), *given[1:]]
+                continue
+            part, given = _next_part(given) if draw is None else _draw_part(cast("list[Record]", given), draw)
+            at = 0
             while (halt := handler.handle(kept, part[at:])) is not None:
                 if halt.error is not None:
                     raise halt.error
@@ -118,16 +134,42 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]], *, order: Order =
         hooks.stop(failed=not finished)
     ran.skipped, ran.dead_letters = kept.skipped, kept.dead_letters
     ran.sent += map(to_sent, kept.sends)
-    ran.states = {route.name: final_states(route, tasks[route.sources[0]]) for route in app.stateful}
+    ran.late, ran.duplicates = kept.late, kept.duplicates
+    ran.states = {route.name: _merge_states(route, tasks.tasks_of(route).values()) for route in app.stateful}
     return ran
 
 
-def _draw_part(waiting: list[Record], draw: random.Random) -> tuple[list[Record], list[Record]]:
+def _settle(fire: Callable[[], Halt | None]) -> int:
+    """Fire timers until all of them are done, and return how often one was retried. Raise the error of the last one."""
+    retries = 0
+    while (halt := fire()) is not None:
+        if halt.error is not None:
+            raise halt.error
+        retries += 1
+    return retries
+
+
+def _merge_states(route: Route, tasks: Iterable[Task]) -> dict[str, dict[bytes, Any]]:
+    """Return the final states of all partitions of a function, as `final_states` does."""
+    merged: dict[str, dict[bytes, Any]] = {store.name: {} for store in route.values}
+    for task in tasks:
+        for name, values in final_states(route, task).items():
+            merged[name].update(values)
+    return merged
+
+
+def _next_part(waiting: list[Step]) -> tuple[list[Record], list[Step]]:
+    """Split off the records before the next Advance."""
+    count = next((at for at, step in enumerate(waiting) if isinstance(step, Advance)), len(waiting))
+    return cast("list[Record]", waiting[:count]), waiting[count:]
+
+
+def _draw_part(waiting: list[Record], draw: random.Random) -> tuple[list[Record], list[Step]]:
     """Split off the first records of a partition, any number of them from 1 to all; keep the others in their order."""
     place = draw.choice(sorted({(record.topic, record.partition) for record in waiting}))
     count = draw.randint(1, sum((record.topic, record.partition) == place for record in waiting))
     part: list[Record] = []
-    rest: list[Record] = []
+    rest: list[Step] = []
     for record in waiting:
         is_next = len(part) < count and (record.topic, record.partition) == place
         (part if is_next else rest).append(record)
@@ -147,15 +189,15 @@ def _internal_records(app: App, sends: Iterable[Send], offsets: defaultdict[str,
 
 def final_states(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
     """Return the final state of a task: by the name of the state and by key."""
-    left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.stored_name: {} for store in route.stores}
+    left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.stored_name: {} for store in route.values}
     seen = UnexpiredCells(task, route.ttls, task.time_ms)
     for cell in sorted(task.changed):  # nothing is ever committed here
         store, key, field = parse_cell(cell)
-        if (value := seen.get(cell)) is not None:
+        if store in left and (value := seen.get(cell)) is not None:
             left[store].setdefault(key, []).append((field, value))
     return {
         store.name: {key: to_plain(store, values) for key, values in left[store.stored_name].items()}
-        for store in route.stores
+        for store in route.values
     }
 
 

@@ -68,7 +68,8 @@ def run_on(
         _wait_for_ends(client, loaded, sorted(app.changelogs))
         states = {route.name: _read_state(loaded, app, route) for route in app.stateful}
     counters = worker.session.counters
-    return Ran(sent, counters.skipped, counters.dead_letters, counters.retries, output_topics(app), states)
+    counts = counters.skipped, counters.dead_letters, counters.retries, counters.late, counters.duplicates
+    return Ran(sent, *counts, output_topics(app), states)
 
 
 @contextlib.contextmanager
@@ -154,8 +155,8 @@ def _read(settings: Settings, ends: Mapping[Partition, int]) -> list[Sent]:
 
 def _read_state(settings: Settings, app: App, route: Route) -> dict[str, dict[bytes, Any]]:
     """Return the committed state of a function: by the name of the state and by key."""
-    stores = {store.stored_name: store for store in route.stores}
-    found: dict[str, dict[bytes, Any]] = {store.name: {} for store in route.stores}
+    stores = {store.stored_name: store for store in route.values}
+    found: dict[str, dict[bytes, Any]] = {store.name: {} for store in route.values}
     for _, rows in changelog.read_state(settings, changelog_of(app.id, route)):
         for key, state in rows:
             for kept_as, cells in state.items():

@@ -113,7 +113,7 @@ def route_of(app: App, topic: str, function: str | None) -> Route:
 
 def _without_state(route: Route) -> Route:
     """Return the route, or raise UsageError if it has state: a replay owns no partition, and so no state."""
-    if route.stores:
+    if route.has_state:
         raise UsageError(
             f"{route.name} has state, which only the worker that owns the partition may change",
             remedy="send the record to its topic again, or name a --function without state",

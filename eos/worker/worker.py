@@ -64,11 +64,14 @@ class Worker(Listener):
                 self.settings = self.settings.with_values(**{"allow.auto.create.topics": False})
             self._keeper = Keeper(app, self.settings, world)
         cells_of = None if self._keeper is None else self._keeper.cells_of
+        tasks_of = None if self._keeper is None else self._keeper.tasks_of
         concurrent_most: int = self.settings["eos.async.max.records"]
         batch_most: int = self.settings["eos.batch.max.records"]
         self._sizes = SliceSizes(batch_most, concurrent_most)
         passing = self.settings.passed_headers
-        self._handler = Handler(app, ledger, concurrent_most, batch_most, passing, now=world.now, cells_of=cells_of)
+        self._handler = Handler(
+            app, ledger, concurrent_most, batch_most, passing, now=world.now, cells_of=cells_of, tasks_of=tasks_of
+        )
         self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
         self._found_topics = False
         self.session = TransactSession(
@@ -82,6 +85,7 @@ class Worker(Listener):
             world=world,
         )
         functions = app.functions
+        self._uses_time = any(function.uses_time for function in functions)
         self._single_route: Route | None = functions[0] if len(functions) == 1 else None
         self._slow_functions = SlowFunctions(self.settings)
         self._retry_at = 0.0  # World.now() at which a failed record may be retried
@@ -156,6 +160,13 @@ class Worker(Listener):
     def on_idle(self) -> None:
         self._tick()
 
+    def has_work(self) -> bool:
+        return self._uses_time and self._world.now() >= self._retry_at and self._handler.has_due_timers(self._is_idle)
+
+    def _is_idle(self, partition: tuple[str, int], idle_ms: int) -> bool:
+        """Return whether a partition has been read to its end and had no record for this long."""
+        return False
+
     def _tick(self) -> None:
         self._handler.tick()
         self.on_tick()
@@ -209,6 +220,8 @@ class Worker(Listener):
             return None
         self._slow_functions.check()
         self._handler.begun()
+        if self._uses_time and (halt := self._handler.fire_waiting(txn, self._is_idle)) is not None:
+            return halt
         handled = 0
         while True:
             batch = txn.take(1 if self._slow_functions.runs_one_by_one else self._sizes.most_of(self._single_route))

@@ -157,8 +157,8 @@ def test_value_expires_after_its_last_write(
 
 def values_in(where: str, base: Path, ttls: Mapping[bytes, int]) -> Values:
     if where == "memory":
-        return InMemory(expiring=ttls)
-    folder = InFolder.of(base, "t", "id", expiring=ttls, engine=ENGINES[where])
+        return InMemory(timed=ttls)
+    folder = InFolder.of(base, "t", "id", timed=ttls, engine=ENGINES[where])
     assert folder is not None
     return folder
 
@@ -177,7 +177,7 @@ def restored(values: Values, changelog: list[ChangelogEntry], ttls: Mapping[byte
 
 def test_expired_entries_are_deleted_by_next_transactions() -> None:
     route = app_of().routes["in"]
-    task = Task(InMemory(expiring=route.ttls), route.ttls)
+    task = Task(InMemory(timed=route.ttls), route.ttls)
     bound = route.bind(cells_of=lambda _: task)
     bound.outputs(Record("in", 0, 0, 1_000, b"a", b"x"))
     sent = {cell: (value, at) for cell, value, at in task.changelog_entries()}
@@ -212,7 +212,7 @@ def test_setting_an_equal_value_extends_life(where: str, tmp_path: Path) -> None
 
 def test_many_expired_entries_are_deleted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_MAX_EXPIRED", 5)
-    values = InMemory(expiring=[b"s"])
+    values = InMemory(timed=[b"s"])
     values.apply({cell_of("s", b"%d" % n): add_write_time(n, b"") for n in range(12)} | {TIME: b"50"}, 0, 0.0)
     task = Task(values, {b"s": 10})
     for left in (8, 3, 1, 1):
@@ -223,7 +223,7 @@ def test_many_expired_entries_are_deleted_in_parts(monkeypatch: pytest.MonkeyPat
 
 def test_future_timestamp_does_not_advance_time() -> None:
     task = Task(clock=lambda: 5.0)
-    assert [task.at(ms) for ms in (4_000, 99_000, -1, 0)] == [4_000, 5_000, 5_000, 5_000]
+    assert [task.at(ms) for ms in (4_000, 99_000, -1, 0)] == [4_000, 5_000, 5_000, 0]
 
 
 def test_async_and_batch_functions_use_their_records_time() -> None:
@@ -415,7 +415,7 @@ def f(value: str) -> None: ...
 
 def test_folder_with_other_ttl_is_discarded(tmp_path: Path) -> None:
     for expiring, left in (([b"s"], 0), ([b"s"], 1), ([], 0)):
-        folder = InFolder.of(tmp_path, "t", "id", expiring=expiring)
+        folder = InFolder.of(tmp_path, "t", "id", timed=expiring)
         assert folder is not None
         assert len(folder) == left
         folder.apply({cell_of("s", b"k"): add_write_time(5, b"v")}, 1, 0.0)

@@ -582,7 +582,7 @@ def test_folder_time_precedes_the_offsets_of_its_transaction(monkeypatch: pytest
 
 def test_expired_entries_are_deleted_by_a_transaction_of_the_partition() -> None:
     """Another member may own the partition by then and may have renewed the value."""
-    values = InMemory(expiring=[b"seen"])
+    values = InMemory(timed=[b"seen"])
     values.apply({CELL: add_write_time(0, b"1")}, 0, 0.0)
     keeper = Keeper(app_of(), SETTINGS)
     keeper._tasks["in", 0] = task = Task(values, {b"seen": 10})

@@ -11,11 +11,13 @@ import collections.abc
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 import msgspec
 
+from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS
 from eos.app.expiry import ttls_of
 from eos.app.policies import Policy, stop
 from eos.app.results import Hints, encode_result, hot_loop_target, make_normaliser
@@ -23,11 +25,29 @@ from eos.app.routes.async_ import Async
 from eos.app.routes.batch import Batch, StatefulBatch, blocking
 from eos.app.routes.keyed import Keyed
 from eos.app.routes.single import Single, Stateful
-from eos.app.state import Store
+from eos.app.routes.timed import Caller, Fired, Tally, Timed
+from eos.app.state import Store, TaskCells
 from eos.app.stores import CellsOf, Stores
+from eos.app.timers import Due, Timer
+from eos.app.timing import NO_TIMING, Timing, uses_time
 from eos.encoding.serde import Decode, Encode, annotation_name, decoder, function_name, underlying, without_none
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Each, Feed, Record, Send
+
+Gives = Literal["timer", "window", "bytes", "str"]
+
+
+def _timer(due: Due, task: TaskCells) -> Timer:
+    return Timer(due.key, due.name, due.due_ms, task.clock_ms() if due.clock else task.time_ms)
+
+
+GIVERS: Final[Mapping[Gives, Callable[[Due, TaskCells], Any]]] = {
+    "timer": _timer,
+    "window": lambda due, _: due.window,
+    "bytes": lambda due, _: due.key,
+    "str": lambda due, _: due.key.decode(),
+}
+TIMER_STORES: Final = (EVENT_TIMERS.encode(), CLOCK_TIMERS.encode())
 
 
 class Route:
@@ -51,10 +71,13 @@ class Route:
         "concurrent",
         "decode",
         "destinations",
+        "discard",
         "each",
         "encode",
         "feed",
         "function",
+        "gives",
+        "handlers",
         "name",
         "on_error",
         "outputs",
@@ -62,6 +85,9 @@ class Route:
         "passing",
         "sources",
         "stores",
+        "tally",
+        "timer_names",
+        "timing",
         "with_record",
     )  # fmt: skip
 
@@ -69,6 +95,12 @@ class Route:
     outputs: Callable[[Record], Sequence[Send]]
     outputs_batch: Callable[[list[Record]], list[Send]]
     each: Each
+    handlers: dict[str, Route]
+    """Its timer functions by the name of the timer; "" closes its windows."""
+    tally: Tally | None
+    """Counts its late records and duplicates, if it uses time."""
+    discard: Callable[[Record], None] | None
+    """Clears a timer that failed, if the route is a timer function."""
 
     def __init__(
         self,
@@ -85,16 +117,26 @@ class Route:
         cells_of: CellsOf | None = None,
         name: str | None = None,
         with_record: bool = False,
+        timing: Timing = NO_TIMING,
+        handlers: Mapping[str, Route] = MappingProxyType({}),
+        gives: Gives | None = None,
+        timer_names: set[str] | None = None,
     ) -> None:
+        """`gives`: the route is a timer function, and this is what its first parameter gets. `timer_names`: the timers
+        that have a function, which a function shares with its timer functions.
+        """
         self.passing, self.stores, self.with_record = passing, stores, with_record
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
         self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
+        self.timing, self.gives, self.tally, self.discard = timing, gives, None, None
+        self.timer_names = set[str]() if timer_names is None else timer_names
+        self.handlers = {timer: handler.bind(cells_of=cells_of) for timer, handler in handlers.items()}
         # The user's own encoder becomes a part of the function, so the path of all other functions stays short.
         finish = None if encode is None else functools.partial(encode_result, encode)
         kept = Stores(self.name, stores, cells_of)
         hints = Hints(function)
-        shape: Single | Stateful | Async | Keyed | Batch
+        shape: Single | Stateful | Async | Keyed | Batch | Timed | Fired
         if batch:
             _check_batch_annotation(annotation, self.name)
             run = blocking(function) if self.concurrent else function
@@ -104,12 +146,23 @@ class Route:
                 shape = Batch(run, finish, self.name, destinations, hints)
             self.outputs_batch = shape.outputs_batch
         else:
-            decoded, typed = _record_decoder(annotation, self.name, decode, _first_parameter(function))
+            if gives is None:
+                decoded, typed = _record_decoder(annotation, self.name, decode, _first_parameter(function))
+            else:
+                decoded, typed = None, False
+            value_of = decoded
             if typed or with_record:
                 function, decoded = _taking_record(function, decoded, typed, with_record), None
             normalise = make_normaliser(self.name, destinations, hints, passing)
             target = hot_loop_target(self.name, destinations, hints, passing)
-            if self.concurrent and stores:
+            if gives is not None:
+                fired = Fired(self._caller(function, kept), kept, GIVERS[gives], normalise, finish)
+                self.discard, shape = fired.discard, fired
+            elif self.uses_time:
+                caller = self._caller(function, kept)
+                timed = Timed(self.name, caller, kept, timing, decoded, value_of, finish, normalise, target)
+                self.tally, shape = timed.tally, timed
+            elif self.concurrent and stores:
                 shape = Keyed(kept, function, decoded, finish, normalise)
             elif self.concurrent:
                 shape = Async(function, decoded, finish, normalise)
@@ -121,6 +174,10 @@ class Route:
             # Not a loop over `outputs`: its errors could not name the record.
             self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
         self.outputs, self.each, self.feed = shape.outputs, shape.each, shape.feed
+
+    def _caller(self, function: Callable[..., Any], stores: Stores) -> Caller:
+        timers_at = next((at for at, store in enumerate(self.stores) if not store.is_kept), None)
+        return Caller(function, stores, timers_at, self.timer_names)
 
     _PARTS = (
         "function",
@@ -135,6 +192,10 @@ class Route:
         "stores",
         "name",
         "with_record",
+        "timing",
+        "handlers",
+        "gives",
+        "timer_names",
     )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -150,6 +211,32 @@ class Route:
         """
         parts = {part: getattr(self, part) for part in self._PARTS}
         return Route(**(parts | {"passing": frozenset(passing), "cells_of": cells_of}))
+
+    @property
+    def uses_time(self) -> bool:
+        """Return whether it needs the time of its task: it has timers, windows or deduplication."""
+        return uses_time(self.stores, self.timing)
+
+    @property
+    def has_state(self) -> bool:
+        """Return whether it keeps state, so that it has a changelog. Timers are state too."""
+        return bool(self.stores) or self.uses_time
+
+    @property
+    def all_destinations(self) -> set[str]:
+        """Return the topics of its outputs, those of its timer functions and of its late records included."""
+        more = {topic for topic in (self.timing.late, self.timing.duplicates) if topic is not None}
+        return more.union(self.destinations, *(handler.destinations for handler in self.handlers.values()))
+
+    @property
+    def values(self) -> tuple[Store, ...]:
+        """Return its stores without the parameter for timers."""
+        return tuple(store for store in self.stores if store.is_kept)
+
+    @property
+    def timed_stores(self) -> frozenset[bytes]:
+        """Return the names of the stores whose values begin with a time (eos/state/values.py)."""
+        return frozenset(self.ttls).union(TIMER_STORES if self.uses_time else ())
 
     @property
     def ttls(self) -> dict[bytes, int]:

@@ -28,8 +28,29 @@ class Single:
         return self._normalise(record, self._function(given))
 
 
-class _UnusualOutputs(list[Send]):
+class UnusualOutputs(list[Send]):
     """Outputs of a record that the hot loop cannot send itself."""
+
+
+def send_usual_directly(made: Finish, is_encoded: bool, target: Target | None) -> Finish:
+    """Return a Finish that leaves results of the usual types to the hot loop, and makes UnusualOutputs of all others.
+
+    `made` makes the outputs; `is_encoded`: by an encoder of the user's, which the hot loop does not call.
+    """
+
+    def usual(record: Record, result: Any) -> bytes | UnusualOutputs | None:
+        if not is_encoded and target is not None and record.timestamp < END_OF_TIME:
+            if type(result) is bytes or (result is None and record.value is not None and target[-1]):
+                return result
+            if type(result) is str:
+                return result.encode()
+        return UnusualOutputs(made(record, result))
+
+    return usual
+
+
+def as_sends(record: Record, made: Any) -> Sequence[Send]:
+    return cast("UnusualOutputs", made)
 
 
 class Stateful:
@@ -46,30 +67,20 @@ class Stateful:
         def made(record: Record, result: Any) -> Sequence[Send]:
             return normalise(record, result if finish is None else finish(result))
 
-        def usual(record: Record, result: Any) -> bytes | _UnusualOutputs | None:
-            if finish is None and target is not None and record.timestamp < END_OF_TIME:
-                if type(result) is bytes or (result is None and record.value is not None and target[-1]):
-                    return result
-                if type(result) is str:
-                    return result.encode()
-            return _UnusualOutputs(made(record, result))
+        usual = send_usual_directly(made, finish is not None, target)
 
         # Closures, because they run once per record.
-        def one(record: Record) -> bytes | _UnusualOutputs | None:
+        def one(record: Record) -> bytes | UnusualOutputs | None:
             # no cast(): it would be a call for each record
-            found: bytes | _UnusualOutputs | None = run(
+            found: bytes | UnusualOutputs | None = run(
                 record, record if decode is None else decode(record.value), usual
             )
             return found
 
         self._run, self._decode, self._made = run, decode, made
-        self.feed = make_feed(one, None, target, _as_sends)
+        self.feed = make_feed(one, None, target, as_sends)
         self.each = one_by_one(self.outputs)
 
     def outputs(self, record: Record) -> Sequence[Send]:
         given = record if self._decode is None else self._decode(record.value)
         return cast("Sequence[Send]", self._run(record, given, self._made))
-
-
-def _as_sends(record: Record, made: Any) -> Sequence[Send]:
-    return cast("_UnusualOutputs", made)

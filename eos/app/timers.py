@@ -1,0 +1,266 @@
+"""Defines the timers of a function: what it sets by its record's key and a name, and what its timer functions get.
+
+A timer is an entry of the task's state (eos/app/cells.py): its field is the timer's name, its value the due time. It is
+kept and restored like all other state. eos/state/timer_index.py finds due timers, eos/engine/handling.py fires them: it
+hands each one to its function as a record (`record_of`), so that results, error policies and dead letters are the same
+as for records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Collection
+from datetime import UTC, datetime, timedelta
+from typing import Final, NamedTuple, Protocol
+
+from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, parse_cell, store_prefix
+from eos.app.windows import Window, split_windowed_key
+from eos.errors import ConfigurationError, IllegalState
+from eos.records import Record
+
+NEVER: Final = 1 << 63
+"""A time in milliseconds that is never reached."""
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MS: Final = timedelta(milliseconds=1)
+_DUE: Final = struct.Struct(">Q")
+_MAX_NAME_BYTES: Final = 100
+_END_OF_DATES: Final = 253_402_300_800_000  # the year 10,000 in milliseconds
+_PREFIXES: Final = {False: store_prefix(EVENT_TIMERS), True: store_prefix(CLOCK_TIMERS)}
+
+
+def to_ms(time: object, what: str) -> int:
+    """Return a time in milliseconds since the epoch. Raise TypeError or ValueError with `what`, a noun phrase."""
+    if isinstance(time, datetime):
+        if time.tzinfo is None:
+            raise ValueError(f"{what} has no time zone: {time!r}. Add one, for example tzinfo=timezone.utc")
+        return (time - EPOCH) // _MS
+    if type(time) is not int:
+        raise TypeError(f"{what} must be a datetime with a time zone, or milliseconds since the epoch, not {time!r}")
+    return time
+
+
+class Timer(NamedTuple):
+    """Describes a timer that fires.
+
+    `due_ms` and `now_ms` are milliseconds since the epoch. `now_ms` is the present time of the task, or of the clock
+    for a timer that was set with clock=True. After a gap in the input it can be much later than `due_ms`.
+    """
+
+    key: bytes
+    name: str
+    due_ms: int
+    now_ms: int
+
+    @property
+    def due(self) -> datetime:
+        """Return the due time as a datetime in UTC."""
+        return EPOCH + self.due_ms * _MS
+
+
+class TimersDue(Exception):
+    """Interrupts a function's records: timers are due before the next record, which moves the time to `now_ms`."""
+
+    def __init__(self, now_ms: int) -> None:
+        super().__init__(now_ms)
+        self.now_ms = now_ms
+
+
+class TimedTask(Protocol):
+    """The part of a task that timers use."""
+
+    time_ms: int
+
+    def clock_ms(self) -> int:
+        """Return the wall clock's time in milliseconds since the epoch."""
+
+    def due_ms(self, cell: bytes) -> int | None:
+        """Return when this timer is due; None if it is not set."""
+
+    def set_timer(self, cell: bytes, due_ms: int | None) -> None:
+        """Set the timer of this cell, or clear it (None)."""
+
+
+class DueTimers(Protocol):
+    """The timers of a task in order (eos/state/timer_index.py)."""
+
+    next_due: int
+
+    def due(self, until_ms: int, most: int) -> list[tuple[int, bytes]]: ...
+
+
+def timer_cell(clock: bool, suffix: bytes, name: bytes) -> bytes:
+    """Return the cell of a timer; `suffix` is the part of a row's name that the key gives."""
+    return _PREFIXES[clock] + suffix + name
+
+
+def encode_due(due_ms: int) -> bytes:
+    return _DUE.pack(due_ms)
+
+
+def decode_due(value: bytes) -> int:
+    due_ms: int = _DUE.unpack_from(value)[0]
+    return due_ms
+
+
+class Timers:
+    """Sets and clears the timers of the record's key, each by its name.
+
+    `@app.on_timer(function, name)` decorates the function that runs when the timer is due. A key has one timer of each
+    name: setting it again moves it. As with state, a change counts only if the function returns. Do not keep the
+    object: it raises IllegalState once its function has returned.
+    """
+
+    __slots__ = ("_base", "_changes", "_is_periodic", "_names", "_suffix", "_task")
+
+    def __init__(
+        self, names: Collection[str], task: TimedTask, suffix: bytes, base: Callable[[bool], int], is_periodic: bool
+    ) -> None:
+        """Create the timers of one key. `base(clock)`: the time from which `after=` counts."""
+        self._names, self._suffix, self._base, self._is_periodic = names, suffix, base, is_periodic
+        self._task: TimedTask | None = task
+        self._changes: dict[str, tuple[bool, int] | None] = {}
+
+    def set(
+        self, name: str, *, at: datetime | int | None = None, after: timedelta | None = None, clock: bool = False
+    ) -> None:
+        """Set the timer of this name, `at` a time or `after` a duration.
+
+        The time is event time: the timer fires when the records of its partition reach it. With `clock` it is the wall
+        clock's time. `at`: a datetime with a time zone, or milliseconds since the epoch. `after` counts from the
+        record's time, or from now with `clock`. In a timer function it counts from the timer's due time, in whole steps
+        up to a time that is still to come: after a gap, a periodic timer fires once and keeps its rhythm.
+
+        A time that has passed fires the timer in the same transaction. Raises TypeError, ValueError, and
+        ConfigurationError for a name without a timer function.
+        """
+        task = self._open()
+        self._check_name(name)
+        if (at is None) == (after is None):
+            raise TypeError(f"the timer {name} needs one of at= and after=")
+        due_ms = self._due_after(task, name, after, clock) if at is None else to_ms(at, f"at= of the timer {name}")
+        if due_ms >= NEVER:
+            raise ValueError(f"the timer {name} is due after {due_ms} ms since the epoch, which is too late")
+        self._changes[name] = clock, max(due_ms, 0)
+
+    def _due_after(self, task: TimedTask, name: str, after: object, clock: bool) -> int:
+        if not isinstance(after, timedelta):
+            raise TypeError(f"after= of the timer {name} must be a timedelta, not {after!r}")
+        step = after // _MS
+        if step < 0 or (step == 0 and self._is_periodic):
+            least = "at least a millisecond, or the timer would fire forever" if self._is_periodic else "not negative"
+            raise ValueError(f"after= of the timer {name} is {after}: it must be {least}")
+        base = self._base(clock)
+        if self._is_periodic:
+            passed = (task.clock_ms() if clock else task.time_ms) - base
+            return base + step * max(1, passed // step + 1)
+        return base + step
+
+    def clear(self, name: str) -> None:
+        """Clear the timer of this name, if it is set."""
+        self._open()
+        self._check_name(name)
+        self._changes[name] = None
+
+    def _check_name(self, name: object) -> None:
+        if type(name) is not str:
+            raise TypeError(f"the name of a timer must be a str, not {name!r}")
+        if name not in self._names:
+            known = f"there are timer functions for {', '.join(sorted(self._names))}" if self._names else "it has none"
+            raise ConfigurationError(
+                f"the timer {name!r} has no function: {known}",
+                remedy=f'decorate one with @app.on_timer(function, "{name}")',
+            )
+
+    def _open(self) -> TimedTask:
+        if self._task is None:
+            raise IllegalState(
+                "timers were used after their function had returned",
+                remedy="use them only while the function handles the record, and do not keep them",
+            )
+        return self._task
+
+    # ---- the interface of a state (eos/app/state.py) ----------------------------------------------------------------
+
+    def _encode(self) -> None: ...
+
+    def _close(self) -> None:
+        self._task = None
+
+    def _write(self, task: TimedTask) -> None:
+        for name, change in self._changes.items():
+            for clock in (False, True):
+                cell = timer_cell(clock, self._suffix, name.encode())
+                if change is not None and change[0] is clock:
+                    task.set_timer(cell, change[1])
+                elif task.due_ms(cell) is not None:
+                    task.set_timer(cell, None)
+
+
+def check_timer_name(name: object) -> str:
+    """Return the name of a timer. Raise ConfigurationError."""
+    if type(name) is not str or not 0 < len(name.encode(errors="replace")) <= _MAX_NAME_BYTES or "\0" in name:
+        raise ConfigurationError(
+            f"the name of a timer must be a str of 1 to {_MAX_NAME_BYTES} bytes, without a zero byte, not {name!r}"
+        )
+    return name
+
+
+# ---- timers that fire ------------------------------------------------------------------------------------------------
+
+
+class Due(NamedTuple):
+    """Names a timer that is due: of which key, for windows of which window, and when."""
+
+    cell: bytes
+    due_ms: int
+    key: bytes
+    name: str
+    clock: bool
+    window: Window | None
+
+
+class _TimerHeaders(tuple[tuple[str, bytes], ...]):
+    """Holds the headers of a record that stands for a timer: what its dead letter says about it, and the timer."""
+
+    due: Due
+
+
+_FIRST_ID: Final = -2
+
+
+def record_of(topic: str, partition: int, cell: bytes, due_ms: int, ends_before_ms: int | None = None) -> Record:
+    """Return the record that stands for a due timer: its function, error policy and dead letter get it.
+
+    Its key is the timer's, its timestamp the due time, and its offset a negative number that identifies the timer.
+    `ends_before_ms`: the timer closes a window, which ended this long before.
+    """
+    store, key, name = parse_cell(cell)
+    window = None
+    if ends_before_ms is not None:
+        key, start_ms = split_windowed_key(key)
+        window = Window(start_ms, due_ms - ends_before_ms, key)
+    due = Due(cell, due_ms, key, name.decode(), store == CLOCK_TIMERS, window)
+    pairs = [("eos-timer-due", str(due_ms).encode())]
+    if window is None:
+        pairs.insert(0, ("eos-timer", name))
+    else:
+        pairs += [("eos-window-start", b"%d" % window.start_ms), ("eos-window-end", b"%d" % window.end_ms)]
+    headers = _TimerHeaders(pairs)
+    headers.due = due
+    digest = hashlib.blake2b(cell + encode_due(due_ms), digest_size=7).digest()
+    timestamp = due_ms if window is None else window.end_ms - 1
+    return Record(topic, partition, _FIRST_ID - int.from_bytes(digest, "big"), timestamp, key, None, headers)
+
+
+def due_of(record: Record) -> Due | None:
+    """Return the timer that a record stands for; None for a record of a topic."""
+    return record.headers.due if record.offset <= _FIRST_ID and isinstance(record.headers, _TimerHeaders) else None
+
+
+def describe(due: Due) -> str:
+    """Return the name of a timer for messages."""
+    at = due.due_ms if due.due_ms >= _END_OF_DATES else (EPOCH + due.due_ms * _MS).isoformat(timespec="milliseconds")
+    if due.window is not None:
+        return f"the window of {due.key!r} that closes at {at}"
+    return f"the timer {due.name} of {due.key!r} that is due at {at}"
