@@ -1,8 +1,8 @@
 """Exactly-once consume-transform-produce over real Kafka.
 
-`App`, `Record`, `Out`: what a user writes; `eos run` runs it, or `run` from Python. `stop`, `retry`, `dlq`, `skip`:
-what becomes of a record that fails. `TransactSession`: for those who own their loop.
-`transaction`: a transactional producer without an input. `Fenced`, `Temporary` and the other errors: eos/errors.py.
+`App`, `Record`, `Out`: the parts of a user's program; `eos run` runs it, or `run` from Python. `stop`, `retry`, `dlq`,
+`skip`: the policies for a record that fails. `TransactSession`: transactions for a loop of your own. `transaction`: a
+transactional producer without an input. `Fenced`, `Temporary` and the other errors: eos/errors.py.
 
 Names are imported at their first use: a module that needs none of them (the pytest plugin, the shim, an App on a Spark
 executor) does not load the Kafka clients.

@@ -133,7 +133,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def interruption_of(error: BaseException) -> BaseException | None:
     """Return the interruption of the run that `error` is or hides: an Interruption, or Ctrl-C in this thread.
 
-    Everything else that a user's code raises is a failure of that code: SystemExit, CancelledError, and a
+    Everything else that user code raises is a failure of that code: SystemExit, CancelledError, and a
     KeyboardInterrupt where Ctrl-C has another handler than Python's.
     """
     if isinstance(error, KeyboardInterrupt):
@@ -154,7 +154,7 @@ def safe_str(error: BaseException) -> str:
         text = str(error)
         if isinstance(error, BaseExceptionGroup):
             text += ": " + "; ".join(f"{type(one).__name__}: {safe_str(one)}" for one in error.exceptions)
-    except BaseException as failure:  # noqa: BLE001 - a user's own
+    except BaseException as failure:  # noqa: BLE001 - user code may raise anything
         raise_if_interrupted(failure)
         return f"(its __str__ raised {type(failure).__name__})"
     return text

@@ -42,7 +42,7 @@ def debug(message: str, **fields: Any) -> None:
 
 
 def hide_debug_lines(library: str) -> None:
-    """Drop the lines that a library logs below INFO, which contain passwords and tokens, whatever the log levels are.
+    """Drop the lines that a library logs below INFO, which contain passwords and tokens, at any log level.
 
     Call it before the library gets a secret. It affects existing loggers of the library and new ones below them."""
     if (own := logging.getLogger(library)).isEnabledFor(logging.DEBUG):
@@ -135,7 +135,7 @@ class Reminder:
         self._last = now() - (interval_s if at_once else 0.0)
 
     def restart(self) -> None:
-        """Begin a new wait."""
+        """Restart the interval for a new wait."""
         self._last = self._now()
 
     def tick(self) -> bool:

@@ -38,7 +38,7 @@ class Pulse:
         self._thread = threading.get_ident()
 
     def beat(self, doing: Doing, what: str = "") -> None:
-        """Note that the thread moved: it does `doing` now, or still; `what` names the call."""
+        """Note that the thread moved: it is now (or still) doing `doing`, and `what` names the call."""
         if threading.get_ident() != self._thread:
             return
         now = self._clock()
@@ -77,7 +77,7 @@ END_TO_END_BOUNDS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.
 
 @dataclass
 class Counters:
-    """A session's totals so far."""
+    """The totals of a session up to now."""
 
     records_in: int = 0
     records_out: int = 0

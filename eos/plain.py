@@ -198,8 +198,8 @@ class Transactions:
                 )
             self._open = txn
             self._ownership.raise_if_lost()
-            # An exception from outside the client (a signal's) interrupted the previous transaction: its answer was
-            # not awaited, and the new producer's init ends it.
+            # An exception from outside the client (a signal's) interrupted the previous transaction: nobody waited for
+            # its answer, and the new producer's init ends it.
             producer.give_up("the transaction before it was not ended")
             try:
                 if reason := producer.decide_replacement():
@@ -228,7 +228,7 @@ class Transactions:
                 raise CommitOutcomeUnknown(f"the commit's outcome is unknown: {failure}") from failure
             raise self._to_public_error(failure, txn.failed_topic) from failure
         except BaseException:
-            # A signal's handler raised, or a callback of the user's.
+            # A signal handler or a user's callback raised.
             if producer.state is State.COMMITTING:
                 log.warning("commit interrupted, its outcome is unknown", **producer.who())
             self._try_abort()

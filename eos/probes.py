@@ -64,7 +64,7 @@ class _Collector:
 class HealthServer:
     """Listens at once, and serves `answers` by path inside its `with` block. Raises OSError if it cannot listen.
 
-    Each answer is made on the thread of its connection.
+    Each answer is computed on the thread of its connection.
     """
 
     def __init__(self, address: tuple[str, int], answers: Mapping[str, Callable[[Request], Answer]]) -> None:

@@ -45,7 +45,7 @@ def readable_headers(headers: Sequence[Header]) -> Sequence[Header]:
 
 
 # An encoded output for the producer: (topic, value, key, partition, timestamp_ms, headers).
-# partition -1: the partitioner decides. timestamp_ms 0: the time of producing.
+# partition -1: the partitioner decides. timestamp_ms 0: the time when it is sent.
 Send = tuple[str, bytes | None, bytes | None, int, int, list[Header] | None]
 
 
@@ -81,7 +81,7 @@ class FeedResult(NamedTuple):
     """Holds the result of a feed: `sent` outputs of the first `handled` records were sent.
 
     `error`: the exception of the next record's function (none of its outputs was sent), or the CallFailed of
-    `on_produce_error`; None: all records were handled. `culprit`: the record that the error is about, if known."""
+    `on_produce_error`, or None if all records were handled. `culprit`: the record that the error is about, if known."""
 
     sent: int
     handled: int
@@ -90,7 +90,7 @@ class FeedResult(NamedTuple):
 
     @property
     def failure(self) -> CallFailed | None:
-        """Return the error if the client raised it, and not a function."""
+        """Return the error if the client raised it, or None if a function did."""
         if not isinstance(self.error, CallFailed):
             return None
         # A delivery that failed is reported during the send of some other record.
@@ -147,7 +147,7 @@ class Record(msgspec.Struct, Generic[V], frozen=True, gc=False):
             topic,
             headers,
             partition,
-            timestamp if timestamp > 0 else 0,  # unknown: the time of producing
+            timestamp if timestamp > 0 else 0,  # unknown: the time when it is sent
         )
 
 
@@ -169,8 +169,8 @@ class Out(msgspec.Struct, frozen=True, gc=False):
     `value`: bytes are sent unchanged, str as UTF-8, None as a tombstone, and anything else as JSON. `key`: encoded by
     the same rule; KEEP means the input's key, None a null key. `topic`: None means the first of `to`. `headers`: (name,
     bytes, str or None) pairs or a mapping; headers of the input that `eos.headers.pass` names come before them.
-    `partition`: None means by the key. `timestamp`: milliseconds since the epoch; KEEP means the input's, 0 the time of
-    producing.
+    `partition`: None means by the key. `timestamp`: milliseconds since the epoch; KEEP means the input's, 0 the time
+    when it is sent.
 
     In a batch function an Out has no single input, so it needs its own key, and KEEP means the batch's latest
     timestamp. `record.out(value)` sets the record's key and timestamp.
@@ -205,7 +205,7 @@ def merge_metadata(metadata: str, entries: Mapping[str, object]) -> str:
 
 
 def read_metadata(committed: Committed) -> str | None:
-    """Return the metadata of a committed offset; None if it cannot be read.
+    """Return the metadata of a committed offset, or None if it cannot be read.
 
     confluent-kafka reads up to a NUL, which only it writes. So metadata of another client (Kafka Streams) is followed
     by random bytes of this process, which may not be UTF-8. Metadata that eos wrote is always complete.

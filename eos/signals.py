@@ -1,7 +1,7 @@
 """Sets signal handlers for this process only, among them those that stop a run.
 
-The first SIGTERM or SIGINT stops a run between two batches, a second one at once; other modules decide what follows. A
-process that a user's function forks (multiprocessing) gets the previous handlers back. Otherwise it would handle
+The first SIGTERM or SIGINT stops a run between two batches, a second one at once; other modules decide the consequence.
+A process that a user's function forks (multiprocessing) gets the previous handlers back. Otherwise it would handle
 SIGTERM as a request to stop the worker, and continue to run.
 """
 
@@ -64,7 +64,7 @@ class ShutdownExpired(Interruption):
 
 
 def took_too_long(expired: ShutdownExpired) -> Temporary:
-    """Return the error with which a run ends then."""
+    """Return the error with which such a run ends."""
     return Temporary(
         f"the stop took too long ({expired}): the open transaction was given up, and its records will be handled again"
     )

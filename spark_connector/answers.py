@@ -1,7 +1,8 @@
 """The meaning of each broker error code for a transaction of the sink: data, no I/O.
 
-Owns this one table; no other module of spark_connector may decide by a code. The codes come from Kafka's
-org.apache.kafka.common.protocol.Errors; which are retried, and when, follows Kafka's TransactionManager and Sender.
+Owns this one table; no other module of spark_connector may interpret a code. The codes come from Kafka's
+org.apache.kafka.common.protocol.Errors; the choice of the retried codes, and the time of a retry, follow Kafka's
+TransactionManager and Sender.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from eos.records import Header, Record, Send
 from spark_connector.failures import to_line
 from spark_connector.workers import begin_task
 
-# The columns that mapInArrow yields. `timestamp_ms` null: the time of producing; `partition` null: the partitioner
+# The columns that mapInArrow yields. `timestamp_ms` null: the time when it is sent; `partition` null: the partitioner
 # decides. A task reads a range of one partition of one topic in order; the sink keeps the order of each task's rows.
 OUTPUTS = (
     "topic string, partition int, key binary, value binary, headers array<struct<key: string, value: binary>>, "

@@ -68,7 +68,7 @@ class Batch(Protocol):
 
     name: str
     key: bytes | None
-    """The marker's key; None: no marker is written."""
+    """The marker's key, or None if no marker is written."""
 
     def decide(self, found: Marker | None) -> Decision: ...
 
@@ -86,31 +86,31 @@ class Batch(Protocol):
 class Recent:
     """The sizes of the last batches, from which the sink predicts whether the driver can write the next one.
 
-    The first batch, also after a failure, goes to the executors, because it may be a backlog.
+    The first batch, at the start or after a failure, goes to the executors, because it may be a backlog.
     """
 
     small: bool = False
-    """True if the driver could have written the last batch, judged by the bytes of its record batches."""
+    """True if the last batch was small enough for the driver, by the bytes of its record batches."""
     pause: int = 0
     """The number of batches for which the driver does not try after a batch was too large.
 
     It doubles each time, because some batches are always too large uncompressed although they are small compressed.
     """
-    left: int = 0
+    pause_left: int = 0
     """The batches that are left of the pause."""
 
     @property
     def tries(self) -> bool:
-        return self.small and not self.left
+        return self.small and not self.pause_left
 
     def note(self, small: bool, tried: bool, by_driver: bool) -> None:
         self.small = small
         if by_driver:
-            self.pause = self.left = 0
+            self.pause = self.pause_left = 0
         elif tried:
-            self.pause = self.left = min(2 * self.pause, _LONGEST_PAUSE) or 1
-        elif self.left:
-            self.left -= 1
+            self.pause = self.pause_left = min(2 * self.pause, _LONGEST_PAUSE) or 1
+        elif self.pause_left:
+            self.pause_left -= 1
 
 
 @dataclass(frozen=True)
@@ -157,23 +157,23 @@ class Attempt:
         self._seconds: dict[str, float] = {}
         self._began: float | None = None  # when the transaction began
         self._commit_sent = False
-        self._by_tasks = True
+        self._tasks_write = True
 
     def run(self) -> Progress | None:
-        """Return the progress of the batch; None if it is in Kafka already.
+        """Return the progress of the batch, or None if it is in Kafka already.
 
         Raises Again, an EosError, or an exception of Spark.
         """
         try:
             return self._run()
         except WrongProgress as error:
-            raise ConfigurationError(self._said(error)) from None
+            raise ConfigurationError(self._describe_error(error)) from None
         except Unreachable as error:
             if self._commit_sent:
                 # Unknown: the next init ends the transaction either way, and the marker shows the outcome.
                 raise self._settled(Exception(f"the commit's answer never came ({error})")) from error
             self._abort()
-            raise Unavailable(self._said(error)) from error
+            raise Unavailable(self._describe_error(error)) from error
         except Stopped as stopped:
             raise self._public(stopped) from stopped
 
@@ -191,7 +191,7 @@ class Attempt:
         if decision is Decision.ADOPT:
             log.warning("batch adopts what another sink wrote", **self._who())
         targets = self._timed("targets", connected.targets.read)
-        # a call to the JVM, made before a transaction is open that a failing JVM would leave open
+        # Call the JVM before the transaction begins: a failing JVM would leave it open.
         cores = self._cores()
         began = time.monotonic()
         gathered = self._gathered(targets, cores)
@@ -214,7 +214,10 @@ class Attempt:
         return progress
 
     def _look(self) -> Marker | None:
-        """Return the marker, possibly while other instances are at work; None also if its transaction is still open."""
+        """Return the marker, possibly while other instances are at work.
+
+        Return None if there is none, or if its transaction is still open.
+        """
         try:
             return self._find_marker()
         except Stopped as stopped:
@@ -234,7 +237,7 @@ class Attempt:
             ) from error
 
     def _gathered(self, targets: Sequence[Target], cores: int | None) -> pa.RecordBatch | None:
-        """Return all rows, packed, for the driver to write, if the last batch was small enough; None: tasks write.
+        """Return all rows, packed, for the driver to write if the last batch was small, or None if tasks must write.
 
         Nothing is written yet, and no transaction is open.
         """
@@ -268,7 +271,7 @@ class Attempt:
         One task writes each share of the partitions, or the driver writes gathered rows.
         """
         claims, recent = self._server.claims, self._connected.recent
-        tried, self._by_tasks = recent.tries, gathered is None
+        tried, self._tasks_write = recent.tries, gathered is None
         claims.begin(self._transaction.identity)
         try:
             if gathered is not None:
@@ -287,7 +290,7 @@ class Attempt:
             raise Stopped(Answer.RESTART, poison)
         _check(results, granted)
         small = sum(result.bytes for result in results) < self._options.driver_bytes
-        recent.note(small, tried, by_driver=not self._by_tasks)
+        recent.note(small, tried, by_driver=not self._tasks_write)
         return results
 
     def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:
@@ -297,7 +300,7 @@ class Attempt:
         return [] if result is None else [result]
 
     def _on_executors(self, targets: Sequence[Target], cores: int | None) -> list[Result]:
-        """Write the rows with tasks, no more than can run at once: others would only wait.
+        """Write the rows with tasks, at most as many as can run at once: others would only wait.
 
         With dynamic allocation Spark starts executors while tasks wait, so each partition is a share.
         """
@@ -328,7 +331,7 @@ class Attempt:
         return None if cores is None else cores * _PACKERS_PER_CORE
 
     def _cores(self) -> int | None:
-        """Return how many tasks run at once; None with dynamic allocation, where it is not fixed."""
+        """Return how many tasks run at once, or None with dynamic allocation, where the number is not fixed."""
         session = self._df.sparkSession
         if str(session.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
             return None
@@ -372,7 +375,7 @@ class Attempt:
             fenced = refused is not None and refused.answer is Answer.FENCED
             return self._settled(stopped) if fenced else Again(str(stopped), outcome_unknown=self._commit_sent)
         kind = NotAuthorised if stopped.answer is Answer.UNAUTHORISED else ConfigurationError
-        return kind(self._said(stopped))
+        return kind(self._describe_error(stopped))
 
     def _settled(self, error: Exception) -> Exception:
         """Return Again, unless another instance owns the epoch.
@@ -387,17 +390,18 @@ class Attempt:
             with ClusterAdmin(self._options.settings) as admin:
                 owner, answer = ownership.settle(situation, lambda: admin.describe(self._options.transactional_id))
         except EosError as unanswered:
-            return Temporary(f"{self._said(error)}, and whose the epoch is cannot be asked ({unanswered})")
+            return Temporary(f"{self._describe_error(error)}, and the owner of the epoch is unknown ({unanswered})")
         if owner is ownership.Owner.OWN_TIMEOUT:
             return Temporary(
-                f"{self._said(error)}: the batch took longer than transaction.timeout.ms={connected.transaction_ms} "
-                "and the broker aborted it: raise that setting (the broker's transaction.max.timeout.ms allows "
-                f"{connected.longest_ms}), or give the source smaller batches (maxOffsetsPerTrigger)"
+                f"{self._describe_error(error)}: the batch took longer than "
+                f"transaction.timeout.ms={connected.transaction_ms} and the broker aborted it: raise that setting (the "
+                f"broker's transaction.max.timeout.ms allows {connected.longest_ms}), or give the source smaller "
+                "batches (maxOffsetsPerTrigger)"
             )
         # Without a group no check shows whether another driver is in the middle of its init.
         if owner in (ownership.Owner.NEWER, ownership.Owner.ABORTED_EARLY):
             newer = "" if answer is None else f" (epoch {answer.epoch} of producer {answer.producer_id} by now)"
-            return Fenced(f"{self._said(error)}: another query, or another run of this one, took over{newer}")
+            return Fenced(f"{self._describe_error(error)}: another query, or another run of this one, took over{newer}")
         return Again(f"{error}: {owner.value}", outcome_unknown=self._commit_sent)
 
     def _timed(self, step: str, call: Callable[[], T]) -> T:
@@ -407,7 +411,7 @@ class Attempt:
         finally:
             self._seconds[step] = time.monotonic() - started
 
-    def _said(self, error: Exception) -> str:
+    def _describe_error(self, error: Exception) -> str:
         return f"{self._options.transactional_id}, {self._batch.name}: {error}"
 
     def _who(self) -> dict[str, Any]:
@@ -426,7 +430,7 @@ class Attempt:
             rows=rows,
             bytes=sum(result.bytes for result in results),
             partitions=sum(result.partitions for result in results),
-            tasks=len(results) if self._by_tasks else 0,
+            tasks=len(results) if self._tasks_write else 0,
             resent=sum(result.retries for result in results),
             seconds=self._seconds,
             tasks_s=sum(result.seconds for result in results),

@@ -89,7 +89,7 @@ class Claims:
 
     @property
     def poison(self) -> str | None:
-        """Return why the current epoch must not be committed; None if it may be."""
+        """Return why the current epoch must not be committed, or None if it may be."""
         with self._lock:
             return self._poison
 
@@ -124,7 +124,7 @@ class ClaimClient:
                 time.sleep(_PAUSE_S)
 
     def _ask(self, question: bytes, deadline: float) -> str | None:
-        """Send one request. Raise OSError without a response, Unreachable for a response from another program."""
+        """Send one request. Raise OSError if no response arrives, and Unreachable if another program answers."""
         with socket.create_connection((self.host, self.port), _left(deadline)) as connection:
             theirs, ours = _received(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
             connection.sendall(ours + _sealed(self.key, b"question", ours + theirs, question))

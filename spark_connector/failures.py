@@ -51,7 +51,7 @@ def _trace(error: BaseException) -> str:
 
 
 def from_text(text: str) -> tuple[EosError, str] | None:
-    """Return the error that a task raised, and the traceback of the user's code; None if `text` carries none."""
+    """Return the error that a task raised, and the traceback of user code, or None if `text` carries no error."""
     found = _LINE.search(text)
     if found is None:
         return None

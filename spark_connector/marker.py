@@ -72,7 +72,9 @@ class Marker:
         found = json.loads(value)
         version = found.get("version") if isinstance(found, dict) else None
         if version not in range(1, _VERSION + 1):
-            raise ValueError(f"a marker of version {version}, and this eos reads up to {_VERSION}: {value[:80]!r}")
+            raise ValueError(
+                f"marker version {version} is not supported: this eos reads versions up to {_VERSION}: {value[:80]!r}"
+            )
         names = {each.name for each in fields(cls)}
         known = {name: value for name, value in found.items() if name in names}
         if known.get("topics") is not None:
@@ -83,7 +85,7 @@ class Marker:
             raise ValueError(f"not a marker: {value[:80]!r}") from error
 
     def went_elsewhere(self, topics: Sequence[str]) -> str:
-        """Return the topics of this batch that the sink does not write to now, as text; "" if there are none."""
+        """Return the topics of this batch that the sink no longer writes to, as text, or "" if there are none."""
         return ", ".join(sorted(set(self.topics or ()) - set(topics)))
 
 
@@ -129,7 +131,8 @@ def decide(
     if adopt_at == batch and not used_up:
         return Decision.ADOPT
     advice = f"adopt_at={adopt_at} was used already" if adopt_at == batch else f"or pass adopt_at={batch}"
-    raise WrongProgress(f"{refusal}; {advice}, which says: the target holds the batches before {batch}, and only those")
+    meaning = f"this asserts that the target holds the batches before {batch}, and only those"
+    raise WrongProgress(f"{refusal}; {advice}: {meaning}")
 
 
 def _refusal(marker: Marker | None, query: str, batch: int, offsets: str, topics: Sequence[str]) -> str | None:

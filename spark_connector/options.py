@@ -57,8 +57,8 @@ def refuse_unsafe(settings: Callable[[str], str | None]) -> None:
 class Options:
     """The checked arguments of a sink.
 
-    `topic` is as the user gave it, `topics` a tuple. `connection`: Kafka's settings, also for executors: with the
-    contents of files in place of their paths.
+    `topic` is as the user gave it, `topics` a tuple. `connection`: Kafka's settings, with the contents of files in
+    place of their paths, so that they hold on executors too.
     """
 
     topic: str | Sequence[str]
@@ -79,7 +79,7 @@ class Options:
         compression: str,
         on_step: Callable[[str], None] | None = None,
     ) -> Options:
-        """Check the arguments of a sink. Raise ConfigurationError, also for a TLS file that cannot be read."""
+        """Check the arguments of a sink. Raise ConfigurationError if one is wrong or a TLS file cannot be read."""
         checked = Settings({**(settings or {}), "bootstrap.servers": bootstrap_servers})
         if compression == "none":
             compression = str(checked.values.get("compression.type", "none"))
@@ -108,17 +108,17 @@ class Options:
 
     @property
     def driver_bytes(self) -> int:
-        """Return up to how many bytes of packed rows per task the driver writes a batch itself."""
+        """Return the maximum number of bytes of packed rows per task for a batch that the driver writes itself."""
         return int(self.settings["eos.spark.driver.bytes"])
 
     @property
     def claims_port(self) -> int:
-        """Return the port on which the driver listens for executors' claims; 0: any."""
+        """Return the port on which the driver listens for executors' claims, or 0 for any port."""
         return int(self.settings["eos.spark.claims.port"])
 
     @property
     def transaction_ms(self) -> int | None:
-        """Return the configured transaction.timeout.ms; None: the broker's maximum."""
+        """Return the configured transaction.timeout.ms, or None for the broker's maximum."""
         asked = self.settings.values.get("transaction.timeout.ms")
         return None if asked is None else int(asked)
 

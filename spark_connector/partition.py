@@ -139,7 +139,7 @@ class PartitionWriter:
             self.acknowledged += self._sent.popleft().batch.records
 
     def _reason(self, future: Any) -> str | None:
-        """Return why the batch must be sent again; None if it is in Kafka. Raise Stopped for every other answer."""
+        """Return why the batch must be sent again, or None if it is in Kafka. Raise Stopped for every other answer."""
         if future.exception is not None:
             if isinstance(future.exception, kafka_errors.AuthorizationError):
                 raise Stopped(Answer.UNAUTHORISED, f"{self.topic}-{self.partition}: {future.exception}")

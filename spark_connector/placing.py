@@ -57,7 +57,7 @@ class Places:
         if not nowhere.all():
             yield placed.filter(pa.array(~nowhere))
         mask = pa.array(nowhere)
-        yield placed.filter(mask).append_column(REFUSAL, _said(rows.filter(mask)))
+        yield placed.filter(mask).append_column(REFUSAL, _format_targets(rows.filter(mask)))
 
     def _targets(self, rows: pa.RecordBatch, keys: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the number of each row's target, and which rows have none."""
@@ -105,7 +105,7 @@ def _hashes(rows: pa.RecordBatch, keys: pa.Array) -> NDArray[np.int32]:
     return found
 
 
-def _said(rows: pa.RecordBatch) -> pa.Array:
+def _format_targets(rows: pa.RecordBatch) -> pa.Array:
     """Return the topic and partition that each of these rows names, as text."""
     asked = [rows.column(name).cast(pa.string()) for name in (TOPIC, PARTITION) if name in rows.schema.names]
     return pc.binary_join_element_wise(*asked, "-", null_handling="replace", null_replacement="null")

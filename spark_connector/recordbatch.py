@@ -61,7 +61,7 @@ class RecordTooLarge(RecordRefused):
 class Batch:
     """One encoded record batch; `base_sequence` counts the records before it, without the wrap of Kafka's int32."""
 
-    pieces: tuple[Buffer, ...]  # its bytes in order; the sender joins them anyway
+    pieces: tuple[Buffer, ...]  # its bytes in order; the sender concatenates them
     base_sequence: int
     records: int
 
@@ -212,7 +212,7 @@ def _whole(column: Column) -> pa.Array:
 
 
 def _lengths(column: Column) -> Int64s:
-    """Return the bytes of each element; -1 for null."""
+    """Return the size of each element in bytes; -1 for null."""
     lengths: Int64s = pc.fill_null(_whole(pc.binary_length(column)), -1).to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths
 

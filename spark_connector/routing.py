@@ -1,7 +1,7 @@
 """Brings the rows of each share of the Kafka partitions to one task, or the rows of a small batch to the driver.
 
-Owns the allowed columns and types of the DataFrame, and the order after the shuffle. placing.py owns which partition a
-row belongs to. It must never request an order or a distribution that a second run could not repeat.
+Owns the allowed columns and types of the DataFrame, and the order after the shuffle. placing.py owns the choice of the
+partition for a row. It must never request an order or a distribution that a second run could not repeat.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def gather(
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    given = _given(df)
-    if given is not None:
-        tasks = int(given.rdd().getNumPartitions())
+    existing_plan = _find_existing_plan(df)
+    if existing_plan is not None:
+        tasks = int(existing_plan.rdd().getNumPartitions())
     elif most_packers is not None:
         df, tasks = df.coalesce(most_packers), most_packers  # or fewer, which stay as they are
     else:
@@ -98,8 +98,8 @@ def _placed(
     """Return the columns to write, in the partitions that pack them, and the rule that assigns rows to targets."""
     types = _check(df, topic)
     routed = not isinstance(topic, str) and TOPIC in types
-    # Only needed columns, because Spark's conversion to Arrow costs for each. All in one step or none, because Spark
-    # analyses a plan again at each step.
+    # Select only the needed columns: Spark's conversion to Arrow costs for each. Select them in one step: Spark
+    # re-analyses the plan at each step.
     columns = {name: f"cast({name} as binary) as {name}" for name in (KEY, VALUE) if name in types}
     if "headers" in types:
         columns["headers"] = f"cast(headers as {_HEADERS}) as headers"
@@ -108,8 +108,8 @@ def _placed(
     columns |= {name: f"`{name}`" for name, used in ((TOPIC, routed), (PARTITION, PARTITION in types)) if used}
     as_they_are = columns.keys() == types.keys() and all(types[name] in _AS_THEY_ARE for name in columns)
     rows = df if as_they_are else df.selectExpr(*columns.values())
-    given = _given(df)
-    if most_packers is not None and given is not None and given.rdd().getNumPartitions() > most_packers:
+    existing_plan = _find_existing_plan(df)
+    if most_packers is not None and existing_plan is not None and existing_plan.rdd().getNumPartitions() > most_packers:
         # A stateful query has spark.sql.shuffle.partitions partitions, 200 by default, and each would pay for a Python
         # task. Merged partitions are read one after the other, so order within them stays.
         rows = rows.coalesce(most_packers)
@@ -130,7 +130,7 @@ def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
     clear the memory first. Tasks learn the size from the job, so the user's own functions over Arrow get such batches
     too.
     """
-    if _given(df) is None:
+    if _find_existing_plan(df) is None:
         yield
         return
     from py4j.protocol import Py4JError
@@ -157,8 +157,8 @@ def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
                     conf.set(name, was)
 
 
-def _given(df: DataFrame) -> Any:
-    """Return Spark's plan of `df` if its rows are made elsewhere, as foreachBatch's are; else None."""
+def _find_existing_plan(df: DataFrame) -> Any:
+    """Return Spark's plan of `df` if `df` only wraps existing rows, as in foreachBatch, or None otherwise."""
     frame: Any = df
     plan = frame._jdf.queryExecution().analyzed()
     return plan if plan.getClass().getSimpleName() == "LogicalRDD" else None

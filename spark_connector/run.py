@@ -54,7 +54,8 @@ _ABORT_S = 10.0
 class Run:
     """One App as one query.
 
-    `checkpoint`: a folder that a restart finds again; None: `checkpoints/TRANSACTIONAL_ID` in the working directory.
+    `checkpoint`: a folder that a restart finds again. Its default None means `checkpoints/TRANSACTIONAL_ID` in the
+    working directory.
     `options`: for Spark's Kafka source. `interval_ms`: time between the starts of two micro-batches, 0: none.
     """
 
@@ -103,13 +104,13 @@ def run_app(run: Run, spark: SparkSession) -> None:
         kill(spark)
         _wait_for_abort(batches)
         raise took_too_long(expired) from expired
-    log.info("stopped", batches=batches.done, seconds=round(time.monotonic() - began, 1))
+    log.info("stopped", batches=batches.completed, seconds=round(time.monotonic() - began, 1))
 
 
 def _wait_for_abort(batches: _Batches) -> None:
     """Wait until the sink aborts, which follows the end of the JVM; else readers would wait for the timeout."""
     deadline = time.monotonic() + _ABORT_S
-    while batches.writing and time.monotonic() < deadline:
+    while batches.is_writing and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -142,8 +143,8 @@ def check(run: Run) -> None:
             )
     if run.app.chained:
         raise ConfigurationError(
-            f"{min(run.app.chained)} is written by one function of {run.app.id} and read by another, which a Spark "
-            "query does not do: use `eos run`, or an App for each step"
+            f"{min(run.app.chained)} is written by one function of {run.app.id} and read by another. A Spark query "
+            "cannot chain functions: use `eos run`, or an App for each step"
         )
     if run.settings["eos.lineage"]:
         raise ConfigurationError("eos.lineage=true needs the group's offsets, which a Spark query does not commit")
@@ -249,8 +250,8 @@ class _Batches:
     def __init__(self, write: Stream) -> None:
         self.write = write
         self.stop_requested = False
-        self.writing = False
-        self.done = 0
+        self.is_writing = False
+        self.completed = 0
         self.failure: Exception | None = None
 
     def stop(self) -> None:
@@ -258,12 +259,12 @@ class _Batches:
         self.stop_requested = True
 
     def __call__(self, rows: DataFrame, batch_id: int) -> None:
-        self.writing = True
+        self.is_writing = True
         try:
             if self.stop_requested:
                 raise StopRequested("a stop was asked for")
             self.write(rows, batch_id)
-            self.done += 1
+            self.completed += 1
         except Exception as error:
             self.failure = error
             if is_stop(rows, error):
@@ -272,7 +273,7 @@ class _Batches:
             # (query.is_stop): a long one would overflow its stack.
             raise BatchFailed(type(error).__name__) from None
         finally:
-            self.writing = False
+            self.is_writing = False
 
 
 def _follow(query: StreamingQuery, batches: _Batches) -> None:
@@ -281,7 +282,7 @@ def _follow(query: StreamingQuery, batches: _Batches) -> None:
 
     try:
         while not query.awaitTermination(_LOOK_S):  # type: ignore[arg-type]
-            if batches.stop_requested and not batches.writing and _is_idle(query):
+            if batches.stop_requested and not batches.is_writing and _is_idle(query):
                 query.stop()
     except PySparkException as error:
         if batches.stop_requested and isinstance(batches.failure, StopRequested):
@@ -306,8 +307,8 @@ def _is_replaced(write: Stream) -> bool:
 def _is_idle(query: StreamingQuery) -> bool:
     """Return whether the query only waits for new data.
 
-    A batch that begins nevertheless ends with StopRequested, or the stop interrupts it before its commit; its rows come
-    again.
+    If a batch does begin, it ends with StopRequested, or the stop interrupts it before its commit. The next run reads
+    its rows again.
     """
     status = query.status
     return not (status["isTriggerActive"] and status["isDataAvailable"])

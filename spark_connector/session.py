@@ -73,7 +73,7 @@ def spark_session(
         jars = [*filter(None, [values.get("spark.jars")]), *map(str, connector_jars(console))]
         values["spark.jars"] = ",".join(jars)
         if values["spark.master"].startswith("local"):  # local-cluster[...] too: it runs on the same machine
-            # Without it the executors' Python is `python3`, whichever that is.
+            # Without it the executors run whatever `python3` is on their PATH.
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
             os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     for key, value in values.items():
@@ -91,7 +91,7 @@ def spark_session(
 
 
 def stop(session: SparkSession) -> None:
-    """Stop the session and its JVM; a JVM that has ended, or is about to, is no error."""
+    """Stop the session and its JVM. A JVM that has ended, or is about to, is not an error."""
     from py4j.protocol import Py4JError
 
     process = _jvm_process(session)
@@ -103,7 +103,7 @@ def stop(session: SparkSession) -> None:
 
 
 def kill(session: SparkSession) -> None:
-    """Kill this driver's JVM at once, whatever runs in it; under spark-submit the JVM is left alone."""
+    """Kill this driver's JVM at once, with everything that runs in it. Under spark-submit, leave the JVM alone."""
     if (process := _jvm_process(session)) is not None:
         process.kill()
 
@@ -115,7 +115,7 @@ def _jvm_process(session: SparkSession) -> subprocess.Popen[bytes] | None:
 
 
 def is_local(master: str | None) -> bool:
-    """Return whether everything runs in the driver's own process and Python environment (None: local[*])."""
+    """Return whether everything runs in the driver's own process and Python environment; None means local[*]."""
     return master is None or re.match(r"local(\[|$)", master) is not None
 
 

@@ -57,7 +57,7 @@ def ship_ourselves(spark: SparkSession) -> None:
 
 
 def lacking(text: str) -> ConfigurationError | None:
-    """Return the error for a Python worker that lacks a package or has another Python version; None without one."""
+    """Return the error for a Python worker that lacks a package or has another Python version, or None without one."""
     for pattern in _LACKS:
         if found := pattern.search(text):
             return ConfigurationError(
@@ -93,11 +93,11 @@ def _is_installed(file: Path) -> bool:
 
 def _importable(name: str) -> Path:
     """Return a file that makes this top-level module importable: the module itself, or an archive of the package."""
-    file = Path(str(sys.modules[name].__file__ if name in sys.modules else _found(name)))
+    file = Path(str(sys.modules[name].__file__ if name in sys.modules else _locate(name)))
     return file if file.name != "__init__.py" else _archive(file.parent)
 
 
-def _found(name: str) -> str:
+def _locate(name: str) -> str:
     import importlib.util
 
     spec = importlib.util.find_spec(name)

@@ -103,8 +103,8 @@ class Stream:
     def is_replaced(self, patience_s: float = _INIT_S) -> bool:
         """Return whether another run continues if this one ends.
 
-        That is so if this run has fenced no other, or if another run owns the id or takes it within `patience_s`
-        seconds. This only reads: an init would fence the other run. Raises EosError.
+        Another run continues if this run has fenced no other, or if another run owns the id or takes it within
+        `patience_s` seconds. This function only reads: an init would fence the other run. Raises EosError.
         """
         mine = self._sink.identity
         if mine is None:
@@ -161,7 +161,7 @@ class _Once:
 
     A second call would find the marker of the first, and its rows would count as written. The same holds for another
     sink with the same id, in the same process or after a restart. A call in another thread waits here for the first
-    one. The next run of a query waits for none.
+    one. A later run of the query does not wait.
     """
 
     _latest: ClassVar[dict[tuple[frozenset[str], str], _Once]] = {}
@@ -170,7 +170,7 @@ class _Once:
     def __init__(self, transactional_id: str, run: str) -> None:
         self._name, self._run = transactional_id, run
         self._one_at_a_time = threading.Lock()
-        self._done: int | None = None
+        self._last_batch: int | None = None
 
     @classmethod
     def of(cls, bootstrap_servers: str, transactional_id: str, run: str) -> _Once:
@@ -186,10 +186,10 @@ class _Once:
     def in_batch(self, number: int) -> Iterator[None]:
         """Enclose the write of one batch. Raise ConfigurationError if this batch was written before."""
         with self._one_at_a_time:
-            if self._done == number:
+            if self._last_batch == number:
                 raise ConfigurationError(_SECOND.format(name=self._name, number=number))
             yield
-            self._done = number
+            self._last_batch = number
 
 
 @dataclass
@@ -276,7 +276,7 @@ class _Sink:
 
     @property
     def identity(self) -> ownership.Identity | None:
-        """Return the identity of the last init; None without one."""
+        """Return the identity of the last init, or None without one."""
         if self._connected is None or not self._connected.transaction.initialised:
             return None
         return self._connected.transaction.identity
@@ -287,7 +287,7 @@ class _Sink:
             self._server.close()
 
     def deliver(self, df: DataFrame, batch: Batch) -> Progress | None:
-        """Return the progress of the batch; None if it was in Kafka already."""
+        """Return the progress of the batch, or None if it was in Kafka already."""
         with self._one_at_a_time:
             return self._deliver(df, batch)
 

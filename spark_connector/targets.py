@@ -83,12 +83,12 @@ class Targets:
                 self._wait_in_sync(topic, index, wanted)
 
     def _wait_in_sync(self, topic: str, index: int, wanted: int) -> None:
-        def enough() -> bool | None:
+        def has_enough_replicas() -> bool | None:
             found = self._wire.partitions([topic]).get(topic, {}).get(index)
             return True if found is not None and found.in_sync >= wanted else None
 
         try:
-            self._wire.until("replicas", enough, _ISR_PATIENCE_S)
+            self._wire.until("replicas", has_enough_replicas, _ISR_PATIENCE_S)
         except Unreachable as error:
             raise Unavailable(
                 f"{topic}-{index} has had fewer than min.insync.replicas={wanted} replicas in sync for "
@@ -121,7 +121,7 @@ def describe(wire: Wire, kind: int, resource: str, keys: Sequence[str], timeout_
 
 
 def longest_transaction_ms(wire: Wire, timeout_s: float) -> int:
-    """Return the broker's transaction.max.timeout.ms; Kafka's default if the principal may not read it."""
+    """Return the broker's transaction.max.timeout.ms, or Kafka's default if the principal may not read it."""
     try:
         found = describe(wire, _BROKER, str(wire.any_node()), ["transaction.max.timeout.ms"], timeout_s)
     except NotAuthorised:
@@ -130,7 +130,8 @@ def longest_transaction_ms(wire: Wire, timeout_s: float) -> int:
 
 
 def ensure_marker_topic(wire: Wire, topics: Sequence[str], timeout_s: float) -> int:
-    """Return the number of partitions of `__eos_sinks`; create it if missing, replicated as the target topics."""
+    """Return the number of partitions of `__eos_sinks`; create it if it is missing, with the replicas of the target
+    topics."""
     found = wire.until("Metadata", lambda: wire.partitions([marker.TOPIC, *topics]), timeout_s)
     if marker.TOPIC not in found:
         replicas = max(p.replicas for topic in topics for p in found[topic].values())
@@ -146,7 +147,7 @@ def _with_leaders(wire: Wire) -> dict[str, dict[int, Partition]] | None:
 
 
 def _create(wire: Wire, replicas: int, timeout_s: float) -> None:
-    # Two of three: one broker may be down, and a marker is never on one broker alone.
+    # Two of three replicas: one broker may be down, and a marker is never on one broker alone.
     configs = marker.CONFIG | {"min.insync.replicas": str(min(2, replicas))}
     topic = CreateTopicsRequest.CreatableTopic
 

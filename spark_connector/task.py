@@ -28,16 +28,16 @@ from spark_connector.workers import begin_task
 
 # Rows of a partition are collected up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
-# Over all partitions of a share, since all of their rows were sent: a waiting row keeps its whole Arrow batch in
-# memory.
+# Limit for the Arrow batches that waiting rows keep in memory, over all partitions of a share: above it, all rows are
+# sent. A waiting row keeps its whole batch.
 _KEPT_BYTES = 32_000_000
 # The smallest average piece of a partition's waiting rows: smaller pieces cost more than the copy of their bytes.
 _PIECE_BYTES = 20_000
 # Unacknowledged record batches over all partitions of a share.
 _IN_FLIGHT_BYTES = 32_000_000
-# Unanswered requests over all partitions of a share. Their one connection has a higher limit: at it, the connection
-# accepts no Metadata request either, and a partition whose leader moved could not find the new leader before the other
-# requests were answered.
+# Unanswered requests over all partitions of a share. The connection's own limit is higher. A connection at that limit
+# refuses Metadata requests too, so a partition whose leader moved could not find the new one until other requests were
+# answered.
 _IN_FLIGHT_REQUESTS = wire.MOST_IN_FLIGHT - 20
 _SENTENCE_CHARACTERS = 500
 
@@ -111,15 +111,15 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
                 rows += unpacked.num_rows
             if share is not None:
                 share.drive()
-            del batch  # or it would stay in memory next to Spark's next one
+            del batch  # otherwise it would stay in memory next to Spark's next one
         if share is None:
             return None
         share.finish()
     except Exception as error:
         if share is None and not isinstance(error, Stopped):
             raise  # nothing is claimed, so Spark may run the task again
-        # A value and not an exception: Spark would run the task again, which only gives a second claim.
-        answer, sentence = _told(error)
+        # Return a value and do not raise: Spark would run the task again, which only leads to a second claim.
+        answer, sentence = _find_consequence(error)
         wire.discard(job.connection)
         for _ in batches:
             pass
@@ -141,7 +141,7 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
     )
 
 
-def _told(error: Exception) -> tuple[Answer, str]:
+def _find_consequence(error: Exception) -> tuple[Answer, str]:
     """Return the consequence of an error for the driver, and the reason."""
     if isinstance(error, Stopped):
         return error.answer, str(error)
@@ -158,7 +158,7 @@ def _told(error: Exception) -> tuple[Answer, str]:
 class _Share:
     """The partitions that this task writes, and the rows that wait for them.
 
-    The constructor claims the share, before anything but the share is known of the rows.
+    The constructor claims the share before it knows anything else about the rows.
     """
 
     def __init__(self, job: Job, number: int, connect: Callable[[], wire.Wire]) -> None:
@@ -247,7 +247,7 @@ class _Share:
     def _refusal(self, rows: pa.RecordBatch) -> str:
         said = rows.column(REFUSAL)[0].as_py()
         known = ", ".join(sorted({topic for topic, _, _ in self._job.targets}))
-        return f"a row is for {said}, which is no partition of {known}: list every topic of the rows in topic=[...]"
+        return f"a row is for {said}, which is not a partition of {known}: list every topic of the rows in topic=[...]"
 
 
 def _who() -> str:

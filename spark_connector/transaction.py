@@ -38,7 +38,7 @@ class Transaction:
         return self.identity.producer_id >= 0
 
     def init(self) -> Identity:
-        """Get a new epoch, which fences every earlier one and completes or aborts its open transaction; wait for that.
+        """Get a new epoch. It fences every earlier one, and the call waits until their open transaction has ended.
 
         With an identity from before, the coordinator refuses a driver that no longer owns the id (KIP-360). Otherwise a
         driver that was suspended for long would take the id back from its successor.

@@ -164,7 +164,7 @@ class Wire:
         return self._leaders.get((topic, partition), -1)
 
     def refresh_leader(self, topic: str, partition: int) -> None:
-        """Look up the leader again; without an answer it stays unknown."""
+        """Look up the leader again; without an answer the leader stays unknown."""
         self._leaders.pop((topic, partition), None)
         with contextlib.suppress(Broken):
             self.partitions([topic])
@@ -198,9 +198,9 @@ class Wire:
     # Retries
 
     def until(self, what: str, attempt: Callable[[], T | None], timeout_s: float) -> T:
-        """Call `attempt` until its answer is not None, also after Broken, until the deadline; return the answer.
+        """Call `attempt` until it returns an answer, and return that answer.
 
-        Raises Unreachable with `what` and the last reason.
+        None and Broken lead to another call until the deadline. Raises Unreachable with `what` and the last reason.
         """
         deadline = time.monotonic() + timeout_s
         backoff, reason = BACKOFF_S, "no answer"

@@ -69,7 +69,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the paths of the brokers' logs to the report of a failed test, whichever fixture started them."""
+    """Add the paths of the brokers' logs to the report of a failed test, for every fixture that started one."""
     report = yield
     if report.failed and report.when in ("setup", "call"):
         made = getattr(item, "funcargs", {}).items()

@@ -112,7 +112,10 @@ def close() -> None:
 
 
 def abandon() -> None:
-    """Drop this thread's loop as it is: after a stop that took too long, a user's code must not be waited for."""
+    """Drop this thread's loop without closing it.
+
+    After a stop that took too long, the worker must not wait for user code.
+    """
     _thread_loop.runner = None
 
 

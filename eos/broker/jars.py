@@ -40,7 +40,7 @@ class _Jar(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _ResolvedJars(msgspec.Struct, frozen=True):
     coordinates: list[str]
     jars: list[_Jar]
 
@@ -109,7 +109,7 @@ def cache_directory() -> Path:
 
 
 def user_folder(variable: str, below_home: str) -> Path:
-    """Return the folder in the variable, or the one in the user's home. Raises ConfigurationError."""
+    """Return the folder that the variable names, or the one in the user's home. Raises ConfigurationError."""
     if named := os.environ.get(variable):
         return Path(named)
     try:
@@ -125,7 +125,7 @@ def _record_path(name: str) -> Path:
 def _read_record(record: Path, wanted: list[str]) -> list[Path] | None:
     """Return the jars of the record, or None unless each of them still exists with its full size."""
     try:
-        known = msgspec.json.decode(record.read_bytes(), type=_Record)
+        known = msgspec.json.decode(record.read_bytes(), type=_ResolvedJars)
         if known.coordinates != wanted or not known.jars:
             return None
         for jar in known.jars:
@@ -137,7 +137,7 @@ def _read_record(record: Path, wanted: list[str]) -> list[Path] | None:
 
 
 def _write_record(record: Path, wanted: list[str], jars: list[Path]) -> None:
-    content = _Record(wanted, [_Jar(str(jar), jar.stat().st_size) for jar in jars])
+    content = _ResolvedJars(wanted, [_Jar(str(jar), jar.stat().st_size) for jar in jars])
     part = record.with_suffix(".part")
     part.write_bytes(msgspec.json.encode(content))
     part.replace(record)

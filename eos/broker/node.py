@@ -83,7 +83,7 @@ class Node:
         if (storage := storage_copy_path(self.java, self.jars)).exists():
             self._copy_format(storage, cluster_id)
             return None
-        # Only the C1 compiler: the tool runs for 1.5 s, which is too short for C2 to pay off.
+        # Use only the C1 compiler: the tool runs for 1.5 s, which is too short for C2 to pay off.
         command = self._java_command(["-Xmx128m", "-XX:TieredStopAtLevel=1"], "kafka.tools.StorageTool")
         command += ["format", "--ignore-formatted", "-t", cluster_id, "-c", str(self.properties_path)]
         return subprocess.Popen(
@@ -273,8 +273,8 @@ def _last_statement(lines: list[str]) -> str:
 def _kill_with_parent(pid: int) -> subprocess.Popen[bytes]:
     """Start a shell that kills `pid` after this process has ended in any way, when its pipe reports end of file.
 
-    PR_SET_PDEATHSIG is no alternative: it fires when the *thread* that started the JVM ends, so a broker restarted from
-    a helper thread of a test would end with the thread. It also needs a preexec function and works only on Linux.
+    PR_SET_PDEATHSIG is not an alternative: it fires when the *thread* that started the JVM ends, so a broker that a
+    test's helper thread restarted would end with that thread. It also needs a preexec function and works only on Linux.
     """
     return subprocess.Popen(
         ["/bin/sh", "-c", 'read -r _; kill -9 "$0"', str(pid)],
@@ -287,7 +287,7 @@ def _kill_with_parent(pid: int) -> subprocess.Popen[bytes]:
 
 def is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As the JVM does, so that connections of a killed node in TIME_WAIT do not count.
+        # Set as by the JVM, so that a killed node's connections in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))

@@ -84,7 +84,7 @@ def _commands_to_load(first: str) -> Iterable[str]:
 def _print_versions(requested: bool) -> None:
     if not requested:
         return
-    from importlib import metadata  # imported here: a worker must not pay for it at its start
+    from importlib import metadata  # imported here, so that it does not slow down a worker's start
 
     from confluent_kafka import libversion
 
@@ -135,8 +135,8 @@ def _prepare_streams() -> None:
 
 def invoke(arguments: list[str]) -> int:
     """Run one command and return its exit code (the table is in eos.errors)."""
-    # Objects made by imports stay alive: collecting among them takes a tenth of a worker's start. `_program_options`
-    # turns collection on again.
+    # Objects created by imports stay alive: a collection that visits them takes a tenth of a worker's start.
+    # `_program_options` turns collection on again.
     collects = gc.isenabled()
     gc.disable()
     try:

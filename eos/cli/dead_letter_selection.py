@@ -31,20 +31,20 @@ class Selection:
 
     def __init__(
         self,
-        places: Collection[str] = (),
+        positions: Collection[str] = (),
         exceptions: Collection[str] = (),
         changes: Mapping[str, Change] | None = None,
     ) -> None:
-        self._places, self._exceptions, self._changes = frozenset(places), frozenset(exceptions), changes
-        self.selects_all = not places and not exceptions and changes is None
+        self._positions, self._exceptions, self._changes = frozenset(positions), frozenset(exceptions), changes
+        self.selects_all = not positions and not exceptions and changes is None
         self.selected = 0
-        self.missing = set(places or changes or ())
+        self.missing = set(positions or changes or ())
         """The requested records for which no dead letter was found so far."""
 
     def __call__(self, letter: DeadLetter) -> DeadLetter | None:
         names = {letter.position, letter.source}
         self.missing -= names
-        if self._places and not names & self._places:
+        if self._positions and not names & self._positions:
             return None
         if self._exceptions and letter.exception not in self._exceptions:
             return None

@@ -44,7 +44,7 @@ LettersOf = Annotated[
     typer.Option("--letters-of", metavar="APP", help="Take the dead letters of the App with this id instead."),
 ]
 Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only of this source topic; repeatable.")]
-Places = Annotated[
+Positions = Annotated[
     list[str] | None,
     typer.Option(
         "--letter", metavar="RECORD", help="Only the dead letter of this record, e.g. orders[0]@3; repeatable."
@@ -125,7 +125,7 @@ def list_(
 def export(
     target: Target,
     topic: Topics = None,
-    letter: Places = None,
+    letter: Positions = None,
     exception: Exceptions = None,
     letters_of: LettersOf = None,
     bootstrap_servers: BootstrapServers = None,
@@ -147,7 +147,7 @@ def replay_(
     function: Annotated[
         str | None, typer.Option(help="Run this function of the App instead of the one that failed.")
     ] = None,
-    letter: Places = None,
+    letter: Positions = None,
     exception: Exceptions = None,
     file: Annotated[
         Path | None, typer.Option(help="Only the dead letters in this exported file, with the edits made there.")
@@ -177,7 +177,7 @@ def replay_(
 def drop(
     target: Target,
     topic: Topics = None,
-    letter: Places = None,
+    letter: Positions = None,
     exception: Exceptions = None,
     every: Annotated[bool, typer.Option("--all", help="Drop all pending dead letters.")] = False,
     limit: Limit = None,
@@ -233,7 +233,7 @@ def _waiting_letters(
 
 @contextmanager
 def _report_outcome(summary: Callable[[ReplayResult], str], source: str) -> Iterator[ReplayResult]:
-    """Print the outcome of a topic's dead letters, also of those committed before an error."""
+    """Print the outcome of a topic's dead letters, including those committed before an error."""
     counts, topic, completed = ReplayResult(), dead_letter_topic(source), False
     try:
         yield counts

@@ -1,6 +1,6 @@
-"""Define the options that several commands share, and make settings of them.
+"""Define the options that several commands share, and build settings from them.
 
-rich is imported where something is printed: the outputs of a killed worker wait until it has restarted.
+rich is imported only where it is used, so that a killed worker restarts quickly.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _header_as_text(name: str, value: bytes | None) -> str:
 
 
 def _decode_lineage(name: str, value: bytes | None) -> lineage.Source | None:
-    """Return the source in a lineage header; None for other headers, even if another program uses the same name."""
+    """Return the source in a lineage header, or None for other headers, even of the same name."""
     if name != lineage.HEADER or value is None:
         return None
     try:

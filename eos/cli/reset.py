@@ -33,7 +33,9 @@ _TIMEOUT_S = 5.0
 
 
 def reset(
-    target: Annotated[str | None, typer.Argument(metavar="[MODULE:APP]", help="The App whose group is moved.")] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODULE:APP]", help="The App whose committed offsets to move.")
+    ] = None,
     from_: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,7 +54,7 @@ def reset(
         bool,
         typer.Option(
             "--accept-changelog",
-            help="Accept the changelogs as complete, though they have lost records; also without --from.",
+            help="Accept the changelogs as complete, though they have lost records; works without --from too.",
         ),
     ] = False,
     with_state: Annotated[

@@ -39,7 +39,7 @@ from eos.records import format_position
 from eos.signals import Handlers, StopSignals
 from eos.worker.loading import load_app, refuse_ids
 from eos.worker.running import prepare
-from eos.worker.supervisor import Supervisor, own_name, prefix_own_output
+from eos.worker.supervisor import Supervisor, prefix_own_output, take_worker_name
 from eos.worker.worker import Worker
 
 
@@ -77,7 +77,7 @@ def run(
     flags = collect_flags(bootstrap_servers, set_, instance)
     if create_topics:
         flags["eos.create.topics"] = "true"
-    worker = own_name()
+    worker = take_worker_name()
     if log_format == "human":
         prefix_own_output(worker)
     pipe = supervisor_pipe()

@@ -43,7 +43,7 @@ from eos.signals import Handlers
 from eos.state.files import allow_open_files
 
 _PAGE_INTERVAL_S = 2.0
-# For listening ports, files, the page and health requests.
+# Descriptors for listening ports, files, the page and health requests.
 _OTHER_DESCRIPTORS = 64
 
 
@@ -79,7 +79,9 @@ class Options:
     ] = LARGEST_FRAME_BYTES
     max_control_bytes: Annotated[
         int,
-        typer.Option(help="Close a connection that sends a larger request of a kind that the shim reads whole."),
+        typer.Option(
+            help="Largest request other than Produce that the shim buffers whole; a larger one closes its connection."
+        ),
     ] = CONTROL_BYTES
     max_connections: Annotated[int, typer.Option(help="Allow this many client connections at a time.")] = (
         MOST_CONNECTIONS
@@ -230,7 +232,7 @@ async def _serve(
     server: Chain, html: _Page | None, health: Address | None, sources: Callable[[Chain], Sources]
 ) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    # Not the loop's own handlers: a forked child would wake this process through their pipe.
+    # Do not use the loop's own handlers: a forked child would wake this process through their pipe.
     with Handlers(lambda *_: loop.call_soon_threadsafe(stop.set)):
         await _serve_until(stop, server, html, health, sources)
 
@@ -302,7 +304,8 @@ class _Page:
             await asyncio.sleep(_PAGE_INTERVAL_S)
 
     async def write(self) -> None:
-        # On a thread, because a slow disk or a page of 200 long transactions (a second of work) must not stop traffic.
+        # Run on a thread, because a slow disk or a page of 200 long transactions (a second of work) must not stop
+        # traffic.
         try:
             await asyncio.to_thread(_write_page, self._path, self._history.snapshot(), self._title)
         except OSError as error:

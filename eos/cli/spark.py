@@ -56,7 +56,7 @@ def run(
     interval_ms: Annotated[int, typer.Option(min=0, help="Start a micro-batch this often.")] = 0,
     set_: Set = None,
     conf: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of Spark (spark.*); repeatable.")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A Spark setting (spark.*); repeatable.")
     ] = None,
     option: Annotated[
         list[str] | None,

@@ -164,7 +164,7 @@ def _functions(app: App, wanted: list[str] | None) -> _StatefulFunctions:
     if not names:
         raise UsageError(f"no function of {app.id} has state")
     if unknown := sorted(set(wanted or ()) - set(names)):
-        raise UsageError(f"--function {unknown[0]}: not a function with state of {app.id} ({', '.join(names)})")
+        raise UsageError(f"--function {unknown[0]}: not a stateful function of {app.id} ({', '.join(names)})")
     return _StatefulFunctions(app, [name for name in names if not wanted or name in wanted])
 
 

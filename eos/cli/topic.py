@@ -38,7 +38,7 @@ from eos.plain import Delivery, transaction
 from eos.records import Header, UnreadableHeaders, format_position, is_topic_name, readable_headers
 
 _TIMEOUT_S = 5.0
-_MOST_PLACES = 10
+_MOST_POSITIONS = 10
 _LAST = 10
 
 app = typer.Typer(no_args_is_help=True, help="Topics of any cluster: list, create, change, read and write them.")
@@ -308,9 +308,9 @@ def _local_time(timestamp_ms: int) -> str:
 
 
 def _print_sent(topic: str, sent: Iterable[Delivery]) -> None:
-    places = [format_position(topic, one.partition, one.offset) for one in sent]
-    more = f", ... ({len(places)} records)" if len(places) > _MOST_PLACES else ""
-    print(f"sent in one transaction: {', '.join(places[:_MOST_PLACES])}{more}")
+    positions = [format_position(topic, one.partition, one.offset) for one in sent]
+    more = f", ... ({len(positions)} records)" if len(positions) > _MOST_POSITIONS else ""
+    print(f"sent in one transaction: {', '.join(positions[:_MOST_POSITIONS])}{more}")
 
 
 def _print_remaining(topic: str, held: dict[int, tail.OffsetRange], shown: int, uncommitted: bool) -> None:

@@ -113,7 +113,7 @@ def find_hanging(
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> int:
-    """Show open transactions that no coordinator will end. Exits with 1 if there are any."""
+    """Show open transactions that no coordinator will end. Exits with 1 if it finds any."""
     with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
         found = find_open(admin, topic or None)
     hanging = only_hanging(found)

@@ -66,7 +66,7 @@ class Witness:
         self._cluster.close()
 
     def find_ongoing(self, worker: str) -> tuple[str, TransactionalIdState] | None:
-        """Return this worker's open transaction and its transactional id, by DescribeTransactions; None without one."""
+        """Return this worker's open transaction and its transactional id from DescribeTransactions, or None."""
         # Before 4.0 a replaced producer continues under the second name.
         return self._first_ongoing(f"{self._group}-{worker}", f"{self._group}-{worker}-alternate")
 
@@ -83,7 +83,7 @@ class Witness:
         return first is not None and self._partitions_with_records_of(first[1]) > 0
 
     def find_open_transaction(self, worker: str, attempts: int) -> Hit | None:
-        """Return the open transaction of a killed or paused worker if the log has records of it; None otherwise."""
+        """Return the open transaction of a killed or paused worker if the log has records of it, or None."""
         return self._find_open_transaction(lambda: self.find_ongoing(worker), attempts)
 
     def find_open_transaction_by(self, transactional_id: str, attempts: int) -> Hit | None:

@@ -1,7 +1,7 @@
 """Runs a child process that is killed and paused on purpose, with its output in a file.
 
 Owns the process and its end: after the `with` block it does not run, even if it was paused. It must never decide when
-to make a fault.
+to inject a fault.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Self
 
 
 class Child:
-    """Runs `python -m ...` (or a program's file) in `directory`, which `start` may start repeatedly.
+    """Runs `python -m ...` (or a program's file) in `directory`; `start` may be called repeatedly.
 
     `log_path` has the output of all its runs.
     """
@@ -48,7 +48,7 @@ class Child:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """Return the exit code; None while it runs; negative: the signal that ended it."""
+        """Return the exit code, None while the process runs, or the negative number of the signal that ended it."""
         assert self._process is not None, f"{self.name} was not started"
         return self._process.poll()
 

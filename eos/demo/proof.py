@@ -67,7 +67,7 @@ def exactly_once_rows(expected: Expectation, found: Found) -> list[Row]:
         _compare_keys(f"records in {topics.DELAYS}", expected.keys, by_topic[0]),
         _compare_keys(f"records in {topics.LATE} (> {LATE_MINUTES} min)", expected.late, by_topic[1]),
         _rule_row("records lost", report, "no_losses"),
-        _rule_row("records doubled", report, "no_duplicates"),
+        _rule_row("records duplicated", report, "no_duplicates"),
         _rule_row("records without an input", report, "no_unexpected_outputs"),
         _rule_row("records out of order", report, "order"),
         _rule_row("flights in only one of two topics", report, "atomic"),
@@ -130,7 +130,7 @@ def fault_rows(found: Found, kills: int, pauses: int, contrast: Contrast) -> lis
         at_least_one("SIGKILLs inside an open transaction", kills),
         at_least_one("pauses beyond the transaction's timeout", pauses),
         at_least_one("aborted records a read_uncommitted reader gets", found.uncommitted - len(found.outputs)),
-        at_least_one("doubled by an at-least-once loop, killed too", contrast.doubled),
+        at_least_one("duplicated by a killed at-least-once loop", contrast.doubled),
     ]
 
 

@@ -34,7 +34,7 @@ _TOPICS = (
     NewTopic(HOURS, topics.PARTITIONS, config={"cleanup.policy": "compact"}),
 )
 _WORK_TIMEOUT_S = 400.0
-_BATCHES = 6  # about this many, whatever the number of flights: a kill must come between the first and the last
+_BATCHES = 6  # about this many for any number of flights: a kill must come between the first and the last
 _JVM_EXIT_TIMEOUT_S = 60.0
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -222,7 +222,7 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
 
 
 def _last_of_each(upserts: Log) -> tuple[dict[str, Totals], int, int]:
-    """Return the last value of each key, and how many upserts did not, or did, count more flights than the one before.
+    """Return the last value of each key, and how many upserts repeated, or increased, the previous count of their key.
 
     Each batch adds flights to the hours that it touches, so a batch that was written twice repeats a count.
     """

@@ -34,7 +34,7 @@ _TOPICS = (
     NewTopic(CHANGELOG, topics.PARTITIONS, config=_COMPACT),
 )
 _TRANSACTIONS = 3_000  # approximately, in both steps: small ones, so that work is left when the kills come
-_FIRST_KILL_AT, _SECOND_KILL_AT = 0.1, 0.3  # as parts of the flights summed
+_FIRST_KILL_AT, _SECOND_KILL_AT = 0.1, 0.3  # fractions of the flights to sum
 _EXAMPLE = "delays_by_day"
 
 Totals = dict[str, tuple[int, int, int]]

@@ -26,11 +26,11 @@ from eos.demo.show import Show
 from eos.kafka.client.cluster import TransactionalIdState
 
 TRANSACTION_TIMEOUT_MS = 5_000
-# A run has about this many transactions, whatever the number of flights: small ones, so that a fault finds one open.
+# A run has about this many transactions for any number of flights. They are small, so that a fault finds one open.
 _TRANSACTIONS = 1_000
-_KILL_AT, _PAUSE_AT = 0.03, 0.10  # as parts of the flights handled
-# This part of the flights is loaded before the workers start. The rest is loaded after the faults, and small pieces of
-# it earlier if the workers reach the end: a fault must find unhandled input, however many attempts it needs.
+_KILL_AT, _PAUSE_AT = 0.03, 0.10  # fractions of the flights to handle
+# This fraction of the flights is loaded before the workers start. The rest is loaded after the faults, and small parts
+# of it earlier if the workers reach the end: a fault must find unhandled input, however many attempts it needs.
 _INITIAL_PART, _ADDED_PART = 0.5, 0.01
 _WORK_TIMEOUT_S = 150.0
 _TEMPORARY_FAILURE = 75
@@ -166,7 +166,7 @@ class Workers:
 
     def __init__(self, workers: list[Child], follower: topics.Follower, progress: Callable[[int], None]) -> None:
         self._workers, self._follower, self._progress = workers, follower, progress
-        self._done = {0}  # exit codes of workers that have finished
+        self._finished_codes = {0}  # exit codes of workers that have finished
         self.began = time.monotonic()
 
     def start(self) -> None:
@@ -181,7 +181,7 @@ class Workers:
         self._progress(self._follower.committed())
         codes = {worker: worker.exit_code() for worker in self._workers}
         for worker, code in codes.items():
-            if code in self._done:
+            if code in self._finished_codes:
                 continue
             if code == _TEMPORARY_FAILURE:
                 worker.start()
@@ -189,7 +189,7 @@ class Workers:
                 raise NotProven(f"worker {worker.name} ended with exit code {code}: {worker.log_path}")
         if time.monotonic() - self.began > _WORK_TIMEOUT_S:
             raise NotProven(f"after {_WORK_TIMEOUT_S:.0f} s only {self._follower.committed():,} flights are handled")
-        return self._done.issuperset(codes.values())
+        return self._finished_codes.issuperset(codes.values())
 
     def wait_for(self, records: int) -> None:
         while self._follower.committed() < records:
@@ -198,7 +198,7 @@ class Workers:
 
     def stop(self) -> None:
         """Stop each worker with SIGTERM and wait until it exits by itself; all flights are handled by then."""
-        self._done.add(_TEMPORARY_FAILURE)
+        self._finished_codes.add(_TEMPORARY_FAILURE)
         for worker in self._workers:
             worker.stop()
         self.wait_for_exit()
@@ -257,9 +257,9 @@ def _print_verdict(show: Show, rows: list[Row], faults: Faults, loop: contrast.C
     if wrong:
         raise NotProven(f"not exactly once, or not shown to be: {'; '.join(wrong)}")
     show.console.print(
-        f"[bold green]Exactly once[/], shown in {show.total_s:.0f} s. Faults until each had its effect: "
-        f"{_times(faults.kill.attempts, 'SIGKILL')}, {_times(faults.pause.attempts, 'SIGSTOP')}; "
-        f"the loop: {_times(loop.kills, 'SIGKILL')}.",
+        f"[bold green]Exactly once[/], shown in {show.total_s:.0f} s. Faults needed until each hit an open "
+        f"transaction: {_times(faults.kill.attempts, 'SIGKILL')}, {_times(faults.pause.attempts, 'SIGSTOP')} "
+        f"(at-least-once loop: {_times(loop.kills, 'SIGKILL')}).",
         soft_wrap=True,
     )
 

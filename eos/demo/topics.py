@@ -130,15 +130,15 @@ class Follower:
         settings = {"bootstrap.servers": servers, "group.id": group, "isolation.level": "read_uncommitted"}
         self._consumer = Consumer(settings | QUIET)
         self._wanted = [TopicPartition(topic, partition) for partition in range(PARTITIONS)]
-        self._asked, self._answer = 0.0, 0
+        self._asked_at, self._answer = 0.0, 0
 
     def committed(self) -> int:
         """Return the count, at most a fifth of a second old."""
-        if time.monotonic() - self._asked > 0.2:
+        if time.monotonic() - self._asked_at > 0.2:
             with contextlib.suppress(KafkaException):  # a coordinator that does not exist yet: the old count stays
                 found = self._consumer.committed(self._wanted, timeout=5.0)
-                self._answer = max(self._answer, sum(max(0, place.offset) for place in found))
-            self._asked = time.monotonic()
+                self._answer = max(self._answer, sum(max(0, one.offset) for one in found))
+            self._asked_at = time.monotonic()
         return self._answer
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 Owns the format only; it must never send a dead letter. eos/engine/handling.py and eos/session/transaction.py send it in
 the transaction that commits the record's offset.
 
-Key and value are the record's own bytes; the partition follows from the key. The timestamp is the time of producing:
+Key and value are the record's own bytes; the partition follows from the key. The timestamp is the time when it is sent:
 with the record's own timestamp, a replay of old records would leave dead letters that retention deletes at once. The
 record's headers come first, then these, all as UTF-8 text: `eos-dlq-topic`, `-partition`, `-offset`, `-timestamp`
 (milliseconds since the epoch, -1 unknown), `-app` and `-function` (the owner of the dead letter), `-exception` (the
@@ -25,7 +25,7 @@ from eos.records import Header, Record, Send, readable_headers
 
 PREFIX = "eos-dlq-"
 DEAD_LETTER_SUFFIX: Final = ".dlq"
-MAX_MESSAGE_BYTES = 1_000  # of the exception's message, which may quote the whole record
+MAX_MESSAGE_BYTES = 1_000  # limit for the exception's message, which may quote the whole record
 
 
 def dead_letter_topic(source: str) -> str:

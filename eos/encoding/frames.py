@@ -1,6 +1,6 @@
-"""Finds the frames of a user's code that raised an exception, for log lines and the headers of dead letters.
+"""Finds the frames of user code that raised an exception, for log lines and the headers of dead letters.
 
-Owns the choice of frames and their text. It must never run a user's code or keep a traceback, and its text is bounded:
+Owns the choice of frames and their text. It must never run user code or keep a traceback, and its text is bounded:
 an exception may have passed through a thousand frames.
 """
 
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from eos.errors import causes
 
-MAX_FRAMES = 5  # this many frames at most
-MAX_TEXT_BYTES = 1_000  # of all frames together; a line of code may be long
+MAX_FRAMES = 5  # maximum number of frames
+MAX_TEXT_BYTES = 1_000  # for all frames together; a line of code may be long
 _MAX_LINE_CHARACTERS = 200
 
 _OURS = str(Path(__file__).parent.parent) + os.sep

@@ -53,7 +53,7 @@ class Tally:
 
 
 def tally_of(metadata: str | None) -> Tally | None:
-    """Return the counts in a committed offset's metadata; None if it has none."""
+    """Return the counts in a committed offset's metadata, or None if it has none."""
     found = parse_metadata(metadata)
     try:
         begin, inputs, outputs = map(operator.index, found[KEY])

@@ -62,7 +62,7 @@ def _raise_no_key(name: str) -> NoReturn:
 def make_send(
     name: str, topic: str, value: object, key: object, partition: int | None, timestamp_ms: int, headers: Headers
 ) -> Send:
-    """Return the Send for a value that a user's own loop sends, by the rules of an Out.
+    """Return the Send for a value that a user's loop sends, encoded like an Out.
 
     `name` is the caller's name in messages.
     """
@@ -76,7 +76,7 @@ def make_send(
     )
 
 
-# Structs and an enum: JSON of them is never intended.
+# Structs and an enum that nobody means to encode as JSON.
 NEVER_SENT: Final = frozenset({Record, Out, Keep})
 
 
@@ -114,7 +114,7 @@ def check_timestamp(timestamp: object, name: str) -> int:
     if type(timestamp) is int and timestamp >= END_OF_TIME:
         raise ValueError(
             f"{name}: the timestamp {timestamp} is after the year 9999 in milliseconds{_explain_unit(timestamp)}: "
-            "use milliseconds since the epoch, or timestamp=0 for the time of producing"
+            "use milliseconds since the epoch, or timestamp=0 for the time when it is sent"
         )
     return _check_integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
 

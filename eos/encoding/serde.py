@@ -1,7 +1,7 @@
 """Makes decoders from type annotations, and encodes Python values to bytes.
 
 Owns the rule by which an annotation chooses the decoder of a record's value, and the rule by which a value or key
-becomes bytes. It must never do I/O, know about topics or records, or decide about a record that does not decode: it
+becomes bytes. It must never do I/O, know about topics or records, or decide about a record that does not decode. It
 raises an error, and the worker's policy decides.
 
 Alone (or as `| None`), `bytes` and `str` mean the raw value. Every other annotation means JSON, read by msgspec.
@@ -44,7 +44,7 @@ def underlying(function: Callable[..., object]) -> Callable[..., object]:
         function = function.func if isinstance(function, functools.partial) else function.__wrapped__
     if inspect.isroutine(function) or isinstance(function, type):
         return getattr(function, "__func__", function)
-    return getattr(type(function), "__call__", function)  # noqa: B004 (wanted: the method, not callability)
+    return getattr(type(function), "__call__", function)  # noqa: B004 (we need the method itself, not whether it is callable)
 
 
 def function_name(function: Callable[..., object]) -> str:
@@ -137,7 +137,7 @@ def _suggest_annotation(kind: type, kept: bool) -> str:
 
 
 def _find_type(kinds: type[_Node] | tuple[type[_Node], ...], node: object, seen: set[int]) -> _Node | None:
-    """Return the first part of a msgspec type description that is one of these kinds; None if there is none.
+    """Return the first part of a msgspec type description that is one of these kinds, or None.
 
     A CustomType is a class that msgspec knows only by `isinstance`.
     """
@@ -303,7 +303,7 @@ _NO_NAN: Final = "JSON has no NaN and no infinity: use None or another value ins
 
 
 def suggest_encoding(value: object, kept: bool = False) -> str:
-    """Return the remedy for a value that JSON cannot hold, judged by its first such part; "" if none is known.
+    """Return the remedy for a value that JSON cannot hold, chosen for its first such part, or "" if none is known.
 
     `kept`: the value belongs to state and is not sent.
     """

@@ -35,7 +35,7 @@ class _Attempt:
     who: Mapping[str, object]
     spans: dict[Partition, tuple[int, int]]  # first and last offset of the records
     is_one_call: bool  # one call was too slow; else only several calls together
-    is_group: bool  # that call was on several records
+    is_group: bool  # that call handled several records
 
     @property
     def is_single(self) -> bool:
@@ -129,7 +129,8 @@ class SlowFunctions:
     def _note_loss(self, attempt: _Attempt) -> None:
         """Note that a call's transaction was lost; the second loss of a record is the function's fault.
 
-        Several records of a function that takes one at a time prove nothing: they are handled again one by one.
+        If a single-record function had several records in that transaction, the loss does not show which one is slow.
+        They are handled again one by one.
         """
         spans = attempt.spans
         if attempt.is_one_call and any(first <= self._slow.get(p, -1) <= last for p, (first, last) in spans.items()):

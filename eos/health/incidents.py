@@ -14,7 +14,7 @@ from eos import log
 from eos.health.status import Incident
 
 _MAX_INCIDENTS = 50
-_MAX_CHARACTERS = 2_000  # of one incident: all are sent with every status, and an exception may quote a whole record
+_MAX_CHARACTERS = 2_000  # per incident: all are sent with every status, and an exception may quote a whole record
 # Events below the level of a warning that help to explain a failure.
 _NOTABLE_EVENTS = frozenset(
     {"producer replaced", "partitions assigned", "partitions revoked", "partitions lost", "session started", "stopping"}
@@ -23,7 +23,7 @@ _PRODUCER_FIELDS = frozenset({"transactional_id", "producer_id", "epoch", "state
 
 
 class Incidents(logging.Handler):
-    """Collects warnings and a few other events inside its `with` block, whatever the log level."""
+    """Collects warnings and a few other events inside its `with` block, at any log level."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

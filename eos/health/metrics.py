@@ -127,7 +127,9 @@ def collect_metrics(statuses: Iterable[Status]) -> Iterator[Metric]:
             for state in status.states:
                 gauge.add_metric([*_labels(status), state.function], of_state(state))
         yield gauge
-    version = GaugeMetricFamily("eos_info", "1; the version is in its label.", labels=(*LABELS, "version"))
+    version = GaugeMetricFamily(
+        "eos_info", "Always 1; the label `version` names the version of eos.", labels=(*LABELS, "version")
+    )
     for status in known:
         version.add_metric([*_labels(status), importlib.metadata.version("eos-kafka")], 1)
     yield version

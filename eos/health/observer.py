@@ -130,7 +130,7 @@ def _to_distribution(histogram: Histogram) -> Distribution:
 
 
 def _memory_bytes() -> int:
-    """Return the resident memory in bytes; 0 without /proc."""
+    """Return the resident memory in bytes, or 0 without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

@@ -28,7 +28,10 @@ _TEMPORARY = 75
 
 
 def supervisor_pipe() -> int | None:
-    """Return the pipe's file descriptor from the supervisor, None without one; child processes do not inherit it."""
+    """Return the file descriptor of the supervisor's pipe, or None without a supervisor.
+
+    Child processes of the worker do not inherit it.
+    """
     text = os.environ.pop(PIPE_VARIABLE, None)
     if text is None:
         return None

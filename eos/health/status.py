@@ -87,7 +87,7 @@ class Status(msgspec.Struct):
 
     @property
     def lag(self) -> int | None:
-        """Return the lag of all its partitions; None while one is unknown."""
+        """Return the lag of all its partitions, or None while one is unknown."""
         known = [lag.records for lag in self.lags if lag.records is not None]
         return sum(known) if len(known) == len(self.lags) else None
 
@@ -185,7 +185,10 @@ def judge(
 
 
 def judge_report(status: Status, silent_s: float) -> Verdict:
-    """Decide by a worker's last report: one that stopped reporting is not ready, and not live after its limit."""
+    """Return whether a worker is live and ready, judged from its last report.
+
+    A worker that stopped reporting is not ready, and after its limit it is not live either.
+    """
     if silent_s > status.stuck_after_s:
         return Verdict(False, False, f"has not reported for {silent_s:.0f} s")
     if silent_s > REPORT_LIMIT_S:

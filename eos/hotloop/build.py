@@ -1,7 +1,7 @@
 """Compiles _native.c while the package is built (pyproject.toml names this file to hatchling).
 
-A machine without a compiler, or without Python's headers, gets the package all the same: what is compiled is an
-acceleration, and python.py does the same. `eos --version` tells which is in use.
+A machine without a compiler, or without Python's headers, still gets the package: python.py does the same work, only
+more slowly. `eos --version` shows which one is in use.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ class CompiledLoop(BuildHookInterface):  # type: ignore[misc]
 
 
 def _compiled(root: Path) -> Path | None:
-    """The shared object beside its source, where an editable installation finds it; None: it cannot be made here."""
+    """Build the shared object next to its source, where an editable installation finds it.
+
+    Return None if it cannot be built here.
+    """
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 
     source = runpy.run_path(str(root / _PACKAGE / "source.py"))["checksum"](root / _PACKAGE)
-    # Optional: what fails is a warning.
+    # optional=True turns a failed build into a warning.
     extension = Extension(
         "eos.hotloop._native", [f"{_PACKAGE}/_native.c"], define_macros=[("EOS_SOURCE", f"{source}LL")], optional=True
     )
     command = build_ext(Distribution({"name": "eos-kafka", "ext_modules": [extension]}))
     command.build_temp, command.build_lib = str(root / "build" / "native"), str(root)
     before = Path.cwd()
-    os.chdir(root)  # sources are named from here
+    os.chdir(root)  # source paths are relative to this folder
     try:
         command.ensure_finalized()
         made = root / command.get_ext_filename(extension.name)
-        made.unlink(missing_ok=True)  # an older one is no better than none
+        made.unlink(missing_ok=True)  # an outdated one must not be loaded
         command.run()
     finally:
         os.chdir(before)

@@ -47,7 +47,7 @@ def records_of(
         if m.error() is None:
             try:
                 headers = headers_of(m) or ()
-            except Exception as error:  # noqa: BLE001 - `unreadable` raises it unless it knows it
+            except Exception as error:  # noqa: BLE001 - `unreadable` handles the error or raises it again
                 headers = unreadable(m, error)
             records.append(
                 record_type(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), headers)
@@ -172,7 +172,7 @@ def looks_like_a_pair(items: Sequence[Any], out_type: type[Any]) -> bool:
 
 
 def _call_of(item: Any, record: Any, target: Target, latest_ms: int = 0) -> Call:
-    """Return the arguments of `produce`. Raises _Unusual, also for an output that keeps a field of a missing record."""
+    """Return the arguments of `produce`. Raises _Unusual, even for an output that keeps a field of a missing record."""
     topic, destinations, passing, out_type, keep, value_of, key_of, _ = target
     value, key, timestamp, partition, headers = item, keep, keep, -1, None
     if type(item) is out_type:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def checksum(folder: Path) -> int | None:
-    """Return the checksum of _native.c in the package's folder; None if a wheel was installed without the file."""
+    """Return the checksum of _native.c in the package's folder, or None if a wheel was installed without the file."""
     try:
         return zlib.crc32((folder / "_native.c").read_bytes())
     except OSError:

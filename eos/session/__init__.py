@@ -1,1 +1,1 @@
-"""One transaction after the other over a consumer and its producers: what decides commit or abort."""
+"""Runs one transaction after the other over a consumer and its producers, and decides each commit or abort."""

@@ -41,7 +41,7 @@ class CommitOffsets:
         self._history = GroupHistory(settings, settings["group.id"], world)
         self._refresh_at = world.now()  # when all offsets are to be committed again
         self._number = 0  # of the last commit that was started
-        self._stamp: dict[str, object] = {}  # its part of the metadata of its offsets
+        self._stamp: dict[str, object] = {}  # its mark in the metadata of its offsets
 
     def to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
         """Return the offsets that the open transaction commits.
@@ -59,7 +59,7 @@ class CommitOffsets:
         return {partition: at for partition, at in committed.items() if is_due or partition in unmoved} | offsets
 
     def with_metadata(self, offsets: Mapping[Partition, int], producer: TransactionalProducer) -> list[TopicPartition]:
-        """Return the offsets with the metadata of a new commit, by which its outcome can be told later."""
+        """Return the offsets with the metadata of a new commit, from which its outcome can be found later."""
         self._number += 1
         self._stamp, commits = self._owner_info.metadata(producer) | {"n": self._number}, list[TopicPartition]()
         for partition, offset in offsets.items():
@@ -72,8 +72,8 @@ class CommitOffsets:
     def outcome_of(self, offsets: Mapping[Partition, int], stable: Mapping[Partition, Committed]) -> Outcome:
         """Return the outcome of the last started commit from the group's committed offsets now.
 
-        An offset alone does not tell: another member may have handled the same records after the broker aborted our
-        transaction. Its metadata does."""
+        An offset alone is not enough: another member may have handled the same records after the broker aborted our
+        transaction. The metadata of the offset names the commit."""
         if not offsets or any(stable[partition].offset < offset for partition, offset in offsets.items()):
             return Outcome.ABORTED
         return Outcome.COMMITTED if any(self._is_ours(at) for at in stable.values()) else Outcome.UNKNOWN

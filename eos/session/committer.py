@@ -1,7 +1,7 @@
-"""Commit on a thread of its own, so that the loop can fetch records meanwhile.
+"""Commit on a separate thread, so that the loop can fetch records in the meantime.
 
-Owns that thread, which runs one commit at a time. It never decides when to commit, nor what follows from a failed
-commit (eos/session/loop.py does).
+Owns that thread, which runs one commit at a time. It never decides when to commit, nor how to handle a failed commit
+(eos/session/loop.py does).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Committer:
         return ended
 
     def wait(self, job: Job, meanwhile: Callable[[], bool]) -> BaseException | None:
-        """Run the job, wait for its end and return the error that it failed with. Until then call `meanwhile` again
-        and again while it returns True. An interrupted wait can be repeated: the job runs once."""
+        """Run the job, wait for its end and return the error that it failed with. Until then call `meanwhile`
+        repeatedly while it returns True. An interrupted wait can be repeated: the job runs once."""
         assert self._thread is not None
         self._thread.submit(job)
         while not job.done.is_set():

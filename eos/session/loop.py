@@ -1,10 +1,16 @@
 """The order of calls of a consume-transform-produce loop: the only place that decides to commit or abort.
 
-Modelled on franz-go's GroupTransactSession. Each part of a session (parts.py) has one rule: consumer/fetcher.py what is
-read, committer.py where a commit runs, commit_offsets.py what is committed, outcomes.py who is notified, recovery.py
-what follows from a failed call. Rebalance callbacks (consumer/group_consumer.py) only record facts: assigned partitions
-start while no transaction is open, and revoked ones are dropped. If the open transaction took records of a revoked
-partition, it aborts at its end. Nothing of it can become visible, so giving the partition back first is safe.
+Modelled on franz-go's GroupTransactSession. Each part of a session (parts.py) has one task:
+
+- consumer/fetcher.py decides which records are read, and when.
+- committer.py decides on which thread a commit runs.
+- commit_offsets.py decides which offsets are committed.
+- outcomes.py notifies the subscribers of each outcome.
+- recovery.py decides what follows a failed call.
+
+Rebalance callbacks (consumer/group_consumer.py) only record facts: assigned partitions start while no transaction is
+open, and revoked ones are dropped. If the open transaction took records of a revoked partition, it aborts at its end.
+None of its records can become visible, so giving the partition back first is safe.
 
 One transaction, in order: gather records, begin, hand out records and send outputs, fetch more, flush, check delivery
 errors, check the group membership, send offsets, commit. While a large transaction's flush and commit run, the next
@@ -120,8 +126,11 @@ class Loop:
         self._fetcher.gather()
 
     def _replace_while_idle(self) -> None:
-        """Replace the producer of an idle worker if needed. Otherwise a late AddPartitionsToTxn could begin a ghost
-        transaction that fences it later; at a new epoch it is refused."""
+        """Replace the producer of an idle worker if needed.
+
+        Otherwise a late AddPartitionsToTxn could begin an empty transaction, whose timeout would fence the producer.
+        The broker refuses such a request after the epoch has changed.
+        """
         self._producer.poll(0)
         if reason := self._producer.decide_replacement():
             self._ownership.replace(self._producer, reason)
@@ -137,7 +146,7 @@ class Loop:
         self._failure = None
         self._consumer.begin_transaction()
         if self._last is not None:
-            self._last.abort_phase()  # ends a given-up one; all others are unchanged
+            self._last.mark_aborted()  # marks a given-up one as aborted; others stay unchanged
         now, first_ms = self._world.now(), self._positions.first_timestamp_ms
         begun = Transaction(self, now, self._pacing.begin(now), first_ms, self.waited_s)
         self._outcomes.begun(begun)
@@ -150,7 +159,7 @@ class Loop:
             self._succeeded(commit)
         self._outcomes.ended(Outcome.UNKNOWN)
         if self._open is not None:
-            self._open.abort_phase()
+            self._open.mark_aborted()
         if self._producer.may_abort:
             try:
                 self._producer.abort(self.now() + _CLOSE_ABORT_S)
@@ -202,15 +211,16 @@ class Loop:
                     self._fetcher.fetch_more()
             finally:
                 if in_body is not None and self._open is None:
-                    in_body.abort_phase(during_body=True)
-        # From here on the time is the application's.
+                    in_body.mark_aborted(during_body=True)
+        # From here on, the application uses the time.
         self._pulse.beat("handling")
         return positions.take(most) if self._open is not None and self._can_commit else []
 
     def give_back(self, count: int) -> None:
         self._positions.give_back(count)
 
-    # A failed send is kept for the end of the transaction. The body need not know: its further sends are ignored.
+    # A failed send is kept for the end of the transaction. The body need not check for it: its further sends are
+    # ignored.
 
     def send(self, *send: Any) -> None:
         if self._can_commit:
@@ -243,10 +253,11 @@ class Loop:
         assert transaction is not None
         transaction.finish_handling(self._world.now())
         with self._recovering():
-            # 1 Which offsets. Records of a lost partition must not be committed, so a failed send does not count then.
+            # 1 Choose the offsets. Records of a lost partition must not be committed, so a failed send does not count
+            # then.
             offsets = self._offsets.to_commit(self._consumer.start_offsets.uncommitted)
             self._consumer.raise_if_lost()
-            # 2 The participants' own records, changelogs for example.
+            # 2 Send the participants' own records, for example changelogs.
             for participant in self._participants:
                 participant.before_flush(self.send, offsets.keys())
             if self._failure is not None:
@@ -255,7 +266,7 @@ class Loop:
             self._world.step("flush")
             self._producer.flush(lambda: self._fetcher.prefetch(self._positions.taken))
             self._world.step("flushed")
-            # 4 Still a member of the group, and still the owner of all partitions, after the flush.
+            # 4 After the flush, check that we are still a member of the group and own all partitions.
             group = self._consumer.group_metadata(offsets)
             # 5 Send the offsets and commit, on the committer's thread.
             self._start_commit(transaction, offsets, group)
@@ -304,15 +315,15 @@ class Loop:
     def _turn(self) -> Iterator[None]:
         """Run one turn of the loop. If an exception interrupted the last one, recover first.
 
-        The exception may be a signal handler's, or one that the application caught. Parts of the interrupted turn may
-        have happened without being noted."""
+        The exception may be a signal handler's, or one that the application caught. The interrupted turn may have taken
+        effect in part without any note of it."""
         was_interrupted, self._is_in_turn, in_body = self._is_in_turn, True, self._open
         if was_interrupted:
             self._ownership.raise_if_lost()  # a session that lost its transactional.id must not initialise it again
             with self._recovering():
                 self._finish_commit()
             if in_body is not None:
-                in_body.abort_phase(during_body=True)
+                in_body.mark_aborted(during_body=True)
             self._recover(CallFailed("consume", Action.INTERRUPTED, RuntimeError("the loop was interrupted")))
         try:
             yield
@@ -346,5 +357,5 @@ class Loop:
                 handling_s=transaction.handling_until(now),
                 delivered=self._producer.delivered,
             )
-            transaction.abort_phase()
+            transaction.mark_aborted()
         self._recovery.carry_out(trouble)

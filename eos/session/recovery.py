@@ -1,8 +1,8 @@
-"""How a session recovers from a failed call: the plan for each action, and what each step does.
+"""How a session recovers from a failed call: the plan for each action, and the effect of each step.
 
-PLAN says which steps an action takes, INSTEAD which steps replace one that failed. Recovery owns the counts of aborts
-and rebuilds, and the breaker that stops a session which rebuilds again and again. What a foreign error asks for is in
-eos/kafka/client/failures.py.
+PLAN lists the steps of each action, and INSTEAD the steps that replace a failed one. Recovery owns the counts of aborts
+and rebuilds, and the breaker that stops a session which rebuilds again and again. eos/kafka/client/failures.py maps
+foreign errors to actions.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def carry_out(trouble: Trouble, steps: Mapping[Step, Callable[[Trouble], None]])
 
 
 def plan_of(failure: CallFailed, failed: Step | None = None) -> list[Step]:
-    """Return the steps for a failure, which may have happened in the step `failed`. Raises the error that stops the
-    session if there is no plan."""
+    """Return the steps for a failure; `failed` is the step in which it happened, if any. Raises the error that stops
+    the session if there is no plan."""
     action = failure.action
     if failed is Step.ABORT and action is Action.ABORT:
         action = Action.REBUILD  # aborting again would not help
@@ -157,7 +157,7 @@ class Recovery:
         """Return if the loop can go on, raise if it must stop."""
         if self._has_timed_out(trouble):
             trouble.too_slow = self._explain_slowness(trouble)
-            # Records that were handled too slowly may not have been sent yet, which says nothing of how many can be.
+            # Records that were handled too slowly may not have been sent yet, so they do not show how many can be sent.
             trouble.next_is_smaller = self._pacing.timed_out(
                 trouble.taken, None if trouble.is_slow_handling else trouble.delivered
             )
@@ -166,14 +166,14 @@ class Recovery:
         carry_out(trouble, self.steps)
 
     def _has_timed_out(self, trouble: Trouble) -> bool:
-        """Return whether it failed because its records, or their transaction, ran out of time. Judged by the clock,
-        because the client has another error for each call in which it can learn that."""
+        """Return whether the transaction failed because its records, or the transaction itself, ran out of time. The
+        clock decides, because the client raises a different error in each call that can detect it."""
         failure, timeout_ms = trouble.failure, self._settings.transaction_timeout_ms
         limit_ms = min(int(self._settings.get("message.timeout.ms", timeout_ms)), timeout_ms)
         return failure.action in _BY_TIME and failure.call not in _NOT_BY_TIME and trouble.open_s * 1000 >= limit_ms
 
     def _explain_slowness(self, trouble: Trouble) -> str:
-        """Return a sentence about what took too long and which settings change it."""
+        """Return a sentence that names the slow part and the settings that change it."""
         limit = f"transaction.timeout.ms={self._settings.transaction_timeout_ms}"
         if trouble.is_slow_handling:
             return f"handling {_records(trouble.taken)} took {trouble.handling_s:.1f} s, longer than {limit}: raise it"
@@ -257,7 +257,7 @@ class Recovery:
 
 
 def _cause(failure: CallFailed) -> str:
-    """Return in a word why a transaction did not commit: one of the few labels of a metric."""
+    """Return the reason why a transaction did not commit, in a word: one of the few labels of a metric."""
     if failure.action in _CAUSES:
         return _CAUSES[failure.action]
     if failure.action is not Action.ABORT:

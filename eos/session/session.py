@@ -53,9 +53,9 @@ class TransactSession:
     Settings: Kafka's and `eos.*` names (docs/reference/settings.md). A mapping is completed by the environment and
     eos.toml, as the options of a command are. `group.id` and `transactional.id` must be set; `topics` may come from
     `eos.input.topics`. With `until_end` the loop ends once the whole group has handled everything that was readable at
-    the start. `destinations` are the topics that the session sends to: if they are given, the block checks first that
-    the cluster is fit, as a worker does, and reports missing topics and rights before it joins the group. A session
-    belongs to one thread. More, with tests that need no broker: docs/howto/own-loop.md.
+    the start. `destinations` are the topics that the session sends to. If they are given, the block first checks that
+    the cluster is suitable, as a worker does, and reports missing topics and rights before it joins the group. A
+    session belongs to one thread. More, with tests that need no broker: docs/howto/own-loop.md.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TransactSession:
         with_ends: bool = False,
         world: World = REAL,
     ) -> None:
-        """`participants`, `listener`: see eos/session/outcomes.py. With a listener, a session can be made before its
+        """`participants`, `listener`: see eos/session/outcomes.py. With a listener, a session can be created before its
         topics are known, and `set_topics` sets them before the start. `handled_at_once`: how many records the
         application handles at once; a poll of a backlog takes whole batches of them. `with_ends`: `find_end` notices
         when a partition was read to its end."""
@@ -194,7 +194,7 @@ class TransactSession:
             raise StopIteration
         return begun
 
-    # ---- what can be seen of it -------------------------------------------------------------------------------
+    # ---- observable state --------------------------------------------------------------------------------------
 
     @property
     def topics(self) -> Sequence[str]:
@@ -240,7 +240,7 @@ class TransactSession:
         return self._parts.positions.taken
 
     def lag(self) -> int | None:
-        """Return the records (and markers) between the committed and the last stable offsets; None if unknown."""
+        """Return the records (and markers) between the committed and the last stable offsets, or None if unknown."""
         lags = list(self.group_consumer.lags().values())
         known = [lag for lag in lags if lag is not None]
         return sum(known) if lags and len(known) == len(lags) else None
@@ -262,7 +262,7 @@ def _check(settings: Settings, topics: Sequence[str], may_be_set_later: bool) ->
         if name in settings.values:
             raise ConfigurationError(
                 f"{name} is about an App's functions, and does nothing in a loop of your own",
-                remedy="unset it; `txn.send(..., headers=...)` passes headers on, a span goes around the body",
+                remedy="unset it: pass headers with `txn.send(..., headers=...)`, and wrap the loop's body in a span",
             )
     for name in ("group.id", "transactional.id"):
         if not settings.get(name):
@@ -270,7 +270,7 @@ def _check(settings: Settings, topics: Sequence[str], may_be_set_later: bool) ->
     if not topics and not may_be_set_later:
         raise ConfigurationError("a session needs topics: TransactSession(settings, [...]) or eos.input.topics")
     if patterns := [topic for topic in topics if is_pattern(topic)]:
-        # librdkafka would add and remove topics at times of its own.
+        # librdkafka would add and remove topics at its own times.
         raise ConfigurationError(
             f"a session reads topics by their names, not by the pattern {patterns[0]!r}: patterns are for an App's "
             "functions"

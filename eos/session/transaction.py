@@ -1,6 +1,6 @@
 """One open transaction, as the loop's body and the worker use it: take records, send, and end it early.
 
-What these calls do is decided in eos/session/loop.py.
+eos/session/loop.py decides the effect of these calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from eos.records import Feed, FeedResult, Headers, Record
 
 
 class Phase(Enum):
-    """How far a transaction is."""
+    """The phase of a transaction."""
 
     OPEN = "records are handed out and outputs sent"
     COMMITTING = "its commit was started: nothing more can be sent in it, however the commit ends"
@@ -63,8 +63,8 @@ class Transaction:
     """One open transaction and its input records. Valid until the loop's next turn.
 
     If the session has to give it up meanwhile (another instance took its place, the consumer died), the loop's body
-    need not know: no more records are handed out, sends are ignored, `commit` returns False, and the records are handed
-    out again.
+    need not check for it: `records` and `take` hand out no more records, sends are ignored, `commit` returns False, and
+    the records are handed out again.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class Transaction:
         self.handling_s = self.handling_until(now)
 
     def handling_until(self, now: float) -> float:
-        """Return the time that its records took, without the time for which sends waited for room."""
+        """Return the time that its records took, without the time that sends waited for room."""
         if self.handling_s is not None:
             return self.handling_s
         return now - self.began_at - (self.waited_s - self.waited_before)
@@ -103,7 +103,7 @@ class Transaction:
     def start_commit(self) -> None:
         self.phase = Phase.COMMITTING
 
-    def abort_phase(self, during_body: bool = False) -> None:
+    def mark_aborted(self, during_body: bool = False) -> None:
         """Note that it was aborted, unless its commit was started. `during_body`: the loop's body still uses it."""
         if self.phase is not Phase.COMMITTING:
             self.phase = Phase.GIVEN_UP if during_body else Phase.ABORTED
@@ -200,7 +200,7 @@ class Transaction:
 
     @property
     def waited_s(self) -> float:
-        """For how long its producer's sends have waited for room in the client's queue, earlier transactions
+        """The seconds that its producer's sends have waited for room in the client's queue, earlier transactions
         included."""
         return self._loop.waited_s
 

@@ -126,7 +126,7 @@ class Link:
         if self._is_closed:
             self.upstream.abort()
         else:
-            self.client.resume_from(PauseReason.CONNECTING)
+            self.client.clear_pause(PauseReason.CONNECTING)
         return None
 
     def drain(self) -> None:
@@ -152,7 +152,7 @@ class Link:
         """Forward requests. Return the bytes left for the next turn, if any."""
         requests = self._requests
         if self._draining:
-            data = data[: requests.left]
+            data = data[: requests.bytes_left]
         pieces = requests.feed(data)
         if pieces:
             self._up.send(pieces)
@@ -165,7 +165,7 @@ class Link:
         return requests.rest
 
     def _stop_reading_between_requests(self) -> None:
-        if not self._requests.left:
+        if not self._requests.bytes_left:
             self.client.pause_for(PauseReason.STOPPED)
 
     def _open_request(self, data: Piece, pos: int) -> Handling | None:
@@ -212,7 +212,7 @@ class Link:
             self._down.send(pieces)
         self._send_own_answers()
         if len(self._pending) < MOST_UNANSWERED and self.connection.own_response_bytes < MOST_OWN_RESPONSE_BYTES:
-            self.client.resume_from(PauseReason.UNANSWERED)
+            self.client.clear_pause(PauseReason.UNANSWERED)
         if self._reset_before is not None:
             self._reset_if_due()
         if self._draining:
@@ -272,11 +272,11 @@ class Link:
     @property
     def is_waiting_for_broker(self) -> bool:
         """Return whether the broker has a complete request that it has not answered."""
-        whole = len(self._pending) - (1 if self._requests.left else 0)
+        whole = len(self._pending) - (1 if self._requests.bytes_left else 0)
         return any(exchange.answer is None for exchange in islice(self._pending, whole))
 
     def close_early(self, after: str) -> None:
-        """Close a link whose time is over, or which makes room for a new connection."""
+        """Close a link whose time limit has passed, or one that must make room for a new connection."""
         if not self.has_request:
             reason = "the client sent no request"
         elif self.is_logged_in:
@@ -293,7 +293,7 @@ class Link:
     def _close_if_drained(self) -> None:
         if self._up.is_blocked or self._down.is_blocked:
             self.abort()  # a job holds a frame for an unknown time
-        elif not self._pending and not self._requests.left and self._responses.between_frames:
+        elif not self._pending and not self._requests.bytes_left and self._responses.between_frames:
             self.close()
 
     # Called by jobs (pipeline.Control).
@@ -481,8 +481,8 @@ class _Side(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._link.count()
-        self.other.resume_from(PauseReason.FULL)
-        self.resume_from(PauseReason.UNREAD)
+        self.other.clear_pause(PauseReason.FULL)
+        self.clear_pause(PauseReason.UNREAD)
 
     def eof_received(self) -> bool:
         if self._unhandled is not None:
@@ -499,7 +499,7 @@ class _Side(asyncio.BufferedProtocol):
         if self._unhandled is not None and (error is None or self is self._link.upstream):
             # The last bytes are still handled, in turns as usual.
             self._has_disconnected = True
-            self.resume_from(PauseReason.UNREAD)
+            self.clear_pause(PauseReason.UNREAD)
             self._continue()
             return
         self._unhandled = None
@@ -554,11 +554,11 @@ class _Side(asyncio.BufferedProtocol):
             transport.close()  # TLS has no half-closed connections
 
     def pause_for(self, why: int) -> None:
-        """Pause reading until `resume_from` has been called for each reason."""
+        """Pause reading until `clear_pause` has been called for each reason."""
         self._pause_reasons |= why
         self._pause()
 
-    def resume_from(self, why: int) -> None:
+    def clear_pause(self, why: int) -> None:
         if self._pause_reasons & why:
             self._pause_reasons &= ~why
             self._continue()

@@ -98,7 +98,7 @@ class Shim:
         return self._pipeline.not_ready_reason
 
     async def start(self) -> None:
-        """Discover the brokers and listen. If it requires a login, brokers are discovered in later responses."""
+        """Discover the brokers and listen. If the cluster requires a login, later responses show the brokers."""
         try:
             brokers = await probe.discover_brokers(
                 self.settings.upstream, self.settings.upstream_tls, self.settings.connect_timeout_s

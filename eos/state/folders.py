@@ -245,7 +245,7 @@ def _create_marker(file: Path) -> None:
 
 
 def _remove_marker(file: Path) -> bool:
-    """Remove the file, on the disk too, and return whether it existed."""
+    """Remove the file and sync the folder, and return whether the file existed."""
     try:
         file.unlink()
     except FileNotFoundError:
@@ -350,7 +350,7 @@ def _try_lock(folder: Path) -> int | None:
 def clean_up(base: Path, unused_s: float, now: float) -> list[Path]:
     """Delete and return the folders of tasks that no process has used for `unused_s` seconds.
 
-    Their partitions have moved to other workers, and the changes that they lack only grow.
+    Their partitions have moved to other workers, and the folders fall further behind their changelogs.
     """
     deleted: list[Path] = []
     for lock in base.glob("*/lock"):

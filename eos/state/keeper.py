@@ -191,7 +191,7 @@ class Keeper:
     def _min_end(
         self, partition: Partition, starts: Mapping[Partition, Committed], uncommitted: Collection[Partition]
     ) -> int | None:
-        """Return the changelog end that the offset metadata notes; None: any contents of the changelog are accepted.
+        """Return the changelog end recorded in the offset metadata, or None if any contents are accepted.
 
         Raises ConfigurationError.
         """

@@ -229,7 +229,7 @@ class Joined:
     times: Int64s
 
     def visible_copies(self) -> Int64s:
-        """Return for each input how many different copies of it are visible."""
+        """Return the number of different visible copies of each input."""
         return self._per_input(self.times > 0)
 
     def _per_input(self, of_cells: Bools) -> Int64s:
@@ -651,7 +651,7 @@ class _Index:
             self._sorted = slots
 
     def rows(self, topic: Int32s, partition: Int32s, offset: Int64s) -> Int64s:
-        """Return the row of each record in sorted order, -1 if it does not exist."""
+        """Return the row of each record in sorted order, or -1 if the record does not exist."""
         if not self._part_count or not self._last.max(initial=-1) >= 0:
             return np.full(len(offset), -1, np.int64)
         # Compared before it is multiplied: a nonexistent partition must not map to another topic's number.
@@ -721,7 +721,7 @@ def _first_appearances(pair: Int64s, cell: Int64s) -> Int64s:
 
 
 def _is_below_committed(inputs: Inputs, committed: Mapping[TopicPartition, int]) -> Bools:
-    """Return for each input whether it lies below the committed offset of its partition."""
+    """Return an array that is true for the inputs below the committed offset of their partition."""
     parts, count = _number_partitions(inputs)
     partitions = count // max(len(inputs.topics), 1)
     floor = np.zeros(count, np.int64)

@@ -226,9 +226,10 @@ def end_offsets(
 class ConcurrentReader:
     """Reads topics on a thread from the beginning during a run, and keeps the delivered records in order.
 
-    For one user: `with ConcurrentReader(...) as reader: ...; reader.wait_for_ends(ends); reader.seen()`. It reads the
-    partitions that the topics have at the start. An error that a retry cannot fix ends the thread, and the next call
-    raises it; truncation below the reader's position is such an error (`InputGone`).
+    For use by one thread: `with ConcurrentReader(...) as reader: ...; reader.wait_for_ends(ends)`, and then
+    `reader.collect_outputs()`. It reads the partitions that the topics have at the start. An error that a retry cannot
+    fix ends the thread, and the next call raises it. Truncation below the reader's position is such an error
+    (`InputGone`).
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class ConcurrentReader:
             self._raise_error()
             return self._reading.log()
 
-    def seen(self) -> Outputs:
+    def collect_outputs(self) -> Outputs:
         """Return `log()` with its lineage, as the checker's `seen`."""
         return self.log().outputs()
 
@@ -311,7 +312,8 @@ class ConcurrentReader:
         try:
             consumer.assign(self._beginnings)
             while not self._stopping.is_set():
-                # A small timeout, because consume() returns nothing before it is full or the time is up.
+                # consume() returns only when it has BATCH_RECORDS messages or the timeout has passed, so the timeout
+                # is small.
                 messages = consumer.consume(BATCH_RECORDS, POLL_S)
                 with self._changed:
                     if self._reading.add(messages):
@@ -371,7 +373,8 @@ class _Reading:
         if records:
             self._add_records(records)
         if len(records) < len(messages):
-            # After the records: the consumer reports the end of a partition after its last record, never before it.
+            # Add events after the records: the consumer reports the end of a partition after its last record, never
+            # before it.
             for message in messages:
                 if (error := message.error()) is not None:
                     moved |= self._add_event(message, error)
@@ -408,7 +411,7 @@ class _Reading:
         if error.code() != KafkaError._PARTITION_EOF:
             self._raise_unless_temporary(error)
             return False
-        # The end as the consumer saw it: every earlier record was delivered, or is not for readers.
+        # The end as the consumer saw it: every earlier record was delivered, or is aborted or a marker.
         partition, end = cast("tuple[Partition, int]", ((message.topic(), message.partition()), message.offset()))
         before = self.positions.get(partition, -1)
         self.positions[partition] = max(end, before)

@@ -5,7 +5,7 @@ foreign record) is an error here; the checker finds wrong ones.
 
 The stamp is 20 bytes, little endian, `<iiqi`: index of the source topic, source partition, source offset, number of the
 copy (an input with fan-out n has copies 0..n-1). It stands at the start of the value, followed by any payload, or alone
-in the header `eos-source` if the value must stay as the application made it.
+in the header `eos-source` if the value must stay as the application wrote it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests a loop of your own without a broker: `Session` replaces a TransactSession.
 
 A transaction has the session's own class (eos/session/transaction.py), so it hands out, takes back and refuses records
-as on Kafka. Effects of a cluster do not appear: no output is refused, no partition is revoked, no producer is fenced.
+as on Kafka. A cluster's effects do not appear: no output is refused, no partition is revoked, no producer is fenced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Session:
 
     `records` are given as for `eos.testing.run`. `size`: the maximum number of records in a transaction (default: all).
     The loop ends when all are committed. `ran` has the committed outputs; outputs of an aborted transaction are not in
-    it, and its records come again. With `destinations` a read of another topic from `ran` is an error.
+    it, and its records are handed out again. With `destinations` a read of another topic from `ran` is an error.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Session:
 
     def lag(self) -> int:
         """Return the number of records that are not committed."""
-        return self._loop.left
+        return self._loop.uncommitted
 
     def pause(self, seconds: float) -> None:
         """Return at once: tests do not wait."""
@@ -113,7 +113,7 @@ class _Loop:
         self._idle = 0
 
     @property
-    def left(self) -> int:
+    def uncommitted(self) -> int:
         """Return the number of records that are not committed."""
         return len(self.records) - self._committed
 
@@ -128,7 +128,7 @@ class _Loop:
     def next_transaction(self, stopping: bool) -> Transaction | None:
         if self._open is not None:
             self._end()
-        if stopping or not self.left:
+        if stopping or not self.uncommitted:
             return None
         if self._idle >= _MAX_IDLE:
             raise IllegalState(

@@ -1,6 +1,6 @@
 """Defines the pytest plugin: `--eos-kafka=container|jvm|HOST:PORT`, and fixtures `eos_run`, `eos_kafka`, `eos_cluster`.
 
-Owns the options, the lifetime of the clusters, and the rule that a test with a fault which its backend cannot make
+Owns the options, the lifetime of the clusters, and the rule that a test with a fault that its backend cannot inject
 counts as not run. Every pytest run loads the plugin where eos is installed, so it must never import a client, docker or
 the rest of eos.testing before a test requests a cluster.
 """

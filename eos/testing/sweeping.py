@@ -1,8 +1,8 @@
-"""Sweeps faults: runs a user's own App on a real worker and real Kafka, once per (step of a transaction, fault).
+"""Sweeps faults: runs the user's App on a real worker and real Kafka, once per (step of a transaction, fault).
 
 Owns the cases (which fault at which step, as a plan of the shim) and one run of each: create the topics again, load the
-input, run a worker process behind a shim until all input is done, then call `eos.testing.verify`. It must never judge
-by the worker's own report: the contents of Kafka count, and that the fault really happened.
+input, run a worker process behind a shim until all input is done, then call `eos.testing.verify`. It must never trust
+the worker's own report: the contents of Kafka count, and the fault must really have happened.
 
     # test_flights.py; eos_kafka is the plugin's cluster
     @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ from eos.testing.shim import ShimThread
 from eos.testing.verify import Verification, verify
 from eos.worker.loading import load_app
 
-# The requests among the steps of KIP-98's data flow, and which occurrence of each fails: one in the middle of the work.
+# The requests of KIP-98's data flow, and the occurrence of each that fails (one in mid-run).
 STEPS: Mapping[str, int] = {
     "FindCoordinator": 1,
     "InitProducerId": 1,
@@ -166,11 +166,12 @@ class Case:
             abort = Rule("TxnOffsetCommit", "error", nth=occurrence + 1, error=refusal, transactional_id=id_pattern)
             rules = [simple["late copy"], abort]
         elif self.action == "lost acknowledgement, then abort":
-            # H2b: the batch is appended but not acknowledged, and the transaction ends before the client retries. The
-            # batch that makes it end must be appended too: a gap in its sequence numbers would make librdkafka take a
-            # new epoch. The client must also learn of the lost batch first: librdkafka does not fail a record that it
-            # retries after its transaction failed, but waits until the record times out, and then takes a new epoch
-            # too. So the first batch is lost, whichever it is, and the batch of another partition ends the transaction.
+            # H2b: the batch is appended but not acknowledged, and the transaction ends before the client retries.
+            # Another batch makes the transaction end. It must be appended too, because a gap in its sequence numbers
+            # would make librdkafka take a new epoch. The client must learn of the lost batch first. Otherwise
+            # librdkafka would put the record back for a retry after its transaction had failed. It does not fail such
+            # a record, but waits until the record times out, and then takes a new epoch too. So the response to the
+            # first batch is lost, and the batch of another partition ends the transaction.
             lost = Rule("Produce", "error", Phase.AFTER_APPLY, error="REQUEST_TIMED_OUT")
             rules = [lost, replace(lost, error="INVALID_REQUEST", beside=1, until=Event(rule=1))]
         else:

@@ -112,7 +112,8 @@ def verify(
             bootstrap, group, inputs, config
         ).items()
     }
-    # After the offsets: the outputs of the covered inputs were written earlier, perhaps without their markers yet.
+    # Query the ends after the offsets: the outputs of the covered inputs were written earlier, perhaps without their
+    # markers yet.
     ends = _readable_ends(bootstrap, outputs, config, timeout_s, on_wait)
     read = history.read_topic(
         bootstrap,
@@ -131,7 +132,8 @@ def verify(
         upto=ends,
         progress=lambda done, total: progress("outputs", done, total),
     )
-    # After both reads: records that retention removed between this query and a read would look like a loss.
+    # Query the beginnings after both reads: records that retention removed between this query and a read would look
+    # like a loss.
     begins = history.beginnings(bootstrap, inputs, config)
     output_begins = history.beginnings(bootstrap, outputs, config)
     policies = history.cleanup_policies(bootstrap, [*inputs, *outputs], config)
@@ -295,7 +297,7 @@ def judge(
 
 
 def _removed_inputs(tally: Tally, begin: int, found: int, compacted: bool) -> str | None:
-    """Return what removed handled inputs of a partition; None if they should all exist."""
+    """Return the cause that removed handled inputs of a partition, or None if they should all exist."""
     if begin > tally.begin:
         others = ", others maybe by compaction" if compacted else ""
         return f"inputs before {begin} were removed by retention{others}"

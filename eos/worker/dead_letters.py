@@ -1,9 +1,9 @@
-"""Reads dead letters from their topic, and keeps which of them are done: replayed or dropped.
+"""Reads dead letters from their topic, and records which ones are done: replayed or dropped.
 
-The committed offsets of the group `{app}-dlq-replay`, which has no members, record this. All letters before the offset
-are done, and after it the letters that the offset metadata names (`Done`). Brokers expire the offsets some days after
-the last commit, so each run commits them for all partitions. Where letters are old enough that their offset may have
-expired, a user must confirm that they are read again.
+The committed offsets of the group `{app}-dlq-replay`, which has no members, record this. All dead letters before
+the offset are done, and after it those that the offset metadata names (`Done`). Brokers expire the offsets some days
+after the last commit, so each run commits them for all partitions. If dead letters are old enough that their offset may
+have expired, the user must confirm that they are read again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REPLAYS = "replays"
 _CONNECT_S = 10.0
 _ASK_S = 5.0
 _COMMITTED_S = 30.0  # a killed predecessor may have pending offsets
-_FORMAT = 1  # of the offset metadata, `v` in it: docs/reference/formats.md
+_FORMAT = 1  # version of the offset metadata, its field `v`: docs/reference/formats.md
 _METADATA_BYTES = 4_096  # offset.metadata.max.bytes
 
 
@@ -72,7 +72,7 @@ class DeadLetter:
 
     @property
     def app(self) -> str:
-        """Return the id of the App that wrote the letter; "" if it is not noted."""
+        """Return the id of the App that wrote the dead letter; "" if it is not noted."""
         return self.notes.get("app", "")
 
     @property
@@ -85,7 +85,7 @@ class DeadLetter:
 
     @property
     def replays(self) -> int:
-        """Return how often the letter was replayed and failed again."""
+        """Return how often the dead letter was replayed and failed again."""
         return _number(self.notes, _REPLAYS, 0)
 
     def is_of(self, app_id: str) -> bool:
@@ -129,12 +129,13 @@ def failed_again(letter: DeadLetter, send: Send) -> Send:
 
 
 Run = tuple[int, int]
-"""The first and last offset of a range of settled letters; no letter between them waits."""
+"""The first and last offset of a range of settled dead letters; no dead letter between them waits."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """The settled letters of one partition: all before `offset` (-1: nothing is known), and the `runs` after it."""
+    """The settled dead letters of one partition: all before `offset` (-1: nothing is known), and the `runs` after
+    it."""
 
     offset: int = -1
     runs: tuple[Run, ...] = ()
@@ -142,12 +143,13 @@ class Done:
     def contains(self, offset: int) -> bool:
         if offset < self.offset:
             return True
-        # this runs for every letter, and there may be many
+        # this runs for every dead letter, and there may be many
         after = bisect.bisect(self.runs, offset, key=itemgetter(0))
         return after > 0 and offset <= self.runs[after - 1][1]
 
     def add(self, *more: Run) -> Done:
-        """Return these settled letters and `more` runs, merged so that no two runs touch each other or `offset`."""
+        """Return these settled dead letters and `more` runs, merged so that no two runs touch each other or
+        `offset`."""
         offset, runs = self.offset, list[Run]()
         for first, last in sorted((*self.runs, *more)):
             if first <= offset:
@@ -159,7 +161,7 @@ class Done:
         return Done(offset, tuple(runs))
 
     def starting_at(self, low: int) -> Done:
-        """Return these settled letters for a partition whose first offset is `low` now."""
+        """Return these settled dead letters for a partition whose first offset is `low` now."""
         return Done(max(self.offset, low), self.runs).add()
 
     def metadata(self) -> str:
@@ -174,7 +176,8 @@ class Done:
 
     @staticmethod
     def read(offset: int, metadata: str | None) -> Done:
-        """Read the settled letters from a committed offset's metadata. Raise ConfigurationError for a newer format."""
+        """Read the settled dead letters from a committed offset's metadata. Raise ConfigurationError for a newer
+        format."""
         found = parse_metadata(metadata)
         try:
             known = found["v"] <= _FORMAT
@@ -213,9 +216,9 @@ class ReplayProgress:
     def __init__(self, settings: Settings, group: str, world: World = REAL) -> None:
         self._group, self._world = group, world
         self._settings = settings
-        self._left: dict[str, dict[int, Done]] = {}  # topic -> partition -> the state of our last commit
-        self.done: dict[str, dict[int, Done]] = {}
-        """The settled letters by topic and partition."""
+        self._committed_progress: dict[str, dict[int, Done]] = {}  # topic -> partition -> the state of our last commit
+        self.settled: dict[str, dict[int, Done]] = {}
+        """The settled dead letters by topic and partition."""
         self._consumer = world.consumer(
             {
                 **settings.admin(),
@@ -234,21 +237,21 @@ class ReplayProgress:
         return self._consumer.consumer_group_metadata()
 
     def load(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
-        """Return the settled letters of the partitions that have a committed offset."""
+        """Return the settled dead letters of the partitions that have a committed offset."""
         found = self.committed(topic, partitions)
-        self._left[topic] = dict.fromkeys(partitions, Done()) | found
+        self._committed_progress[topic] = dict.fromkeys(partitions, Done()) | found
         return found
 
     def note_committed(self, topic: str, after: Mapping[int, Done]) -> None:
-        """Note that these settled letters are committed now."""
-        self._left[topic].update(after)
-        self.done[topic].update(after)
+        """Note that the settling of these dead letters is committed now."""
+        self._committed_progress[topic].update(after)
+        self.settled[topic].update(after)
 
     def find_expired(self, topic: str, low: Mapping[int, int]) -> tuple[list[int], float]:
         """Return the partitions whose committed offset may have expired, and the days for which brokers keep one.
 
-        `low`: partitions without a committed offset, with the offset of their first letter. Their offset may have
-        expired if the first letters are older than these days.
+        `low`: partitions without a committed offset, with the offset of their first dead letter. Their offset may have
+        expired if the first dead letters are older than these days.
         """
         client = facts.connect(self._settings, _CONNECT_S, self._world)
         days = facts.offsets_retention_minutes(client, self._settings.bootstrap_servers, self._world) / (24 * 60)
@@ -257,7 +260,7 @@ class ReplayProgress:
 
     def confirm(self, topic: str) -> None:
         """Raise Fenced if another process has committed since our last commit."""
-        left = self._left[topic]
+        left = self._committed_progress[topic]
         found = dict.fromkeys(left, Done()) | self.committed(topic, left)
         if changed := {partition for partition in left if found[partition] != left[partition]}:
             at = min(changed)
@@ -267,12 +270,12 @@ class ReplayProgress:
             )
 
     def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
-        """Return the settled letters of the partitions that have a stable committed offset."""
-        places = [TopicPartition(topic, partition) for partition in partitions]
+        """Return the settled dead letters of the partitions that have a stable committed offset."""
+        topic_partitions = [TopicPartition(topic, partition) for partition in partitions]
         deadline = self._world.now() + _COMMITTED_S
         while True:
             try:
-                found = self._consumer.committed(places, timeout=_ASK_S)
+                found = self._consumer.committed(topic_partitions, timeout=_ASK_S)
                 error = next((at.error for at in found if at.error is not None), None)
                 if error is None:
                     return {at.partition: Done.read(at.offset, at.metadata) for at in found if at.offset >= 0}
@@ -292,7 +295,7 @@ def read_dead_letters(
     progress: ReplayProgress | None,
     on_expired: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[DeadLetter]:
-    """Yield the dead letters of a topic up to its current end; with `progress` only letters that are not done.
+    """Yield the dead letters of a topic up to its current end; with `progress` only those that are not done.
 
     `on_expired` is called with a sentence if committed offsets may have expired.
     """
@@ -300,7 +303,7 @@ def read_dead_letters(
     at = {} if progress is None else progress.load(topic, held)
     done = {partition: at.get(partition, Done()).starting_at(span.low) for partition, span in held.items()}
     if progress is not None:
-        progress.done[topic] = done.copy()
+        progress.settled[topic] = done.copy()
         without = {p: span.low for p, span in held.items() if p not in at and span.low < span.stable}
         expired, days = progress.find_expired(topic, without) if without else ([], 0.0)
         if expired:

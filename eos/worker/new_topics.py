@@ -4,7 +4,7 @@ Owns the queries, which run on the watcher's thread while a worker runs, and the
 read. Every broker must know the topic with its leaders. librdkafka queries any broker, and reports a topic that this
 broker does not know yet as an error, which ends the worker. If the topic's function has dead letters, the dead-letter
 topic must exist too; otherwise the first dead letter would end the worker. This module never touches the consumer or
-the worker's own App: new topics wait until the worker calls `arrived`.
+the worker's own App: new topics wait until the worker takes them with `arrived`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class NewTopics:
     def now(self) -> list[str]:
         """Return the topics that can be read at the start; the session waits for brokers that do not know one yet.
 
-        Raises Unavailable, also if the App has nothing to read, NotAuthorised, ConfigurationError.
+        Raises NotAuthorised, ConfigurationError, and Unavailable (also if the App has nothing to read).
         """
         there = topic_names(self._settings, self._settings["eos.startup.timeout.ms"] / 1000, self._world)
         if self._settings["eos.create.topics"]:
@@ -122,7 +122,7 @@ class NewTopics:
         if isinstance(error, ConfigurationError):
             self._arrived.append(error)  # two functions match the same topic, and nothing decides between them
             return None
-        # If no broker responds, the consumer reports it where it matters.
+        # If no broker responds, the consumer reports the outage where it matters.
         level = log.debug if isinstance(error, EosError) else log.warning
         level("topics cannot be listed", error=f"{type(error).__name__}: {error}")
         return self._interval_s

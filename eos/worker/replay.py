@@ -1,15 +1,16 @@
 """Replays dead letters: runs each through its function again, and commits its outputs together with its progress.
 
 Owns the definition of a replay. It runs the function itself instead of sending the record to its topic again, because
-other readers of that topic would get the record twice. It reads letters in the order of the dead-letter topic, up to
-the topic's end at the start. A letter that fails again becomes a new dead letter in the same transaction, with its
-number of replays. The new letter lies after that end, so a run cannot meet it twice. A dropped letter is done without a
-call of a function (`DROPPING`); it stays in its topic.
+other readers of that topic would get the record twice. It reads dead letters in the order of the dead-letter topic, up
+to the topic's end at the start. A dead letter that fails again becomes a new dead letter in the same transaction, with
+its number of replays. The new dead letter lies after that end, so a run cannot meet it twice. A dropped dead letter is
+done without a call of a function (`DROPPING`); it stays in its topic.
 
-eos/worker/dead_letters.py owns which letters are done. The transactional id, which equals the group's name, separates
-two simultaneous replays of one App: the newer fences the older. But an older replay whose producer is replaced takes
-the id back, and no group protects these offsets. So after each of its own initialisations a replay reads the committed
-offsets again, and exits with 79 if another process has changed them. No transaction is open while the user's code runs.
+eos/worker/dead_letters.py owns which dead letters are done. The transactional id, which equals the group's name,
+separates two simultaneous replays of one App: the newer fences the older. But an older replay whose producer is
+replaced takes the id back, and no group protects these offsets. So after each of its own initialisations a replay reads
+the committed offsets again, and exits with 79 if another process has changed them. No transaction is open while the
+user's code runs.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from eos.worker.dead_letters import (
     read_dead_letters,
 )
 
-_MOST = 100  # letters in one transaction
+_MOST = 100  # dead letters in one transaction
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A settled letter and its outputs; if `failed` names an exception class, the only output is a new dead letter."""
+    """A settled dead letter and its outputs; if `failed` names an exception class, the only output is a new dead
+    letter."""
 
     letter: DeadLetter
     sends: list[Send]
@@ -54,23 +56,23 @@ class Settled:
 
 @dataclass
 class ReplayResult:
-    """The results of settling the letters of one topic."""
+    """The results of settling the dead letters of one topic."""
 
     handled: int = 0
     outputs: int = 0
     failed: dict[str, int] = field(default_factory=dict)
     """The number of new dead letters by exception."""
     of_other_apps: dict[str, int] = field(default_factory=dict)
-    """The number of letters of other Apps, by App; their own replays process them."""
+    """The number of dead letters of other Apps, by App; their own replays process them."""
 
 
 class Settler(Protocol):
-    """The processing of a single letter."""
+    """The processing of a single dead letter."""
 
     def settle(self, letter: DeadLetter) -> Settled: ...
 
     def on_refused(self, letter: DeadLetter, error: PoisonRecord) -> Settled:
-        """Return the letter's new result after Kafka refused one of its outputs."""
+        """Return the dead letter's new result after Kafka refused one of its outputs."""
 
     def committed(self) -> None:
         """Note that everything settled until now is committed."""
@@ -81,7 +83,7 @@ class _Dropping:
         return Settled(letter, [])
 
     def on_refused(self, letter: DeadLetter, error: PoisonRecord) -> Settled:
-        raise error  # a dropped letter has no outputs
+        raise error  # a dropped dead letter has no outputs
 
     def committed(self) -> None: ...
 
@@ -89,7 +91,7 @@ class _Dropping:
 DROPPING: Settler = _Dropping()
 
 Choose = Callable[[DeadLetter], DeadLetter | None]
-"""Returns the letter to settle, possibly with corrections; None: the letter keeps waiting."""
+"""Returns the dead letter to settle, possibly with corrections, or None if it keeps waiting."""
 
 
 def choose_all(letter: DeadLetter) -> DeadLetter:
@@ -125,14 +127,15 @@ def sources_of(app: App) -> list[str]:
 
 
 class _Step(NamedTuple):
-    """A settled letter, and the first offset after the letter before it."""
+    """A settled dead letter, and the first offset after the previous one."""
 
     first: int
     settled: Settled
 
 
 class Settling:
-    """Settles dead letters in transactions, each of which commits outputs together with the offsets of settled letters.
+    """Settles dead letters in transactions, each of which commits outputs together with the offsets of settled dead
+    letters.
 
     `whose`: the App's id. Letters without an App's id belong to every App.
     """
@@ -170,7 +173,7 @@ class Settling:
     ) -> ReplayResult:
         """Settle the chosen dead letters of one source topic, at most `limit`.
 
-        `result` has the committed results even if this raises. Raises UsageError if letters may have been settled
+        `result` has the committed results even if this raises. Raises UsageError if dead letters may have been settled
         before and the committed offset has expired, unless `from_earliest`.
         """
 
@@ -188,20 +191,20 @@ class Settling:
     def _batches(
         self, waiting: Iterator[DeadLetter], settler: Settler, choose: Choose, limit: int | None, result: ReplayResult
     ) -> Iterator[list[_Step]]:
-        """Yield batches of settled letters, each for one transaction interval.
+        """Yield batches of settled dead letters, each for one transaction interval.
 
-        There is at least one batch, even without letters, because brokers keep each partition's offset for some
+        There is at least one batch, even without dead letters, because brokers keep each partition's offset for some
         days after its last commit.
         """
         batch, passed, left = list[_Step](), dict[int, int](), limit
-        skipped: dict[int, DeadLetter] = {}  # other Apps' letters, which this run skips
+        skipped: dict[int, DeadLetter] = {}  # other Apps' dead letters, which this run skips
         until = self._world.now() + self._interval_s
         for letter in waiting:
             if not letter.is_of(self._whose):
                 result.of_other_apps[letter.app] = result.of_other_apps.get(letter.app, 0) + 1
                 skipped[letter.partition] = letter
                 continue
-            first = passed.get(letter.partition, -1) + 1  # no letter of this App lies between
+            first = passed.get(letter.partition, -1) + 1  # no dead letter of this App lies between
             passed[letter.partition] = letter.offset
             skipped.pop(letter.partition, None)
             if (chosen := choose(letter)) is not None:
@@ -221,7 +224,7 @@ class Settling:
         try:
             self._send(topic, batch)
         except PoisonRecord as refused:
-            # Nothing was committed. Settle the letters one by one: the refused one becomes a dead letter again.
+            # Nothing was committed. Settle the dead letters one by one: the refused one becomes a dead letter again.
             if len(batch) > 1:
                 for step in batch:
                     self._commit(topic, [step], settler, result)
@@ -239,11 +242,11 @@ class Settling:
                 result.outputs += len(one.sends)
 
     def _send(self, topic: str, batch: list[_Step]) -> None:
-        """Send outputs, new dead letters and the offsets of settled letters in one transaction."""
+        """Send outputs, new dead letters and the offsets of settled dead letters in one transaction."""
         settled: defaultdict[int, list[Run]] = defaultdict(list)
         for first, one in batch:
             settled[one.letter.partition].append((first, one.letter.offset))
-        after = {partition: done.add(*settled[partition]) for partition, done in self._progress.done[topic].items()}
+        after = {partition: done.add(*settled[partition]) for partition, done in self._progress.settled[topic].items()}
         offsets = offsets_of(topic, after)
         with self._transactions.begin() as txn:
             if txn.renewed:
@@ -259,13 +262,15 @@ class Settling:
 class Replay:
     """The replays of one App: `with Replay(app, settings) as replay: replay.topic("orders")`.
 
-    `letters_of`: another App's id; its letters are replayed in place of this App's, from that App's committed offsets.
+    `letters_of`: another App's id; its dead letters are replayed in place of this App's, from that App's committed
+    offsets.
     """
 
     def __init__(self, app: App, settings: Settings, letters_of: str | None = None, world: World = REAL) -> None:
         self._settling = Settling(letters_of or app.id, settings, world)
         self._app, self._hooks = app, Hooks(app)
-        # Like the worker's handler, but each letter runs once: a letter that fails again waits for another replay.
+        # Like the worker's handler, but each dead letter runs once: a dead letter that fails again waits for another
+        # replay.
         self._handler = Handler(app, passing=settings.passed_headers, policy=dlq, now=world.now)
 
     def __enter__(self) -> Replay:
@@ -300,7 +305,7 @@ class Replay:
 
 @dataclass
 class _Running:
-    """Settles letters by running a function of the App, as a worker does."""
+    """Settles dead letters by running a function of the App, as a worker does."""
 
     handler: Handler
     route: Route
@@ -320,4 +325,4 @@ class _Running:
         return self.settle(letter)
 
     def committed(self) -> None:
-        self.handler.ended((), {})  # forget the failures of committed letters
+        self.handler.ended((), {})  # forget the failures of committed dead letters

@@ -41,13 +41,13 @@ class Retention:
             retention=str(timedelta(milliseconds=kept_ms)),
             why="outputs keep the timestamp of their input, so the brokers may delete them as soon as they are "
             f"committed: set retention.ms=-1 of {destination} (or longer than the age of the input), or "
-            "message.timestamp.type=LogAppendTime, or return Out(value, timestamp=0) for the time of producing",
+            "message.timestamp.type=LogAppendTime, or return Out(value, timestamp=0) for the time when it is sent",
         )
         return True
 
 
 def _kept_ms(topic: Topic) -> int | None:
-    """Return the time in ms for which a topic keeps a record by its timestamp; None: for ever, or unknown."""
+    """Return for how many ms a topic keeps a record after its timestamp, or None if for ever or unknown."""
     config = topic.config or {}
     kept_ms = int(config.get("retention.ms") or -1)
     by_age = (

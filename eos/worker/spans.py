@@ -92,5 +92,5 @@ class Spans:
         opened.span.set_attribute("messaging.batch.message_count", opened.records)
         opened.span.set_attribute("eos.outcome", outcome.value)
         if outcome is Outcome.ABORTED:
-            opened.span.set_status(self._trace.StatusCode.ERROR, "its records come again")
+            opened.span.set_status(self._trace.StatusCode.ERROR, "its records are handed out again")
         opened.span.end()

@@ -5,7 +5,7 @@ no App and does not connect to Kafka, so it cannot leak memory or block. `after`
 signal from outside, a worker is restarted with a growing pause, up to MOST_RESTARTS times in a row. After exit code 0
 it is done, and the others go on. After any other code all workers stop, and the supervisor exits with that code.
 
-Workers are named `{instance}-{0..N-1}`. Each reports through a pipe (eos/health/report.py); the end of that pipe tells
+Workers are named `{instance}-{0..N-1}`. Each reports through a pipe (eos/health/report.py); the end of that pipe shows
 a worker that its supervisor has ended.
 """
 
@@ -196,13 +196,13 @@ class Supervisor:
     def _look_after(self, child: Child) -> None:
         now = time.monotonic()
         if child.process is not None and (code := child.process.poll()) is not None:
-            self._ended(child, code)
+            self._handle_end(child, code)
         elif child.start_again_at is not None and now >= child.start_again_at:
             child.start_again_at = None
             child.restarts += 1
             self._start(child)
 
-    def _ended(self, child: Child, code: int) -> None:
+    def _handle_end(self, child: Child, code: int) -> None:
         lived_s = time.monotonic() - child.started_at
         self._read_all(child)
         child.process, child.code = None, code
@@ -212,9 +212,9 @@ class Supervisor:
             child.restarts_in_a_row = 1 if lived_s >= SETTLED_S else child.restarts_in_a_row + 1
         # A worker killed by our own SIGTERM had no handler yet: it had begun nothing, and it stopped on request.
         asked = stopping and code == -signal.SIGTERM
-        told = log.info if code == 0 or asked else log.warning
+        log_end = log.info if code == 0 or asked else log.warning
         then = self._then(child, what)
-        told(f"worker {child.instance} ended", reason=_code_words(code), then=then, lived_s=round(lived_s, 1))
+        log_end(f"worker {child.instance} ended", reason=_code_words(code), then=then, lived_s=round(lived_s, 1))
         if self._reloading.is_set() or (self._record_statuses and what is After.STOP):
             return
         if what is After.RESTART:
@@ -234,7 +234,7 @@ class Supervisor:
             others = any(c.running or c.start_again_at is not None for c in self.children)
             return "it is done, the others go on" if others else "it is done"
         if what is After.STOP:
-            return "a change of the source is waited for" if self._record_statuses else "all are stopped"
+            return "waiting for a change of the source" if self._record_statuses else "all are stopped"
         if child.restarts_in_a_row > MOST_RESTARTS:
             return "all are stopped"
         return f"it is started again in {pause_s(child.restarts_in_a_row):g} s"
@@ -401,7 +401,7 @@ def _code_words(code: int) -> str:
 class PrefixedStream:
     """A text stream that begins every line with `prefix` and writes whole lines, so that lines of workers do not mix.
 
-    A closed reader is no error: a line that cannot be written must not fail the record that wrote it.
+    A closed reader is not an error: a line that cannot be written must not fail the record that wrote it.
     """
 
     def __init__(self, stream: IO[str], prefix: str) -> None:
@@ -425,7 +425,7 @@ class PrefixedStream:
             self.write("\n")
 
     def _put(self, text: str) -> None:
-        # Not through the stream's own buffer: it refuses a signal handler that logs during a write.
+        # Bypass the stream's own buffer: it refuses a signal handler that logs during a write.
         line = text.encode(errors="backslashreplace")
         with contextlib.suppress(BrokenPipeError):
             while line:
@@ -435,8 +435,8 @@ class PrefixedStream:
         return getattr(self._stream, name)
 
 
-def own_name() -> str | None:
-    """Return a supervised worker's instance and remove it from the environment; None in an unsupervised process."""
+def take_worker_name() -> str | None:
+    """Return a supervised worker's instance and remove it from the environment, or None in an unsupervised process."""
     return os.environ.pop(NAME_VARIABLE, None)
 
 

@@ -164,7 +164,7 @@ class Worker(Listener):
         self._log_totals(self._world.now() - began)
 
     def states(self) -> list[tuple[str, int, int, int]]:
-        """Return for each function with state its name, values, bytes on disk, and changes left to restore."""
+        """Return the name, values, bytes on disk and changes left to restore of each stateful function."""
         return [] if self._keeper is None else self._keeper.sizes()
 
     # ---- notifications from the session -----------------------------------------------------------------------

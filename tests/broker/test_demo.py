@@ -186,7 +186,7 @@ def test_proof_finds_a_lost_record() -> None:
 def test_proof_finds_a_duplicate_record() -> None:
     again = (0, 1, 3, *DELAYS[5][3:])
     assert judged([*DELAYS, again, *LATES]) == {
-        "records in flight-delays", "records doubled", "minutes of delay, all 1 airlines equal"
+        "records in flight-delays", "records duplicated", "minutes of delay, all 1 airlines equal"
     }  # fmt: skip
 
 

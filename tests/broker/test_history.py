@@ -244,7 +244,7 @@ def test_concurrent_reader_sees_only_final_records(kafka, names, producer):
         settled_ends(servers, [topic])
         reader.wait_for_ends(end_offsets(servers, topic).stable)
         assert reader.positions == end_offsets(servers, topic).stable
-        seen = reader.seen()
+        seen = reader.collect_outputs()
         with pytest.raises(Unavailable, match=r"waited 0\.1 s for 99 records, but has 10 records"):
             reader.wait_for_records(99, 0.1)
     assert sorted(seen.source_offset.tolist()) == list(range(0, 20, 2))

@@ -41,7 +41,9 @@ class Step:
     fault: Fault = Fault.HOLD_REQUEST
     nth: int = 3
     then: str = ""  # with an event and a request, the worker continues to this step before it is killed
-    offsets_registered: bool | None = None  # whether the transaction already has the group's offsets; None: either
+    offsets_registered: bool | None = (
+        None  # whether the transaction already has the group's offsets, or None for either
+    )
 
     def __str__(self) -> str:
         return self.name

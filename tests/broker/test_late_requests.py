@@ -503,7 +503,7 @@ def test_consumer_without_its_coordinator_is_replaced(scenario: Scenario) -> Non
         held = scenario.proxy.on(ApiKey.OffsetFetch, Fault.HOLD_REQUEST)
         assert not txn.commit()
         assert held.hit
-        assert session.counters.rebuilds == 1, "the session must continue also after it joined again"
+        assert session.counters.rebuilds == 1, "the session must continue even after it joined again"
         txn = handle(session, scenario.target)
         assert txn.commit()
     scenario.finish().raise_if_violated()

@@ -171,7 +171,7 @@ def wait_for_empty_group(servers: str, group: str) -> None:
 
 
 def marked(move: Move) -> object:
-    """Mark programs that take minutes as long and the others as deep, so that they do not block changes of ours."""
+    """Mark programs that take minutes as long and the others as deep, so that they do not block changes to eos."""
     return pytest.param(move, id=move.page, marks=pytest.mark.long if move.stateful else pytest.mark.deep)
 
 

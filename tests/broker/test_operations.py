@@ -139,8 +139,8 @@ def test_metrics_agree_with_kafka_and_lag_with_the_stable_offset(kafka: LocalKaf
     run.wait("/readyz", 200)
     run.wait_metric("eos_records_in_total", 600)
     assert run.metric("eos_records_out_total") == 1200
-    run.wait_metric("eos_lag_records", 0)  # Markers and aborted records after the last committed record are no lag.
-    # Records after the last stable offset cannot be read, so they are no lag and `delivered` does not count them.
+    run.wait_metric("eos_lag_records", 0)  # Markers and aborted records after the last committed record are not lag.
+    # Records after the last stable offset cannot be read, so they are not lag and `delivered` does not count them.
     producer = pipeline._input_producer()
     producer.begin_transaction()
     for partition in range(3):

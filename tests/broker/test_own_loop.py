@@ -1,4 +1,4 @@
-"""Use `TransactSession` in a user's own loop: what ends a transaction, and which records are delivered again."""
+"""Use `TransactSession` in a user's loop: the ends of a transaction, and the records that are delivered again."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ def test_backlog_is_fetched_during_a_commit(loop: Loop) -> None:
     assert loop.copied() == [b"%d" % number for number in range(count)]
 
 
-def test_suspended_machine_does_not_look_replaced(
+def test_suspended_machine_is_not_treated_as_replaced(
     loop: Loop,
 ) -> None:
     """Pause the session as a suspended virtual machine: the broker's clock advances, its own does not."""

@@ -161,7 +161,7 @@ def test_topic_created_between_runs_is_read_from_its_beginning(kafka: LocalKafka
 
 
 @pytest.mark.deep
-def test_new_topics_on_three_brokers_stop_no_worker(cluster: LocalKafka, pipelines: Pipelines) -> None:
+def test_new_topics_on_three_brokers_do_not_stop_workers(cluster: LocalKafka, pipelines: Pipelines) -> None:
     """Create topics on three brokers: each learns of them at its own time, and librdkafka reports early queries as
     unknown."""
     pipeline = pipelines.on(cluster, 600, replicas=3)

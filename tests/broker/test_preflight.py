@@ -191,7 +191,7 @@ def test_topics_that_can_lose_records_warn_and_fail_with_strict(cluster: LocalKa
 
 
 @pytest.mark.deep
-def test_older_broker_passes(kafka392: LocalKafka, here: Directory) -> None:
+def test_older_broker_passes_the_preflight(kafka392: LocalKafka, here: Directory) -> None:
     servers = kafka392.bootstrap_servers
     for topic in (here.input, here.output):
         create_topic(servers, topic)

@@ -181,7 +181,7 @@ def test_follow_shows_new_records_until_ctrl_c(kafka: LocalKafka, names: Names, 
     assert len(shown()) == 4
 
 
-def test_closed_output_pipe_is_no_error(kafka: LocalKafka, eos: Run, names: Names) -> None:
+def test_closed_output_pipe_is_not_an_error(kafka: LocalKafka, eos: Run, names: Names) -> None:
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic)
     eos("send", topic, *map(str, range(3_000)))

@@ -19,7 +19,7 @@ def test_hello_world_prints_what_the_readme_says(kafka: LocalKafka, tmp_path: Pa
 
 
 @pytest.mark.deep
-def test_worker_and_state_survive_the_kills_of_the_tutorials(kafka: LocalKafka, tmp_path: Path) -> None:
+def test_tutorial_worker_and_state_survive_kills(kafka: LocalKafka, tmp_path: Path) -> None:
     worker = follow(TUTORIALS / "worker.md", kafka.bootstrap_servers, tmp_path)
     assert len(worker) == 6
     assert differences(worker) == []

@@ -78,7 +78,7 @@ def _copied(value: str) -> str:
     return value
 
 
-def test_own_loop_gets_the_record_and_can_omit_its_headers(
+def test_session_loop_gets_the_record_and_can_omit_its_headers(
     kafka: LocalKafka, source: str, names: Callable[[str], str]
 ) -> None:
     servers, dlq_topic, group = kafka.bootstrap_servers, f"{source}.dlq", names("g")

@@ -261,7 +261,7 @@ def test_zombie_is_fenced_although_its_successor_was_killed(kafka: LocalKafka, p
 
 
 @pytest.mark.deep_for("kafka392")
-def test_group_member_without_the_id_is_no_newer_instance(broker: LocalKafka, pipelines: Pipelines) -> None:
+def test_group_member_without_the_id_is_not_a_newer_instance(broker: LocalKafka, pipelines: Pipelines) -> None:
     """Let another consumer join under the worker's instance id and leave without a LeaveGroup.
 
     The same happens after a session that ended unnoticed, when the response to librdkafka's own new join is lost: the
@@ -367,7 +367,7 @@ def test_id_that_ended_its_transactions_is_still_owned(producer: Start, topic: s
 
 
 @pytest.mark.deep_for("kafka392")
-def test_first_timed_out_transaction_is_an_own_timeout(producer: Start, topic: str, ask: Ask) -> None:
+def test_first_timed_out_transaction_is_our_timeout(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
     raw.send(topic, "one")
@@ -382,7 +382,7 @@ def test_first_timed_out_transaction_is_an_own_timeout(producer: Start, topic: s
 
 
 @pytest.mark.deep_for("kafka392")
-def test_own_timeout_is_recognised_while_the_abort_is_prepared(producer: Start, topic: str, ask: Ask) -> None:
+def test_our_timeout_is_recognised_while_the_abort_is_prepared(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -410,7 +410,7 @@ def test_instance_initialised_during_our_transaction_is_newer(producer: Start, t
     assert judge(situation(mine, late=True), wait_for(ask, mine, 2, "Ongoing")) is Owner.NEWER
 
 
-def test_instance_inside_its_init_is_no_own_timeout(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_inside_its_init_is_not_our_timeout(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
     raw.send(topic, "one")
@@ -422,7 +422,7 @@ def test_instance_inside_its_init_is_no_own_timeout(producer: Start, topic: str,
     init.result()
 
 
-def test_instance_that_died_inside_its_init_is_an_own_timeout(
+def test_instance_that_died_inside_its_init_is_our_timeout(
     broker: LocalKafka, producer: Start, topic: str, ask: Ask, names: Callable[[str], str]
 ) -> None:
     with HoldingProxy.before(broker) as proxy:
@@ -465,7 +465,7 @@ def test_instance_initialised_while_ours_was_idle_is_newer(producer: Start, topi
     answer = wait_for(ask, mine, 1, "CompleteAbort")
     # The coordinator alone cannot distinguish it from our own late request, so the session queries the group.
     assert judge(situation(mine, False), answer) is Owner.UNKNOWN_TIMEOUT
-    # With an open transaction of ours the epoch would be E+2: our clock stopped, or the group decides.
+    # If we had an open transaction, the epoch would be E+2: our clock stopped, or the group decides.
     assert judge(situation(mine), answer) is Owner.ABORTED_EARLY
     second.begin()
     second.send(topic, "four")

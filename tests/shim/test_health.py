@@ -88,7 +88,7 @@ def test_metrics_count_forwarded_traffic(kafka: LocalKafka, names: Names, tmp_pa
         eventually(lambda: metrics(shim)["eos_shim_connections",] == 0)
 
 
-def test_hanging_shim_is_not_live_and_without_brokers_not_ready(names: Names) -> None:
+def test_shim_is_not_live_if_hung_and_not_ready_without_brokers(names: Names) -> None:
     with LocalKafka() as kafka, running(kafka.bootstrap_servers, *_OPTIONS) as shim:
         assert ask(shim, "/readyz")[0] == 200
         kafka.kill(0)

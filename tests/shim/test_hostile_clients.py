@@ -77,7 +77,7 @@ HEAD_END = b"\0\2t\xff\xff\0\0\1\0"  # no tags, transactional.id "t", acks -1, t
     ],
     ids=["a count without an end", "a name without an end", "tags", "one tag", "tags after a topic"],
 )
-def test_produce_of_80_mb_without_content(
+def test_empty_80_mb_produce_is_refused(
     shim: RunningShim, honest: Honest, host: str, start: bytes, piece: bytes, reason: str
 ) -> None:
     with connect(shim, host) as hostile:
@@ -95,7 +95,7 @@ def test_produce_of_80_mb_without_content(
         (api.ADD_PARTITIONS_TO_TXN, 3),
     ],
 )
-def test_control_frame_of_60_mb(shim: RunningShim, honest: Honest, api_key: int, version: int) -> None:
+def test_60_mb_control_frame_is_refused(shim: RunningShim, honest: Honest, api_key: int, version: int) -> None:
     host = f"127.0.1.{api_key}"
     with connect(shim, host) as hostile:
         taken = send_until_closed(hostile, head(api_key, version, 60 * MIB), bytes(MIB), 60 * MIB)
@@ -103,7 +103,7 @@ def test_control_frame_of_60_mb(shim: RunningShim, honest: Honest, api_key: int,
         assert_refused(shim, host, "exceed the limit of 2097152 for messages that are read whole")
 
 
-def test_api_versions_full_of_tags(shim: RunningShim, honest: Honest) -> None:
+def test_api_versions_full_of_tags_keeps_the_shim_responsive(shim: RunningShim, honest: Honest) -> None:
     asked = frame(api.API_VERSIONS, 3, b"\0\2x\2x" + uvarint(900_000) + EMPTY_TAGS[:1_800_000])
     with ExitStack() as stack:
         for _ in range(4):
@@ -111,7 +111,7 @@ def test_api_versions_full_of_tags(shim: RunningShim, honest: Honest) -> None:
             send_until_full(hostile, asked, 5 * len(asked))
 
 
-def test_requests_with_unread_responses(shim: RunningShim, honest: Honest) -> None:
+def test_requests_with_unread_responses_use_bounded_memory(shim: RunningShim, honest: Honest) -> None:
     """Send requests that the shim itself answers, because the identity is unknown, and read no response."""
     asked = frame(api.END_TXN, 1, b"\0\x09strangers" + struct.pack(">qhb", 5, 5, 1)) * 10_000
     taken, before = list[int](), psutil.Process(shim.process.pid).memory_info().rss
@@ -129,7 +129,9 @@ def test_requests_with_unread_responses(shim: RunningShim, honest: Honest) -> No
     assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB are kept for a client that reads nothing"
 
 
-def test_300_silent_connections_open_none_to_the_broker(shim: RunningShim, kafka: LocalKafka, honest: Honest) -> None:
+def test_300_silent_connections_open_no_broker_connections(
+    shim: RunningShim, kafka: LocalKafka, honest: Honest
+) -> None:
     port = int(kafka.bootstrap_servers.rsplit(":", 1)[1])
 
     def upstream() -> int:
@@ -144,7 +146,7 @@ def test_300_silent_connections_open_none_to_the_broker(shim: RunningShim, kafka
         assert upstream() <= before + 2  # The honest client's next connection may be among them.
 
 
-def test_requests_sent_byte_by_byte(shim: RunningShim, honest: Honest) -> None:
+def test_requests_sent_byte_by_byte_keep_the_shim_responsive(shim: RunningShim, honest: Honest) -> None:
     long_head = head(api.PRODUCE, 9, 50 * MIB) + bytes([100]) + b"\x63\0" * 99
     asked = [long_head, head(api.END_TXN, 3, MIB) + bytes(300), head(api.TXN_OFFSET_COMMIT, 3, MIB) + bytes(300)]
     with ExitStack() as stack:
@@ -154,7 +156,7 @@ def test_requests_sent_byte_by_byte(shim: RunningShim, honest: Honest) -> None:
                 hostile.sendall(asked[number % len(asked)][at : at + 1])
 
 
-def test_unfinished_frames(shim: RunningShim, honest: Honest) -> None:
+def test_unfinished_frames_close_the_first_stalled_connection(shim: RunningShim, honest: Honest) -> None:
     """Send 450 MB of unfinished frames: the shim closes the connection that stopped first.
 
     A broker allocates a whole frame when it begins, so ten much larger ones would exhaust its 1 GB.
@@ -191,7 +193,7 @@ def test_all_versions_of_kafka_are_offered(shim: RunningShim, kafka: LocalKafka)
     [(4.0, 15), pytest.param(600.0, 400, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
     ids=["seconds", "ten minutes"],
 )
-def test_random_frames(
+def test_random_frames_keep_the_shim_responsive(
     kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path, seconds: float, per_key: int
 ) -> None:
     """Send random frames for seconds, or for ten minutes as `python -m tests.shim.hostile_clients` does."""

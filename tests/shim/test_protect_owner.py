@@ -1,4 +1,4 @@
-"""Run our own transactions through a protecting shim: the ownership of an id is judged by the client's own epochs."""
+"""Run our own transactions through a protecting shim: the client's own epochs decide the ownership of an id."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_stalled_produce_of_ended_transaction_is_refused(kafka: LocalKafka, name
             client.init()
         client.begin()
         assert stalled() == INVALID_PRODUCER_EPOCH
-        # After a commit, the client's sequences continue, also after lost responses; a new client starts at 0.
+        # After a commit, the client's sequences continue, even after lost responses; a new client starts at 0.
         assert client.sends(wire, 2 if way == "commit" else 0, "next") == 0
         client.end(True)
     assert texts(kafka.bootstrap_servers, topic) == (["first", "next"] if way == "commit" else ["next"])

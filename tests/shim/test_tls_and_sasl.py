@@ -116,7 +116,9 @@ def test_scram_and_reauthentication_are_forwarded(secure: SecureKafka, names: Na
 @pytest.mark.deep_for("PLAINTEXT-plain", "TLS-tls", "BOTH-plain")
 @pytest.mark.parametrize("client_side", ["plain", "tls"])
 @pytest.mark.parametrize("listener", ["PLAINTEXT", "TLS", "BOTH"])
-def test_tls_on_either_side(secure: SecureKafka, pki: Path, names: Names, client_side: str, listener: str) -> None:
+def test_tls_works_on_either_side(
+    secure: SecureKafka, pki: Path, names: Names, client_side: str, listener: str
+) -> None:
     options: list[str] = []
     protocol = "sasl_" if listener == "BOTH" else ""
     settings: dict[str, Any] = dict(PLAIN) if protocol else {}

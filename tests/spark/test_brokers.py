@@ -27,7 +27,7 @@ Queries = Callable[..., Query]
         pytest.param("leader", "produce", marks=pytest.mark.long),
     ],
 )
-def test_broker_killed_during_a_batch_costs_no_record(
+def test_broker_killed_during_a_batch_loses_no_record(
     who: str, step: str, cluster: LocalKafka, queries: Queries, spark: Any
 ) -> None:
     query = queries(cluster.bootstrap_servers).create(replicas=3).load(RECORDS)

@@ -12,7 +12,9 @@ from tests.support.pages import DOCS, files_of
 from tests.support.reading import create_topic, visible_values
 
 
-def test_query_of_the_page_counts(kafka: LocalKafka, spark: Any, names: Callable[[str], str], tmp_path: Path) -> None:
+def test_query_of_the_page_counts_correctly(
+    kafka: LocalKafka, spark: Any, names: Callable[[str], str], tmp_path: Path
+) -> None:
     orders, totals = (create_topic(kafka.bootstrap_servers, names(topic)) for topic in ("orders", "totals"))
     with eos.transaction({"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": names("load")}) as txn:
         for key in ("a", "b", "a"):

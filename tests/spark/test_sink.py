@@ -463,7 +463,7 @@ def test_second_write_in_a_micro_batch_is_refused(
 
     source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load()
     writer = source.writeStream.foreachBatch(both).option("checkpointLocation", str(tmp_path / "checkpoint"))
-    for _ in range(2):  # also after a restart, when Kafka has the rows of the first write
+    for _ in range(2):  # the second time as after a restart: Kafka has the rows of the first write
         with pytest.raises(StreamingQueryException, match="would lose its rows"):
             writer.start().awaitTermination(60)
     assert len(settled(kafka.bootstrap_servers, *topics)) == 10
@@ -539,9 +539,9 @@ def test_transaction_timeout_defaults_to_the_brokers_maximum(kafka: LocalKafka, 
         ("'a' as key", "needs a column value"),
         ("1 as value", "column value is int, it must be string or binary"),
         ("'v' as value; 'x' as headers", "column headers is string"),
-        ("'v' as value; 9 as partition", "a row is for 9, which is no partition of"),
-        ("'v' as value; 'elsewhere' as topic", "a row is for elsewhere, which is no partition of"),
-        ("'v' as value; cast(null as string) as topic", "a row is for null, which is no partition of"),
+        ("'v' as value; 9 as partition", "a row is for 9, which is not a partition of"),
+        ("'v' as value; 'elsewhere' as topic", "a row is for elsewhere, which is not a partition of"),
+        ("'v' as value; cast(null as string) as topic", "a row is for null, which is not a partition of"),
         ("repeat('v', 2000000) as value", "does not fit into max.message.bytes"),
         ("'v' as value; array(named_struct('key', cast(null as string), 'value', X'00')) as headers", "has no key"),
     ],

@@ -109,7 +109,7 @@ def test_deleted_changelog_ends_its_worker(
         losing.delete()
         log = losing.ends(worker)
     assert f"eos: state is gone: the changelog {losing.changelog} was deleted while this worker ran: " in log
-    assert not losing.exists(), "no client of ours recreated it"
+    assert not losing.exists(), "none of our clients recreated it"
 
 
 @pytest.mark.parametrize("policy", ["skip", "dlq", "stop"])

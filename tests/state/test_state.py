@@ -496,7 +496,7 @@ def test_state_can_be_queried_from_outside(counting: Counting) -> None:
     assert one["state"]["seen"] == counts["k7"]
     shown = eos_state("show", "counting:app", "--limit", "3")
     assert (shown.stdout.count("seen"), "only 3 keys of each function are shown" in shown.stderr) == (3, True)
-    assert "not a function with state of" in eos_state("show", "counting:app", "--function", "nope", ends=64).stderr
+    assert "not a stateful function of" in eos_state("show", "counting:app", "--function", "nope", ends=64).stderr
 
 
 def test_moved_partitions_keep_their_state(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:

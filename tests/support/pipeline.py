@@ -181,7 +181,7 @@ class WorkerProcess:
             raise TooSlow(f"{self.name} did not end within {error.timeout} s") from None
 
     def assert_ended(self, code: int, *is_logged: str) -> None:
-        """Check the exit code and a single sentence that contains each of `said`, without a traceback of ours."""
+        """Check the exit code and a single sentence that contains each of `said`, without a traceback of eos."""
         assert self.wait() == code, self.final_output
         for part in is_logged:
             assert part in self.final_output, f"{part!r} is missing in: {self.final_output}"
@@ -580,7 +580,7 @@ class Pipeline:
             committed=self.committed(),
             complete=complete,
             ends=ends,
-            seen=self._reader.seen(),
+            seen=self._reader.collect_outputs(),
             commits=self._commits.series(tuple(self.sources)),
             counts=counts_of(written, self._changelogs()) if self.stateful else None,
         )

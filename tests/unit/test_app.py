@@ -905,7 +905,7 @@ def test_second_parameter_gets_record_with_value_and_state() -> None:
     assert ran.values("out") == [b"a 0 1", b"b 1 2"]
 
 
-def test_second_parameter_gets_record_of_tombstone_and_own_decoder() -> None:
+def test_second_parameter_gets_record_with_tombstone_or_custom_decoder() -> None:
     assert route(in_record_or_none).outputs(msgspec.structs.replace(RECORD, value=None))[0][1] == b"gone"
     app = App("app")
 

@@ -282,7 +282,7 @@ def test_async_worker_in_running_loop_is_refused_before_connecting() -> None:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_async_running_loop_later_is_no_record_failure(batch: bool) -> None:
+def test_async_loop_that_runs_later_is_not_a_record_failure(batch: bool) -> None:
     kept = Collector()
 
     async def handle_in_loop() -> Halt | None:
@@ -312,7 +312,7 @@ def test_async_closed_loop_does_not_fail_next_record() -> None:
         eos.testing.run(app, [("in", b"a"), ("in", b"b")])
 
 
-def test_async_loop_creation_error_is_no_record_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_loop_creation_error_is_not_a_record_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> asyncio.AbstractEventLoop:
         raise OSError(errno.EMFILE, "Too many open files")
 

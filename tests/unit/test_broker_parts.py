@@ -251,7 +251,7 @@ def test_rejected_certificate_is_not_a_missing_network(no_jars: Path, monkeypatc
         kafka_jars("4.3.1")
 
 
-def test_record_is_valid_while_all_jars_are_complete(tmp_path: Path) -> None:
+def test_jar_list_is_valid_while_all_jars_are_complete(tmp_path: Path) -> None:
     jar, record = tmp_path / "a.jar", tmp_path / "4.3.1.json"
     jar.write_bytes(b"whole")
     jars._write_record(record, ["a"], [jar])

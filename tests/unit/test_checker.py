@@ -261,7 +261,7 @@ def test_input_without_output_is_a_loss(sparse):
     assert lost in h.check(seen=None)["offsets_match_outputs"].sentence
 
 
-def test_missing_output_above_committed_offset_is_no_loss():
+def test_missing_output_above_committed_offset_is_not_a_loss():
     h = history(4)
     i = len(h.outputs) - 1
     place = IN[h.outputs.source_topic[i]], int(h.outputs.source_partition[i])
@@ -577,7 +577,7 @@ def test_fan_out_may_differ_per_input():
     assert "which must have 0" in report["no_unexpected_outputs"].sentence
 
 
-def test_single_input_and_output_are_a_history():
+def test_single_input_and_output_pass_all_rules():
     inputs = Inputs(topics=("in",), topic=[0], partition=[0], offset=[0])
     one = {name: [0] for name in COLUMNS}
     assert check(inputs, Outputs(topics=("out",), **one), committed={("in", 0): 1}).ok

@@ -42,7 +42,7 @@ def test_pending_signal_exception_is_raised_instead_of_system_error() -> None:
         call_client(left, ValueError())
 
 
-def test_result_and_arguments_pass() -> None:
+def test_call_passes_arguments_and_returns_result() -> None:
     assert call_client(max, 1, 3, 2) == 3
 
 

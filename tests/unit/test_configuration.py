@@ -64,6 +64,6 @@ def test_names_that_sound_secret_are_secrets() -> None:
     assert sounds <= SECRETS
 
 
-def test_meanings_are_of_existing_settings() -> None:
+def test_every_described_setting_exists() -> None:
     known = librdkafka_names.COMMON | librdkafka_names.CONSUMER_ONLY | librdkafka_names.PRODUCER_ONLY
     assert set(MEANINGS) <= known

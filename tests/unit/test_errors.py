@@ -221,7 +221,7 @@ STRUCT = (
 
 
 @pytest.mark.parametrize("row", [r for r in MEASURED if r.call in ("send_offsets", "commit")], ids=lambda r: r.case)
-def test_ordinary_rebalance_is_described_and_nothing_else(row: Row) -> None:
+def test_only_ordinary_rebalances_are_described(row: Row) -> None:
     failure = CallFailed(row.call, row.action, KafkaException(KafkaError(row.code, STRUCT)))
     moved = row.code in (K.UNKNOWN_MEMBER_ID, K.ILLEGAL_GENERATION, K.REBALANCE_IN_PROGRESS, K.STALE_MEMBER_EPOCH)
     assert describe_rebalance(failure) == ("the group is rebalancing" if moved else "")

@@ -155,7 +155,7 @@ def test_dead_letter_of_an_exit_has_class_message_and_line(way: Way) -> None:
     assert b"raise error" in (headers["eos-dlq-trace"] or b"")
 
 
-def test_failure_without_a_text_is_named_by_its_class() -> None:
+def test_failure_without_text_is_named_by_its_class() -> None:
     with pytest.raises(PoisonRecord, match=r"f failed on in\[0\]@0: CancelledError$"):
         eos.testing.run(app_of(coroutine, asyncio.CancelledError()), [BAD])
 
@@ -206,7 +206,7 @@ def test_interruption_in_a_group_or_context_passes() -> None:
             eos.testing.run(app_of(way, hidden, on_error=skip), [BAD])
 
 
-def test_keyboard_interrupt_with_own_handler_is_a_record_failure() -> None:
+def test_keyboard_interrupt_with_custom_handler_is_a_record_failure() -> None:
     """A worker's own handler never raises KeyboardInterrupt."""
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:

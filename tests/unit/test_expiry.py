@@ -274,7 +274,7 @@ def failing_apps() -> list[App]:
 
 @pytest.mark.parametrize("app", failing_apps(), ids=lambda app: app.routes["in"].name)
 @pytest.mark.parametrize("page", [b"bad", b"unsendable", b"unstorable"])
-def test_failed_record_advances_no_time_and_touches_no_task(
+def test_failed_record_does_not_advance_time_or_touch_a_task(
     app: App, page: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = Task(ttls={b"times": 10})

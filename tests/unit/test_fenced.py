@@ -78,7 +78,7 @@ class FencedProducer:
 
 
 @pytest.mark.parametrize("call", ["begin", "flush", "commit"])
-# Without a group, an old request of ours looks like a newer instance whose last transaction was aborted.
+# Without a group, one of our old requests looks like a newer instance whose last transaction was aborted.
 @pytest.mark.parametrize("owner", [Owner.NEWER, Owner.UNKNOWN_TIMEOUT])
 def test_transactions_fenced_by_a_newer_instance_stay_fenced(owner: Owner, call: Call, monkeypatch: AnyPatch) -> None:
     transactions = Transactions(SETTINGS, world=WORLD)

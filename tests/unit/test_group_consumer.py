@@ -162,7 +162,9 @@ def test_unreadable_notes_are_waited_for(caplog: pytest.LogCaptureFixture, monke
     with caplog.at_level("INFO", "eos"):
         waiting.start_offsets.locate(waiting.assignment)
     assert waiting.assignment.unlocated == {("in", 1)}
-    assert "waiting for the record of earlier commits of this group: 127.0.0.1:9 cannot be reached" in caplog.text
+    assert (
+        "waiting for the list of partitions that this group has committed: 127.0.0.1:9 cannot be reached" in caplog.text
+    )
 
 
 def test_unauthorised_partitions_are_a_missing_right_of_the_topic() -> None:

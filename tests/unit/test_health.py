@@ -290,7 +290,7 @@ def test_probes_answer_200_only_if_all_workers_pass(answers: Answers) -> None:
     assert answers.ask("/livez") == (503, "NOT OK i: stuck\n")
 
 
-def test_http_errors_and_head_requests(answers: Answers) -> None:
+def test_http_errors_and_head_requests_are_answered(answers: Answers) -> None:
     assert answers.ask("/nope")[0] == 404
     assert answers.ask("/status.json?since=yesterday")[0] == 400
     assert answers.ask("/livez", "HEAD") == (200, "")

@@ -430,7 +430,7 @@ def test_feed_outs_matches_in_both_forms(made: Any) -> None:
 @both
 @settings(max_examples=300)
 @given(inputs, results, passing_names)
-def test_usual_results_match_the_full_rules(loop: Any, record: Record, made: Any, passing: Any) -> None:
+def test_results_of_expected_types_match_the_full_rules(loop: Any, record: Record, made: Any, passing: Any) -> None:
     """Compare with the rules of Route.outputs, which Spark uses. Of two errors of one output either may be raised,
     but never a record's failure in place of the App's."""
     shape, made_of = made
@@ -508,14 +508,14 @@ def test_several_outputs_are_sent_only_once_all_are_made(loop: Any) -> None:
 
 @both
 @pytest.mark.parametrize("key", ["k", b"k", Texts("k")])
-def test_pair_result_goes_to_other(loop: Any, key: object) -> None:
+def test_pair_result_goes_to_the_full_rules(loop: Any, key: object) -> None:
     case = Case([(usual(b"")[0][0], ("tuple", pair)) for pair in ([key, b"v"], [key, Out(b"v")])])
     case.run(loop)
     assert [call[3] for call in case.calls if call[0] == "other"] == [(key, b"v")]
 
 
 @both
-def test_none_result_of_tombstone_goes_to_other(loop: Any) -> None:
+def test_none_result_of_tombstone_goes_to_the_full_rules(loop: Any) -> None:
     """The result may be a tombstone to be forwarded."""
     tombstone = Record("in", 0, 9)
     case = Case([*usual(None, b"v"), (tombstone, ("one", [None])), (tombstone, ("list", [b"v", None]))])
@@ -585,7 +585,7 @@ def test_batch_output_with_kept_time_gets_the_batchs(loop: Any) -> None:
 
 
 @both
-def test_batch_feed_stop_position(loop: Any) -> None:
+def test_batch_feed_reports_its_stop_position(loop: Any) -> None:
     outs = [
         Out(b"a", b"k", timestamp=0),
         None,

@@ -419,7 +419,7 @@ def header(**more: object) -> bytes:
 @pytest.mark.parametrize(
     ("there", "sentence"),
     [
-        # What a map holds is no value, and fields of numbers are no text.
+        # A map's fields are not a single value, and number fields are not text.
         (
             header(stores={"seen": "MapState[str]"}),
             r"seen of count was a MapState\[str\] when it was kept, and is a State",
@@ -566,7 +566,7 @@ def test_restart_after_aborts_reads_no_known_records(monkeypatch: pytest.MonkeyP
     keeper.close()
 
 
-def test_folder_as_of_precedes_its_transactions_offsets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_time_precedes_the_offsets_of_its_transaction(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process may pause between a commit and the folder's write, while others delete keys."""
     clock = [1_000.0]
     keeper = keeper_on(monkeypatch, [], folder=tmp_path)
@@ -724,7 +724,7 @@ def test_unusable_default_folder_keeps_state_in_memory(
         Keeper(app_of(), Settings({"eos.state.dir": str(tmp_path / "home" / "x")})).prepare()
 
 
-def test_functions_of_one_name_do_not_share_state() -> None:
+def test_functions_with_the_same_name_do_not_share_state() -> None:
     app = app_of()
 
     def count(value: str, seen: State[int]) -> None: ...

@@ -66,7 +66,7 @@ def comments(paths: tuple[Path, ...]) -> Iterator[Text]:
 
 
 def strings(paths: tuple[Path, ...]) -> Iterator[Text]:
-    """Messages: every string of several words that is no docstring."""
+    """Messages: every string of several words that is not a docstring."""
     for path in paths:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) > 3:

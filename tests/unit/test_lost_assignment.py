@@ -14,7 +14,7 @@ from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.session.consumer import lost_assignment as unheard
 from eos.session.consumer.lag import decode_statistics
-from eos.session.consumer.lost_assignment import Given, LostAssignment
+from eos.session.consumer.lost_assignment import LostAssignment, ReportedAssignment
 from eos.session.consumer.positions import TopicPartition
 
 P = unheard._PATIENCE_S
@@ -43,7 +43,9 @@ class Member:
 
     def given(self, *partitions: int) -> None:
         """Set the assignment that the coordinator reports now, without a poll."""
-        self.lost_assignment._given = Given(self.now_s, frozenset(("in", number) for number in partitions))
+        self.lost_assignment._unchecked_report = ReportedAssignment(
+            self.now_s, frozenset(("in", number) for number in partitions)
+        )
 
     def rebalanced_to(self, *partitions: int) -> None:
         """Run a rebalance callback: these are all partitions of the client now."""

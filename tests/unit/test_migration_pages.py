@@ -19,12 +19,12 @@ def test_all_migration_pages_are_tested() -> None:
 
 
 @pytest.mark.parametrize("page", THEIRS)
-def test_page_has_the_old_program_and_then_ours(page: str) -> None:
+def test_page_shows_the_old_program_before_the_eos_one(page: str) -> None:
     assert [name for name in programs_of(page) if name != SETTINGS] == [THEIRS[page], OURS]
 
 
 @pytest.mark.parametrize("page", THEIRS)
-def test_our_program_of_a_page_works(page: str, tmp_path: Path) -> None:
+def test_eos_program_of_a_page_works(page: str, tmp_path: Path) -> None:
     path = tmp_path / OURS
     path.write_text(programs_of(page)[OURS])
     program = runpy.run_path(str(path))

@@ -73,7 +73,7 @@ def test_watcher_never_aborts_own_or_longer_named_transaction() -> None:
     assert looked_after(Cluster([listed(name) for name in names], wrote=names)) == ["orders-a-2"]
 
 
-def test_watcher_knows_own_loops_by_their_commits() -> None:
+def test_watcher_knows_session_loops_by_their_commits() -> None:
     assert looked_after(Cluster([listed("x-1"), listed("x-2")], ["x-1", "x-2"]), "orders", own="x-1") == ["x-2"]
 
 

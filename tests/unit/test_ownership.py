@@ -111,7 +111,7 @@ STATES = [  # Kafka's TransactionState
 
 @pytest.mark.parametrize("age_ms", [0, TIMEOUT_MS - 1, TIMEOUT_MS, 10 * TIMEOUT_MS])
 @pytest.mark.parametrize("reach", Progress)
-def test_own_timeout_needs_every_condition(reach: Progress, age_ms: float) -> None:
+def test_our_timeout_needs_every_condition(reach: Progress, age_ms: float) -> None:
     situation = Situation(Identity(PRODUCER, E), reach, age_ms, TIMEOUT_MS)
     examined = 0
     for producer, epoch, state in itertools.product((PRODUCER, 9), range(E - 1, E + 5), STATES):
@@ -254,13 +254,15 @@ MINE = TransactionalIdState("Empty", PRODUCER, E)
 
 
 @pytest.mark.parametrize(("then", "owner"), [(MINE, Owner.MINE), (SUCCESSOR, Owner.NEWER)])
-def test_outdated_coordinator_is_queried_until_the_current_answers(then: TransactionalIdState, owner: Owner) -> None:
+def test_outdated_coordinator_is_queried_until_the_current_one_answers(
+    then: TransactionalIdState, owner: Owner
+) -> None:
     """Found by the failure matrix, transaction coordinator cut off: a worker took an epoch before its own for a newer
     instance's."""
     assert Coordinator({0: BEHIND, 4.0: then}).settle(YOUNG) == (owner, then)
 
 
-def test_id_with_older_epoch_for_long_is_ours() -> None:
+def test_id_with_an_older_epoch_for_a_long_time_is_ours() -> None:
     coordinator = Coordinator({0: BEHIND})
     assert coordinator.settle(YOUNG) == (Owner.MINE, BEHIND)
     assert 10.0 <= coordinator.asked_at[-1] < 10.5

@@ -64,12 +64,12 @@ def test_output_gets_the_trace_of_its_record(function: Callable[[Any], Any]) -> 
     assert [sent.headers for sent in ran.sent] == [TRACE] * each + [[]] * each * 2
 
 
-def test_passed_headers_work_with_own_encoder() -> None:
+def test_passed_headers_work_with_a_custom_encoder() -> None:
     ran = eos.testing.run(app_of(typed, encode=lambda value: b"x"), records(HEADERS))
     assert [sent.headers for sent in ran.sent] == [TRACE]
 
 
-def test_own_header_of_an_out_replaces_the_passed_one() -> None:
+def test_header_of_an_out_replaces_the_passed_one() -> None:
     ran = eos.testing.run(app_of(lambda record: Out("v", headers={"traceparent": "mine", "h": "1"})), records(HEADERS))
     assert ran.sent[0].headers == [("tracestate", b"v=1"), ("traceparent", b"mine"), ("h", b"1")]
 

@@ -179,7 +179,7 @@ def test_app_with_patterns_keeps_added_topics_when_pickled() -> None:
 # ---- the search for new topics --------------------------------------------------------------------------------
 
 
-def test_dead_letter_topic_is_lacking_only_if_a_function_uses_it() -> None:
+def test_dead_letter_topic_is_missing_only_if_a_function_uses_it() -> None:
     app = app_of(("^in-.*", "out"), on_error=eos.dlq)
     app.process("^x-.*", to="out")(other)
     assert lacking(app, {"in-1", "in-2", "in-2.dlq", "x-1"}) == {"in-1": "in-1.dlq"}

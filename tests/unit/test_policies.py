@@ -343,7 +343,7 @@ def test_configuration_error_stops_under_any_policy(policy: Policy) -> None:
     ids=lambda error: str(error)[:12] or "memory",
 )
 @pytest.mark.parametrize("batch", [False, True])
-def test_exhausted_process_is_no_record_failure(policy: Policy, full: Exception, batch: bool) -> None:
+def test_exhausted_process_is_not_a_record_failure(policy: Policy, full: Exception, batch: bool) -> None:
     def filling(record: Record) -> Out:
         if record.value == b"b":
             raise full
@@ -363,7 +363,7 @@ def test_exhausted_process_is_no_record_failure(policy: Policy, full: Exception,
     assert (halt.handled, len(txn.sends), txn.skipped, txn.dead_letters) == ((0, 0, 0, 0) if batch else (1, 1, 0, 0))
 
 
-def test_memory_error_in_a_decoder_is_no_record_failure() -> None:
+def test_memory_error_in_a_decoder_is_not_a_record_failure() -> None:
     def decode(value: bytes) -> Any:
         raise MemoryError
 
@@ -454,7 +454,7 @@ def test_decode_error_is_retried_only_if_named() -> None:
         assert (len(halts), txn.skipped) == (2 if on else 0, 1)
 
 
-def test_error_of_an_own_decoder_is_retried_if_named() -> None:
+def test_custom_decoder_error_is_retried_if_named() -> None:
     """The decoder may have queried a registry that is unavailable."""
 
     def asks(value: bytes) -> bytes:
@@ -515,7 +515,7 @@ def test_failed_batch_under_stop_runs_once_and_names_its_range() -> None:
     assert "failed on one of 6 records (in[0]@10..14, in[1]@10..10)" in str(halt.error)
 
 
-def test_batch_size_is_bounded_beside_other_functions() -> None:
+def test_batch_size_is_bounded_if_there_are_other_functions() -> None:
     calls: list[int] = []
     app = batch_app(stop, calls)
     app.process("other", to="out")(upper)
@@ -562,7 +562,7 @@ def test_refused_send_names_its_record() -> None:
     assert txn.failure.record is given[1]
 
 
-def test_waiting_for_queue_room_is_no_function_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_queue_room_is_not_function_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     handler, txn = Handler(app_of(), now=lambda: clock.now), Txn(refuses=[b"B"])
 
@@ -872,7 +872,7 @@ def starred(value: object) -> bytes:
     return f"*{value}*".encode()
 
 
-def test_own_decoder_and_encoder_are_used() -> None:
+def test_custom_decoder_and_encoder_are_used() -> None:
     app = app_of(lambda text: [text, Out(b"bytes too"), None, Out(None)], decode=reversed_bytes, encode=starred)
     assert handled(app, b"abc").values == [b"*cba*", b"*b'bytes too'*", None]
     batch = App("batch")
@@ -880,7 +880,7 @@ def test_own_decoder_and_encoder_are_used() -> None:
     assert handled(batch, b"abc").values == [b"*b'abc'*"]
 
 
-def test_errors_of_own_decoders_and_encoders_are_record_failures() -> None:
+def test_custom_decoder_and_encoder_errors_are_record_failures() -> None:
     txn = handled(app_of(lambda text: text, dlq, decode=reversed_bytes), b"a", b"\xff", None)
     assert txn.values == [b"a", b"\xff", None]
     messages = [dict(send[5] or []).get("eos-dlq-message") or b"" for send in txn.sends]
@@ -890,14 +890,14 @@ def test_errors_of_own_decoders_and_encoders_are_record_failures() -> None:
     assert b"starred returned a str, not bytes" in (dict(txn.sends[0][5] or [])["eos-dlq-message"] or b"")
 
 
-def test_own_decoder_passes_tombstones_to_functions_that_accept_them() -> None:
+def test_custom_decoder_passes_tombstones_to_functions_that_accept_them() -> None:
     def shown(text: str | None) -> str:
         return repr(text)
 
     assert handled(app_of(shown, decode=reversed_bytes), None, b"ab").values == [b"None", b"'ba'"]
 
 
-def test_own_decoders_survive_pickling_and_invalid_ones_are_refused() -> None:
+def test_custom_decoders_survive_pickling_and_invalid_ones_are_refused() -> None:
     made = app_of(upper, decode=reversed_bytes, encode=starred).routes["in"]
     copied = pickle.loads(pickle.dumps((made.decode, made.encode)))
     assert copied[0](b"ab") == "ba"
@@ -945,7 +945,7 @@ def test_record_with_unreadable_headers_stops_at_its_offset() -> None:
     assert txn.values == [b"A"]
 
 
-def test_unreadable_headers_raise_in_an_own_loop() -> None:
+def test_unreadable_headers_raise_in_a_session_loop() -> None:
     headers = UnreadableHeaders([("b", b"2")], WHY)
     for read in (list, len, dict, lambda given: given[0], lambda given: ("b", b"2") in given):
         with pytest.raises(ValueError, match="header 1 of 2"):

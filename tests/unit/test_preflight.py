@@ -78,7 +78,7 @@ def spoken(found: list[Finding]) -> list[Finding]:
     return [f for f in found if f.level is not Level.OK]
 
 
-def test_fit_cluster_passes_every_check() -> None:
+def test_suitable_cluster_passes_every_check() -> None:
     found = judge(NEED, facts())
     assert spoken(found) == []
     logs = ["transaction log"] * 2
@@ -221,11 +221,11 @@ def test_single_broker_fails_only_with_strict() -> None:
         raise_first_failure(judge(dataclasses.replace(NEED, strict=True), alone))
 
 
-def test_input_with_one_replica_is_no_finding() -> None:
+def test_input_with_one_replica_is_not_a_finding() -> None:
     assert spoken(judge(NEED, facts(in_=topic(replicas=1)))) == []
 
 
-def test_unauthorised_facts_are_no_failure() -> None:
+def test_unauthorised_facts_are_not_a_failure() -> None:
     blind = topic(operations=None, config=None)
     hidden = Topic(exists=None)
     found = judge(
@@ -311,7 +311,7 @@ def test_unsafe_log_of_new_cluster_is_warning_and_fails_with_strict(
         raise_first_failure(judge(dataclasses.replace(NEED, strict=True), facts(**changes)))
 
 
-def test_safe_log_of_new_cluster_is_no_finding() -> None:
+def test_safe_log_of_new_cluster_is_not_a_finding() -> None:
     strict = dataclasses.replace(NEED, strict=True)
     assert spoken(judge(strict, facts(ids=GONE, offsets=GONE, broker={"min.insync.replicas": "2"}))) == []
 

@@ -89,7 +89,7 @@ def test_replay_function_is_the_failed_or_the_named_one() -> None:
 
 
 @given(st.integers(0, 8), st.lists(st.integers(0, 24), unique=True), st.randoms())
-def test_exactly_the_dead_letters_done_in_any_order_are_known(low: int, order: list[int], chance: Random) -> None:
+def test_dead_letters_marked_done_in_any_order_are_known_exactly(low: int, order: list[int], chance: Random) -> None:
     """Add each dead letter as the replay does, with the gap before it that holds no dead letter."""
     there = sorted(chance.sample(range(25), chance.randint(0, 25)))
     done, expected = Done().starting_at(low), set(range(low))

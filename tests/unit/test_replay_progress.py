@@ -29,7 +29,7 @@ def changes(folder: Path, *lines: object) -> dict[str, Any]:
     return read_changes("--file letters.jsonl", file)
 
 
-def test_selection_by_record_and_exception() -> None:
+def test_selection_filters_by_record_and_exception() -> None:
     first, second = letter(), letter(KeyError("x"), msgspec.structs.replace(RECORD, offset=18), 6)
     for choice, chosen in (
         (Selection(), [first, second]),
@@ -44,7 +44,7 @@ def test_selection_by_record_and_exception() -> None:
     assert Selection(["orders[3]@19"]).missing == {"orders[3]@19"}
 
 
-def test_exported_letter_is_read_back_with_edits(tmp_path: Path) -> None:
+def test_exported_dead_letter_is_read_back_with_edits(tmp_path: Path) -> None:
     row = export_row(letter())
     assert row == {
         "letter": "orders.dlq[1]@5",

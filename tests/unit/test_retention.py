@@ -52,7 +52,7 @@ def test_input_older_than_a_destination_keeps_is_named_with_the_setting(caplog: 
         None,
     ],
 )
-def test_topics_that_delete_nothing_by_age_are_not_warned_of(kept: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_topic_without_time_retention_causes_no_warning(kept: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert not retention(out=kept).is_exceeded(record(100 * WEEK_MS), NOW_S)
     assert caplog.messages == []
 

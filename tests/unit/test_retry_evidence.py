@@ -222,27 +222,27 @@ def test_five_hundred_healthy_transactions_give_no_reason() -> None:
     assert evidence.reason is None
 
 
-def test_more_requests_of_other_kinds_are_no_sign() -> None:
+def test_more_requests_of_other_kinds_are_not_a_sign() -> None:
     """librdkafka repeats AddPartitionsToTxn after CONCURRENT_TRANSACTIONS, in 8 % of healthy transactions."""
     evidence = healthy()
     evidence.add_statistics(statistics(req={"EndTxn": 0, "AddPartitionsToTxn": 20, "AddOffsetsToTxn": 10}))
     assert evidence.reason is None
 
 
-def test_empty_transaction_without_end_txn_is_no_sign() -> None:
+def test_empty_transaction_without_end_txn_is_not_a_sign() -> None:
     evidence = healthy()
     evidence.expect_end_txn()
     evidence.add_statistics(statistics(end_txn=0))
     assert evidence.reason is None
 
 
-def test_changes_of_the_bootstrap_connection_are_no_sign() -> None:
+def test_changes_of_the_bootstrap_connection_are_not_a_sign() -> None:
     evidence = healthy()
     evidence.add_statistics(of_broker(BOOTSTRAP, disconnects=5, connects=5))
     assert evidence.reason is None
 
 
-def test_changes_during_the_init_are_no_sign() -> None:
+def test_changes_during_the_init_are_not_a_sign() -> None:
     evidence = RetryEvidence()
     evidence.add_statistics(statistics(epoch=-1))
     evidence.add_statistics(statistics(epoch=-1, connects=9, disconnects=8, req_timeouts=7, end_txn=6))
@@ -289,7 +289,7 @@ def test_extra_end_txn_is_evidence_in_the_first_statistics() -> None:
     assert evidence.reason == "2 EndTxn requests for 1 transactions"
 
 
-def test_connection_lost_during_the_init_is_no_sign() -> None:
+def test_connection_lost_during_the_init_is_not_a_sign() -> None:
     """A cluster that has just created its transaction log closes the connection once."""
     evidence = RetryEvidence()
     evidence.add_statistics(statistics(disconnects=1))
@@ -354,7 +354,7 @@ def test_right_counts_on_the_same_connections_clear_a_slow_call(call: str) -> No
     assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
-def test_repeated_add_offsets_after_an_answer_is_no_sign() -> None:
+def test_repeated_add_offsets_after_an_answer_is_not_a_sign() -> None:
     """The broker answers CONCURRENT_TRANSACTIONS while it writes the markers of the previous transaction."""
     evidence = after_slow_call("send_offsets", counted(BEFORE, 0))
     again = {COORDINATOR: {"txretries": 2, "req": {"EndTxn": 1, "AddOffsetsToTxn": 3}}}

@@ -41,7 +41,7 @@ CONTRADICTIONS = [
     ("group.protocol", "share", "no other group protocol"),
     ("partition.assignment.strategy", "cooperative-sticky,mine", "tested"),
     ("partition.assignment.strategy", "sticky", "tested"),
-    ("enable.gapless.guarantee", "true", "where an abort is enough"),
+    ("enable.gapless.guarantee", "true", "that an abort could resolve"),
 ]
 
 

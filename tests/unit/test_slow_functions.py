@@ -121,7 +121,7 @@ def test_slow_record_is_known_until_its_commit() -> None:
     assert not session.slow_functions.has_slow_records
 
 
-def test_record_lost_once_and_then_committed_stops_no_worker() -> None:
+def test_record_lost_once_and_then_committed_does_not_stop_a_worker() -> None:
     session = Session()
     session.slow(records(7))
     session.lost()

@@ -62,5 +62,5 @@ def test_offset_still_missing_despite_its_note_was_lost(notes: dict[str, Any]) -
         starts(committed).find([ZERO, ONE])
 
 
-def test_partition_without_a_note_starts_by_the_reset_policy(notes: dict[str, Any]) -> None:
+def test_partition_without_a_note_follows_the_reset_policy(notes: dict[str, Any]) -> None:
     assert starts({ZERO: -1001}).find([ZERO])[ZERO].offset == OFFSET_BEGINNING

@@ -58,7 +58,7 @@ def test_deleted_value_is_gone_and_leaves_a_tombstone() -> None:
     assert ran.states == {"toggle": {"on": {b"b": True}, "text": {b"b": "z"}}}
 
 
-def test_value_changed_in_place_is_kept_even_a_default() -> None:
+def test_in_place_change_is_kept_even_of_a_default() -> None:
     def pay(cents: int, account: State[Account], names: State[list[str]]) -> None:
         mine = account.get(Account())
         mine.cents += cents

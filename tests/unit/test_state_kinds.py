@@ -445,7 +445,7 @@ def test_batch_has_one_partition_with_its_own_state_per_key() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_unreadable_folder_is_no_record_failure_and_is_discarded(tmp_path: Path, engine: str) -> None:
+def test_unreadable_folder_is_discarded_and_is_not_a_record_failure(tmp_path: Path, engine: str) -> None:
     def folder() -> InFolder:
         found = InFolder.of(tmp_path, "t", "id", engine=ENGINES[engine])
         assert found is not None

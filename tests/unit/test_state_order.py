@@ -232,7 +232,7 @@ def test_ordered_access_walks_no_more_with_many_entries(shape: str) -> None:
     assert few[1] > 0 or shape == "list that grows", "which needs no look at what is there"
 
 
-def test_first_scan_alone_walks_over_deleted_entries() -> None:
+def test_only_the_first_scan_visits_deleted_entries() -> None:
     """The count above includes deleted names."""
     values = Walked()
     cells = [cell_of("map", b"k", MAP.field(number)) for number in range(100)]

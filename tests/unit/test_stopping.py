@@ -1,4 +1,4 @@
-"""Stopping an own loop: from its body, by signals, and before it has started."""
+"""Stopping a user's loop over a session: from its body, by signals, and before it has started."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_reload_is_logged_as_reason_of_a_restart(tmp_path: Path, caplog: pytest.
     driver = meanwhile(drive)
     supervisor.run()
     driver.join()
-    waited, again = "a: a change of the source is waited for", "a: it is started again with the source as it is now"
+    waited, again = "a: waiting for a change of the source", "a: it is started again with the source as it is now"
     assert ends(caplog) == [waited, again, "a: all are stopping"]
 
 
@@ -302,7 +302,7 @@ def test_internal_error_of_supervisor_leaves_no_process_running(
 
     def fail() -> None:
         if (tmp_path / "a.up1").exists() and (tmp_path / "b.up1").exists():
-            raise RuntimeError("a defect of ours")
+            raise RuntimeError("a defect in eos")
 
     monkeypatch.setattr(supervisor, "_kill_the_late", fail)
     with pytest.raises(RuntimeError, match="a defect"):

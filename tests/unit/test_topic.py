@@ -133,7 +133,7 @@ def test_json_without_bytes_is_refused(given: object) -> None:
         bytes_from_json(given)
 
 
-def test_own_headers_are_shown_as_text() -> None:
+def test_headers_of_eos_are_shown_as_text() -> None:
     mark = ("eos-lineage", lineage.encode(lineage.Source("in", 2, 9, 0, 2, 17)))
     assert headers_as_text([("a", b"1"), mark]) == ["a=1", "(output 1 of 2 of in[2]@9, number 17)"]
     assert header_as_json(*mark) == {"topic": "in", "partition": 2, "offset": 9, "i": 0, "n": 2, "number": 17}

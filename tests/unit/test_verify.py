@@ -280,7 +280,7 @@ def test_duplicate_output_is_named(history: History) -> None:
     assert report["no_losses"].holds
 
 
-def test_filtered_half_is_no_loss_but_lost_half_is(history: History) -> None:
+def test_filtered_half_is_not_a_loss_but_lost_half_is(history: History) -> None:
     kept = [s for s in history.sources if s.offset % 2 == 0]
     recounted: dict[int, int] = {0: 0, 1: 0}
     filtered = []
@@ -295,7 +295,7 @@ def test_filtered_half_is_no_loss_but_lost_half_is(history: History) -> None:
     assert history.judged().report.ok
 
 
-def test_everything_filtered_holds_by_number_of_inputs(history: History) -> None:
+def test_history_with_all_inputs_filtered_holds_by_input_count(history: History) -> None:
     history.sources = []
     history.committed = {place: Committed(COUNT, Tally(0, COUNT, 0)) for place in history.committed}
     found = history.judged()
@@ -338,7 +338,7 @@ def test_inputs_removed_by_retention_are_a_note(history: History) -> None:
     assert any("in[0]: inputs before 5 were removed by retention" in note for note in found.notes)
 
 
-def test_all_inputs_removed_still_examines_outputs(history: History) -> None:
+def test_verify_examines_outputs_if_all_inputs_were_removed(history: History) -> None:
     history.inputs = []
     history.begins = {("in", 0): COUNT, ("in", 1): COUNT}
     found = history.judged()
@@ -415,7 +415,7 @@ def test_empty_truncated_partition_cannot_be_decided(history: History) -> None:
     assert all("out[1] no longer begins at 0 but at 100: not decided" in note for note in found.notes)
 
 
-def test_all_outputs_removed_by_retention_is_no_violation(history: History) -> None:
+def test_all_outputs_removed_by_retention_are_not_a_violation(history: History) -> None:
     history.cut(0, 100)
     history.cut(1, 100)
     found = history.judged()
@@ -606,7 +606,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return found
 
 
-def test_removal_before_reading_is_no_violation(cluster: Cluster) -> None:
+def test_removal_before_reading_is_not_a_violation(cluster: Cluster) -> None:
     cluster.removed_before_reading = 4
     found = verify("servers", ["in"], ["out"], "group")
     assert found.report.ok, str(found.report)

@@ -42,7 +42,7 @@ def test_calls_run_one_by_one_on_own_daemon_thread(watchdog: Watchdog) -> None:
     assert (first.name, first.daemon) == ("eos-test", True)
 
 
-def test_call_ending_just_after_deadline_is_no_hang(watchdog: Watchdog) -> None:
+def test_call_ending_just_after_deadline_is_not_a_hang(watchdog: Watchdog) -> None:
     """A process that was paused finds the deadline passed while its call is about to return."""
     assert watchdog.call(threading.Event().wait, 0.1, timeout_s=0.0) is False
     assert not watchdog.hung

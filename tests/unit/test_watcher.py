@@ -86,7 +86,7 @@ def test_check_woken_while_it_runs_runs_again(watcher: Watcher) -> None:
     wait_until("it runs again", lambda: len(ran) == 2)
 
 
-def test_failed_check_costs_the_client_and_no_other_check(watcher: Watcher, cluster: Cluster) -> None:
+def test_failed_check_closes_the_client_but_stops_no_other_check(watcher: Watcher, cluster: Cluster) -> None:
     ran: list[str] = []
 
     def fails(admin: Any) -> None:

@@ -116,7 +116,7 @@ def test_known_slow_record_runs_alone_even_if_fast_this_time(clock: Clock) -> No
     assert attempt(worker, clock, left, Outcome.COMMITTED) == given[5:]
 
 
-def test_slow_function_of_two_is_blamed_with_its_setting(clock: Clock) -> None:
+def test_slower_of_two_functions_is_blamed_with_its_setting(clock: Clock) -> None:
     worker = worker_of(clock, {"quick": 0.001, "batches": 61.0})
     given = [*records("a", 2), *records("b", 3)]
     attempt(worker, clock, given)
@@ -127,7 +127,7 @@ def test_slow_function_of_two_is_blamed_with_its_setting(clock: Clock) -> None:
     assert "or lower eos.batch.max.records=3" in str(e.value)
 
 
-def test_slow_function_of_two_is_found_one_by_one(clock: Clock) -> None:
+def test_slower_of_two_functions_is_found_one_by_one(clock: Clock) -> None:
     worker = worker_of(clock, {"quick": 61.0, "batches": 0.001})
     given = [*records("b", 3), *records("a", 2)]
     attempt(worker, clock, given)  # all at once

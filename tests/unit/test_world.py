@@ -533,7 +533,7 @@ CALLS = ("begin", "flush", "offsets", "commit", "consume", "assign", "committed"
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
-def test_loop_interrupted_at_any_call_loses_and_doubles_nothing(name: str, nth: int, when: str, again: bool) -> None:
+def test_loop_interrupted_at_any_call_loses_and_duplicates_nothing(name: str, nth: int, when: str, again: bool) -> None:
     """The scripted failure causes an abort, so that every call occurs; calls of the recovery are interrupted too."""
     script = Script()
     script.fails["offsets"] = KafkaError(KafkaError._TIMED_OUT, "scripted", txn_requires_abort=True), False

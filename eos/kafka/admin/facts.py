@@ -118,7 +118,8 @@ def query_facts(
 
 
 def check_clients(settings: Settings, world: World = REAL) -> None:
-    """Raise ConfigurationError for values that librdkafka refuses, by making each client once without a connection."""
+    """Raise ConfigurationError for values that librdkafka refuses, by creating each client once without a
+    connection."""
     quiet = {"logger": log.client_logger}
     clients: dict[str, Callable[[], object]] = {
         "consumer": lambda: world.consumer({"group.id": "-"} | settings.consumer() | quiet).close(),

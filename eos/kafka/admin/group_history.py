@@ -45,18 +45,18 @@ class GroupHistory:
         self._settings, self._group, self._world = settings, group, world
         self._wanted: bool = bool(settings["eos.places.topic"])
         self._noted: frozenset[Partition] = frozenset()
-        self._left: frozenset[Partition] = frozenset()
+        self._unnoted: frozenset[Partition] = frozenset()
         self._job: Job | None = None
         self._not_before = 0.0
         self._thread: Watchdog | None = None
 
     def add_committed(self, partitions: Iterable[Partition]) -> None:
         """Write notes for partitions whose offsets have been committed. Return at once."""
-        self._left = self._left.union(partitions) - self._noted
+        self._unnoted = self._unnoted.union(partitions) - self._noted
         under_way = self._job is not None and not self._job.done.is_set()
-        if self._left and self._wanted and not under_way and self._world.now() >= self._not_before:
+        if self._unnoted and self._wanted and not under_way and self._world.now() >= self._not_before:
             self._thread = self._thread or self._world.watchdog("eos-places")
-            self._job = self._thread.start(self._note, self._left)
+            self._job = self._thread.start(self._note, self._unnoted)
 
     def close(self) -> None:
         """Wait up to 20 s until the remaining notes are written."""
@@ -131,8 +131,8 @@ def read_notes(
 ) -> dict[Partition, int]:
     """Return those of these partitions for which the group has a note, with the note's time in Unix milliseconds.
 
-    Ignores notes of a topic that was recreated since. The result is empty without the right to read the notes.
-    Raises Unavailable if the cluster does not answer."""
+    Ignores notes of a topic that has been recreated since then. The result is empty without the right to read the
+    notes. Raises Unavailable if the cluster does not answer."""
     topic: str = settings["eos.places.topic"]
     if not topic or not partitions:
         return {}
@@ -176,7 +176,7 @@ def _parse_key(key: bytes | None) -> tuple[str, Partition]:
 
 
 def _parse_topic_id(value: bytes | None) -> str:
-    """Return the topic id of a note, or "-" for a tombstone or a record that is no note."""
+    """Return the topic id of a note, or "-" for a tombstone or a record that is not a note."""
     try:
         found: Mapping[str, Any] = json.loads(value or b"")
         return str(found["id"]) if found["v"] <= _VERSION else "-"

@@ -39,19 +39,19 @@ _STALE_S = 0.25  # an answer older than this is not acted on
 class OverdueTransactions:
     """Checks the transactions of a group's other members for one transaction timeout after each rebalance.
 
-    `own`: the transactional.id of this member."""
+    `own_id`: the transactional.id of this member."""
 
-    def __init__(self, settings: Settings, group: str, own: str, watcher: Watcher, world: World = REAL) -> None:
-        self._settings, self._group, self._own, self._world = settings, group, own, world
+    def __init__(self, settings: Settings, group: str, own_id: str, watcher: Watcher, world: World = REAL) -> None:
+        self._settings, self._group, self._own_id, self._world = settings, group, own_id, world
         self._watcher, self._check = watcher, Check(self._run, self._on_error)
-        self._until = 0.0
+        self._deadline = 0.0
         self._is_rebalanced = False
         self._watched: list[ListedTransaction] = []
         watcher.add(self._check)
 
     def watch(self) -> None:
         """Start to check because the group rebalanced, so a member may have died. Return at once."""
-        self._until = self._world.now() + self._settings.transaction_timeout_ms / 1000 + _MARGIN_S
+        self._deadline = self._world.now() + self._settings.transaction_timeout_ms / 1000 + _MARGIN_S
         self._is_rebalanced = True
         self._watcher.wake(self._check)
 
@@ -60,7 +60,7 @@ class OverdueTransactions:
 
     def _run(self, admin: ClusterAdmin) -> float | None:
         """Check until no transaction from the first check is open any more, or the time is over."""
-        if self._world.now() >= self._until:
+        if self._world.now() >= self._deadline:
             return None
         if self._is_rebalanced:
             self._is_rebalanced = False
@@ -83,7 +83,7 @@ class OverdueTransactions:
     def _of_others(self, admin: ClusterAdmin) -> list[ListedTransaction]:
         wrote = transactional_ids_in(self._group, admin.committed_metadata(self._group))
         offsets = OFFSETS_LOG, log_partition_of(self._group, len(admin.partitions([OFFSETS_LOG])))
-        others = {*wrote, *admin.ongoing(f"{self._group}-")} - {self._own, alternate_transactional_id(self._own)}
+        others = {*wrote, *admin.ongoing(f"{self._group}-")} - {self._own_id, alternate_transactional_id(self._own_id)}
         found = [t for t in admin.describe_all(sorted(others)) if t.state == "Ongoing"]
         return [t for t in found if t.transactional_id in wrote or offsets in t.partitions]
 

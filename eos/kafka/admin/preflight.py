@@ -324,7 +324,7 @@ def _find_weaknesses(need: Requirements, facts: Facts, level: Level) -> Iterator
 
 
 def _examine_topic(name: str, topic: Topic, broker: Config | None) -> tuple[list[tuple[str, str]], str]:
-    """Return a topic's weaknesses, and the missing right that may hide more of them ("": none)."""
+    """Return a topic's weaknesses, and the missing right that may hide more of them, or ""."""
     if topic.exists is None:
         return [], f"DESCRIBE and DESCRIBE_CONFIGS on topic {name}"
     if topic.exists:
@@ -353,7 +353,7 @@ def _weaknesses_when_created(name: str, broker: Config) -> Iterator[tuple[str, s
         value = _parse_int(broker, setting)
         if value is not None and value < safe:
             yield f"it will be created with {setting}={value}", f"set {setting}={safe} on the brokers"
-    # The transaction log never allows unclean elections, whatever the brokers' setting.
+    # The transaction log never allows unclean elections, regardless of the brokers' setting.
     if name == OFFSETS_LOG and broker.get("unclean.leader.election.enable") == "true":
         yield "unclean.leader.election.enable=true", "set unclean.leader.election.enable=false on the brokers"
 

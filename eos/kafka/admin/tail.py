@@ -117,12 +117,12 @@ def partition_offsets_or_errors(
     """Return the offset range of each partition, or why it is unavailable.
 
     A client that is asked about a partition without a leader waits for that leader before it answers at all."""
-    places = [TopicPartition(topic, partition) for partition in partitions]
+    topic_partitions = [TopicPartition(topic, partition) for partition in partitions]
     latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-    low = _list_readable_offsets(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
+    low = _list_readable_offsets(client, topic_partitions, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
     # In this order: ends only grow, so the end can never be below the last stable offset.
-    stable = _list_readable_offsets(client, places, latest, IsolationLevel.READ_COMMITTED)
-    end = _list_readable_offsets(client, places, latest, IsolationLevel.READ_UNCOMMITTED)
+    stable = _list_readable_offsets(client, topic_partitions, latest, IsolationLevel.READ_COMMITTED)
+    end = _list_readable_offsets(client, topic_partitions, latest, IsolationLevel.READ_UNCOMMITTED)
     found: dict[int, OffsetRange | Unavailable] = {}
     for partition in low:
         try:
@@ -134,26 +134,28 @@ def partition_offsets_or_errors(
 
 def stable_offsets(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, int]:
     """Return only the last stable offsets. `client`: from `facts.connect`."""
-    places = [TopicPartition(topic, partition) for partition in partitions]
+    topic_partitions = [TopicPartition(topic, partition) for partition in partitions]
     latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-    return _require_all(_list_readable_offsets(client, places, latest, IsolationLevel.READ_COMMITTED))
+    return _require_all(_list_readable_offsets(client, topic_partitions, latest, IsolationLevel.READ_COMMITTED))
 
 
 def partitions_older_than(client: Any, topic: str, low: Mapping[int, int], before_ms: int) -> set[int]:
     """Return the partitions whose first record, at offset `low`, has a timestamp before `before_ms`.
 
     `client`: from `facts.connect`."""
-    places = [TopicPartition(topic, partition) for partition in low]
+    topic_partitions = [TopicPartition(topic, partition) for partition in low]
     since = _require_all(
-        _list_offsets(client, places, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_UNCOMMITTED)
+        _list_offsets(client, topic_partitions, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_UNCOMMITTED)
     )
     return {partition for partition in low if since[partition] != low[partition]}  # -1: all records are older
 
 
 def _list_offsets(
-    client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel
+    client: Any, topic_partitions: list[TopicPartition], spec: Any, level: IsolationLevel
 ) -> dict[int, int | Unavailable]:
-    asked = client.list_offsets(dict.fromkeys(places, spec), isolation_level=level, request_timeout=_REQUEST_TIMEOUT_S)
+    asked = client.list_offsets(
+        dict.fromkeys(topic_partitions, spec), isolation_level=level, request_timeout=_REQUEST_TIMEOUT_S
+    )
     found: dict[int, int | Unavailable] = {}
     for at, future in asked.items():
         try:
@@ -170,13 +172,13 @@ def _list_offsets(
 
 
 def _list_readable_offsets(
-    client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel
+    client: Any, topic_partitions: list[TopicPartition], spec: Any, level: IsolationLevel
 ) -> dict[int, int | Unavailable]:
     """Return first or end offsets, with Unavailable in place of a negative one, which cannot be read to."""
-    found = _list_offsets(client, places, spec, level)
+    found = _list_offsets(client, topic_partitions, spec, level)
     for partition, offset in found.items():
         if isinstance(offset, int) and offset < 0:
-            where = format_position(places[0].topic, partition)
+            where = format_position(topic_partitions[0].topic, partition)
             found[partition] = Unavailable(f"the offsets of {where} are unavailable: a broker answered {offset}")
     return found
 
@@ -202,7 +204,8 @@ class _PartitionReader:
     visible: set[int] = field(default_factory=set)  # offsets that the committed reader returned
 
     def marked(self, stable: Callable[[], int]) -> Iterator[MarkedRecord]:
-        """Yield the records whose mark is known, in order. `stable` is only called if the committed reader is not past.
+        """Yield the records whose mark is known, in order. `stable` is called only if the committed reader has not
+        passed them.
 
         `stable` returns the last stable offset."""
         while self.waiting and self.waiting[0].offset < self.committed_at:
@@ -227,9 +230,9 @@ class TopicReader:
         self.most = _MAX_RECORDS
         """The maximum number of records of one read: large records take memory."""
         self._partitions = {partition: _PartitionReader(start, start) for partition, start in starts.items()}
-        places = [TopicPartition(topic, partition, start) for partition, start in starts.items()]
-        self._committed = _consumer(settings, "read_committed", places, world)
-        self._all = _consumer(settings, "read_uncommitted", places, world) if uncommitted else None
+        topic_partitions = [TopicPartition(topic, partition, start) for partition, start in starts.items()]
+        self._committed = _consumer(settings, "read_committed", topic_partitions, world)
+        self._all = _consumer(settings, "read_uncommitted", topic_partitions, world) if uncommitted else None
 
     def __enter__(self) -> Self:
         return self
@@ -258,7 +261,9 @@ class TopicReader:
             self._partitions[record.partition].visible.add(record.offset)
         partitions = self._partitions.items()
         return [
-            seen for partition, state in partitions for seen in state.marked(functools.partial(self._stable, partition))
+            seen
+            for partition, state in partitions
+            for seen in state.marked(functools.partial(self._last_stable_offset, partition))
         ]
 
     def _poll(self, consumer: Consumer, position: str, timeout_s: float) -> list[Record]:
@@ -301,11 +306,12 @@ class TopicReader:
         log.debug("topic reader error", error=describe_error(error))
         return False
 
-    def _stable(self, partition: int) -> int:
+    def _last_stable_offset(self, partition: int) -> int:
         return self._watermarks(partition)[1]
 
     def _watermarks(self, partition: int) -> tuple[int, int]:
-        """Return the first offset and the last stable one, or values that call nothing removed and nothing open."""
+        """Return the first offset and the last stable one. If they are unknown, return values under which no record
+        counts as removed or open."""
         try:
             low, stable = self._committed.get_watermark_offsets(
                 TopicPartition(self._topic, partition), timeout=_REQUEST_TIMEOUT_S
@@ -316,7 +322,7 @@ class TopicReader:
         return low, stable
 
 
-def _consumer(settings: Settings, isolation: str, places: list[TopicPartition], world: World) -> Consumer:
+def _consumer(settings: Settings, isolation: str, topic_partitions: list[TopicPartition], world: World) -> Consumer:
     consumer = world.consumer(
         {
             **settings.admin(),
@@ -330,12 +336,12 @@ def _consumer(settings: Settings, isolation: str, places: list[TopicPartition], 
             "check.crcs": True,
             "fetch.queue.backoff.ms": 5,
             "fetch.wait.max.ms": 50,
-            # Limits the memory of prefetched records, whatever the number of partitions.
+            # Limits the memory of prefetched records for any number of partitions.
             "queued.max.messages.kbytes": _QUEUE_BYTES >> 10,
             "fetch.max.bytes": _QUEUE_BYTES,
         }
     )
-    consumer.assign(places)
+    consumer.assign(topic_partitions)
     return consumer
 
 

@@ -82,7 +82,7 @@ class TopicIds:
         return None
 
     def _on_error(self, error: Exception) -> float | None:
-        # If the cluster does not answer, the consumer reports it where it matters.
+        # If the cluster does not answer, the consumer reports the outage where it matters.
         log.debug("topic ids unavailable", error=str(error))
         return None if isinstance(error, ConfigurationError) else INTERVAL_S
 

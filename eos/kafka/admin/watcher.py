@@ -1,4 +1,4 @@
-"""Check the cluster now and then, on one background thread with one admin client.
+"""Check the cluster periodically, on one background thread with one admin client.
 
 Owns the thread, the client and the times of the checks. Each check owns its requests and their consequences. The client
 is kafka-python's: it asks any broker, and waits between two attempts to connect. librdkafka's AdminClient asks the
@@ -52,7 +52,7 @@ class Watcher:
                 self._start()
 
     def remove(self, check: Check) -> None:
-        """Run this check no more; one that is running ends."""
+        """Stop running this check; a run in progress finishes."""
         with self._changed:
             if check in self._checks:
                 self._checks.remove(check)
@@ -84,7 +84,7 @@ class Watcher:
                         made = self._world.admin(self._settings, timeout_ms=_REQUEST_TIMEOUT_MS)
                         admin = connection.enter_context(made)
                     pause_s = check.run(admin)
-                except Exception as error:  # noqa: BLE001 - an error of one check: its on_error decides, the others go on
+                except Exception as error:  # noqa: BLE001 - the check's on_error decides, and other checks continue
                     connection.close()
                     admin, pause_s = None, check.on_error(error)
                 self._schedule(check, pause_s)

@@ -1,10 +1,10 @@
 """Makes confluent-kafka's calls raise real exceptions, and keeps callbacks from raising inside those calls.
 
 confluent-kafka 2.16 raises a fatal error that appears during poll() or flush() as a bare KafkaError (or, where Python
-notices, a SystemError). KafkaError is no BaseException: no `except` clause with a type catches it, so it passes every
-handler and ends the program. Every call that serves callbacks goes through `call_client`. In the same way, an exception
-raised by a signal handler while a client is closed (the client logs through Python then) can remain set, and the next
-call ends with a SystemError in its place.
+notices, a SystemError). KafkaError is not a BaseException: no `except` clause with a type catches it, so it passes
+every handler and ends the program. Every call that serves callbacks goes through `call_client`. In the same way, an
+exception raised by a signal handler while a client is closed (the client logs through Python then) can remain set, and
+the next call ends with a SystemError in its place.
 
 confluent-kafka lets an exception of a callback out of the call that served it: `consume` then destroys the messages
 that it had already taken (the position is after them: a silent loss), and `commit_transaction` raises before it
@@ -30,7 +30,8 @@ _GUARDED = ("stats_cb", "error_cb", "throttle_cb")
 
 
 def call_client(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the call's result. Raise KafkaException for a bare KafkaError, and a signal's exception unchanged."""
+    """Return the call's result. Raise KafkaException for a bare KafkaError. A signal handler's exception passes
+    unchanged."""
     try:
         return call(*args, **kwargs)
     except SystemError as error:
@@ -39,9 +40,9 @@ def call_client(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T
         raise error.__cause__ from None
     except BaseException:
         raise
-    except:  # noqa: E722 - see above
+    except:  # noqa: E722 - a bare KafkaError matches no type
         bare = sys.exc_info()[1]
-    # After the handler: Python cannot set a bare KafkaError as an exception's context.
+    # Raise outside the handler: Python cannot set a bare KafkaError as an exception's context.
     raise KafkaException(bare)
 
 

@@ -182,7 +182,7 @@ class ClusterAdmin:
     def abort_if_ongoing(self, transaction: ListedTransaction) -> str:
         """Send one InitProducerId that aborts the transaction if it is open. Return the name of the answer's error.
 
-        The coordinator aborts an open transaction at epoch + 1 whatever epoch the request names, and answers
+        The coordinator aborts an open transaction at epoch + 1 for any epoch in the request, and answers
         CONCURRENT_TRANSACTIONS. In every other state it compares the epoch (TransactionCoordinator.
         prepareInitProducerIdTransit), and refuses this one, which no producer has; it refuses a second request too.
         """
@@ -365,10 +365,11 @@ class ClusterAdmin:
         )
 
     def group_operations(self, group: str) -> frozenset[str] | None:
-        """Return the names of the operations that ACLs allow us on a group; None if its coordinator does not say.
+        """Return the names of the operations that ACLs allow us on a group, or None if its coordinator does not say.
 
-        librdkafka's DescribeConsumerGroups is no alternative: a failed assertion (`rd_kafka_enq_once_del_source`) ends
-        the process if the coordinator answers after the request's timeout (seen in 2.16.1, with a paused broker)."""
+        librdkafka's DescribeConsumerGroups is not an alternative. If the coordinator answers after the request's
+        timeout, a failed assertion (`rd_kafka_enq_once_del_source`) ends the process (2.16.1, with a paused broker).
+        """
         # Version 6 answers with an error, and without rights, for a group that does not exist yet.
         request = DescribeGroupsRequest(groups=[group], include_authorized_operations=True, max_version=5)
         described = self._described_group(group, request)

@@ -76,7 +76,7 @@ class Row:
 
 
 def list_settings(settings: Settings, given: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Row]:
-    """Return all settings of ours, and those of Kafka's for which we or the user have a value.
+    """Return all settings of eos, and those Kafka settings for which eos or the user has a value.
 
     `given`: (origin, values) with the weakest source first, as `read_sources` returns them."""
     origins: dict[str, str] = {}

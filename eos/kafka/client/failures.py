@@ -1,6 +1,6 @@
 """Maps confluent-kafka's errors to actions: one table, measured or taken from librdkafka's sources, and its reader.
 
-Owns the meaning of error codes: no other module may decide by one. Also explains an error to the user, for example
+Owns the meaning of error codes: no other module may interpret one. Also explains an error to the user, for example
 which resource an authorisation error is about.
 """
 

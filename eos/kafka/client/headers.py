@@ -17,9 +17,8 @@ from eos.records import Header, UnreadableHeaders
 
 
 def read_damaged_headers(message: Any, error: Exception) -> UnreadableHeaders:
-    """Return the readable headers of a message whose `headers()` raised `error`, if that was a UnicodeDecodeError.
-
-    Raise any other error again."""
+    """Return the readable headers of a message whose `headers()` raised the UnicodeDecodeError `error`. Re-raise any
+    other error."""
     if not isinstance(error.__cause__ if isinstance(error, SystemError) else error, UnicodeDecodeError):
         raise error
     pairs: Sequence[Header] = ()

@@ -29,7 +29,7 @@ RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}
 # After a slow call the next transaction waits for the statistics. 100 costs 0.1 % of a processor more than 200 with 8
 # partitions and 0.6 % with 500; 50 costs twice that.
 STATISTICS_INTERVAL_MS = 100
-_MISSPELLING_CUTOFF = 0.9  # similarity from which a variable counts as a misspelling of ours
+_MISSPELLING_CUTOFF = 0.9  # similarity from which a variable counts as a misspelt variable of eos
 # librdkafka accepts a protocol before an address, but only one of these.
 _URL_SCHEME = re.compile(r"\b(?!(?:plaintext|ssl|sasl_plaintext|sasl_ssl):)[a-z_]+://", re.IGNORECASE)
 STRATEGY = "partition.assignment.strategy"
@@ -39,7 +39,7 @@ PARSED_HERE = ("max.poll.interval.ms", "session.timeout.ms", "topic.metadata.ref
 
 @dataclass(frozen=True)
 class Option:
-    """Describes one setting of ours: its default, how its text is parsed, and its meaning (for `--help` and docs)."""
+    """Describes one setting of eos: its default, how its text is parsed, and its meaning (for `--help` and docs)."""
 
     default: Any
     read: Callable[[Any], Any]
@@ -91,10 +91,14 @@ OPTIONS: dict[str, Option] = {
         "headers that outputs copy from their input record, separated by commas; not in batch functions",
     ),
     "eos.lineage": Option(
-        False, _boolean, "outputs name their input in a header, committed offsets count them, for `eos verify`"
+        False,
+        _boolean,
+        "name each output's input in a header, and add counts to the offset metadata, for `eos verify`",
     ),
     "eos.otel.spans": Option(
-        False, _boolean, "a span of OpenTelemetry per transaction, to what the process has configured (extra `otel`)"
+        False,
+        _boolean,
+        "one OpenTelemetry span per transaction, sent to the exporter that the process configured (extra `otel`)",
     ),
     "eos.places.topic": Option(
         "__eos_places",
@@ -158,7 +162,7 @@ FUNCTION_OPTIONS = (
     "eos.state.memory.bytes",
     "eos.state.cleanup.delay.ms",
 )
-"""Settings that only affect an App's functions, and have no effect in a user's own loop."""
+"""Settings that only affect an App's functions, and have no effect in a user's loop over a session."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,7 @@ REFUSALS: dict[str, Refusal] = {
     "delivery.report.only.error": Refusal(_only("true"), "the session counts records itself"),
     "group.protocol": Refusal(_only("classic", "consumer"), "Kafka has no other group protocol"),
     STRATEGY: Refusal(_only("cooperative-sticky", "range", "roundrobin"), "only these strategies are tested"),
-    "enable.gapless.guarantee": Refusal(_only("false"), "it ends the producer where an abort is enough"),
+    "enable.gapless.guarantee": Refusal(_only("false"), "it makes errors fatal that an abort could resolve"),
 }
 
 RESERVED: dict[str, str] = {
@@ -224,7 +228,7 @@ SECRETS = frozenset(
     sasl.oauthbearer.assertion.private.key.pem ssl.key.password ssl.key.pem ssl.keystore.password ssl_key
     """.split()  # noqa: SIM905
 )
-# Names of confluent-kafka's own that are not in librdkafka's list.
+# confluent-kafka's own settings, which librdkafka does not list.
 CALLBACKS = frozenset({"stats_cb", "error_cb", "throttle_cb", "oauth_cb", "logger"})
 
 CONSUMER_DEFAULTS: dict[str, Any] = {
@@ -281,7 +285,8 @@ class Settings:
             raise ConfigurationError(f"{name}={self.values[name]} {_reason(error)}") from error
 
     def __getitem__(self, name: str) -> Any:
-        """Return an option of eos (typed), or a Kafka setting as given or its default in eos; KeyError otherwise."""
+        """Return an option of eos (typed), or a Kafka setting as given or by its default in eos. Raise KeyError for
+        others."""
         if name in self._options:
             return self._options[name]
         for source in (self.values, PRODUCER_DEFAULTS, CONSUMER_DEFAULTS, COMMON_DEFAULTS):
@@ -482,7 +487,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         elif variable.startswith("EOS_") and (
             meant := difflib.get_close_matches(variable, variables, 1, _MISSPELLING_CUTOFF)
         ):
-            # Other programs may have variables with this prefix, but a misspelling of ours must not be ignored.
+            # Other programs may have variables with this prefix, but a misspelt variable of eos must not be ignored.
             raise ConfigurationError(f"{variable} is not a setting; did you mean {meant[0]}?")
     return values
 

@@ -1,6 +1,6 @@
 """Runs client calls that can hang on a helper thread, and abandons a call that does not return before its deadline.
 
-`send_offsets_to_transaction` was seen to hang forever when connections were cut, in spite of its own timeout. Nothing
+`send_offsets_to_transaction` hung forever in tests that cut connections, in spite of its own timeout. Nothing
 can interrupt it, so the thread and its producer are abandoned together: the caller must replace the producer and must
 not use the abandoned one again.
 """
@@ -87,7 +87,8 @@ class Watchdog:
         job = self.start(function, *args)
         deadline = time.monotonic() + timeout_s
         try:
-            # In slices: a signal that comes just before a wait begins does not end it, and is handled only after it.
+            # Wait in slices: a signal that comes just before a wait begins does not end it, and is handled only after
+            # it.
             while not (finished := job.done.wait(min(_WAIT_SLICE_S, max(0.0, deadline - time.monotonic())))):
                 if time.monotonic() >= deadline:
                     # This process may have been stopped (SIGSTOP, a suspended machine), and the call with it.
@@ -105,7 +106,7 @@ class Watchdog:
                 raise job.error
             return job.result
         finally:
-            del job  # as in `_work`
+            del job  # breaks the reference cycle, as in `_work`
 
     def abandon(self) -> None:
         """Refuse further calls, because one is running that may never return."""

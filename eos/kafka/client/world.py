@@ -1,7 +1,7 @@
 """Collects everything outside the process that a session uses: clients, clocks, sleeps and threads.
 
 `REAL` is the default. A test or a simulation passes another World, with some or all of the fields replaced. Sessions,
-plain transactions and queries to the cluster take it as an argument, and none of them makes a client, starts a thread
+plain transactions and queries to the cluster take it as an argument, and none of them creates a client, starts a thread
 or reads a clock by itself (tests/unit/test_world.py checks the sources).
 """
 
@@ -19,7 +19,7 @@ from confluent_kafka.admin import AdminClient
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.watchdog import Watchdog
 
-# Linux; macOS, whose CLOCK_MONOTONIC counts sleep.
+# The clock for Linux, then the one for macOS, whose CLOCK_MONOTONIC counts sleep.
 _CLOCKS = [getattr(time, name) for name in ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC") if hasattr(time, name)]
 
 
@@ -39,7 +39,7 @@ def _start_thread(name: str, run: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """Makes clients, reads clocks in seconds, and starts threads; each field is a function."""
+    """Creates clients, reads clocks in seconds, and starts threads; each field is a function."""
 
     consumer: Callable[[dict[str, Any]], Consumer] = Consumer
     producer: Callable[[dict[str, Any]], Producer] = Producer

@@ -1,9 +1,9 @@
 """The life of a partition in a consumer, from its assignment to its revocation: a table, no I/O.
 
-A partition is assigned by the group, its start offset is located, the participants restore what they keep for it, and
-then its records are read. The group may take it away at any point. Whatever the consumer asks of an assignment is
-derived from the phases below. If you change a row, read group_consumer.py, which fires the events, and
-tests/unit/test_assignment.py, which holds every entry a second time.
+A partition is assigned by the group, its start offset is located, the participants restore their state of it, and then
+its records are read. The group may take it away at any point. All views of an assignment are derived from the phases
+below. If you change a row, read group_consumer.py, which fires the events, and tests/unit/test_assignment.py, which
+repeats every entry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eos.session.consumer.positions import TopicPartition as Partition
 
 
 class Phase(Enum):
-    """How far a partition is."""
+    """The phase of a partition."""
 
     NOT_OURS = "not assigned to this consumer"
     ASSIGNED = "assigned by the group; its start offset is unknown"

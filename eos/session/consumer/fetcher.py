@@ -1,8 +1,8 @@
 """Fetch a session's input: the consumer in its group, the waiting records, and the times of its polls.
 
 Owns the group consumer and its replacement by a new one after a failure. This module never decides how a transaction
-ends: a CallFailed says which action a failed poll calls for. New partitions start, and topics are added, only while no
-transaction is open.
+ends: it raises CallFailed with the action that a failed poll requires. New partitions start, and topics are added, only
+while no transaction is open.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Fetcher:
         self._until_end, self._stopping = until_end, stopping
         self._with_ends = with_ends or until_end
         self._pulse, self._world, self._on_unreadable = pulse, world, on_unreadable
-        self._by_pattern: set[str] = set()
+        self._pattern_topics: set[str] = set()
         self.positions: Positions[Record] = Positions()
         self._chained: set[str] = set()  # input topics that the session itself writes
         self._handover = Handover()
@@ -101,7 +101,7 @@ class Fetcher:
 
     def set_topics(self, topics: Sequence[str], by_pattern: Collection[str]) -> None:
         """Set the input topics before the start; `by_pattern` are those that only a pattern matched."""
-        self.topics, self._by_pattern = list(topics), set(by_pattern)
+        self.topics, self._pattern_topics = list(topics), set(by_pattern)
 
     def connect(self, destinations: Sequence[str], deadline: float) -> None:
         """Connect to the cluster. Raises Unavailable unless all topics exist by the deadline (World.now())."""
@@ -125,10 +125,10 @@ class Fetcher:
         """Return topics matched by a pattern that are younger than the group's commits: they appeared while no worker
         ran, or their first worker died before its first commit. Without any committed offset in the group, `latest`
         applies to every topic."""
-        if not self._by_pattern or self._settings.get("auto.offset.reset") != "latest":
+        if not self._pattern_topics or self._settings.get("auto.offset.reset") != "latest":
             return set()
         committed = self.group_consumer.queries.topics_with_commits(admin)
-        return self._by_pattern - committed if committed else set()
+        return self._pattern_topics - committed if committed else set()
 
     def _create_consumer(self) -> GroupConsumer:
         return GroupConsumer(
@@ -186,7 +186,7 @@ class Fetcher:
             revoked = set(assignment.revoked)
             for follower in self._followers:
                 follower.forget(revoked)
-            assignment.reported(revoked)  # afterwards, so that an interrupted report is repeated
+            assignment.reported(revoked)  # after the reports, so that an interrupted one is repeated
         consumer.start_offsets.locate(assignment)
         if starts := assignment.restoring:
             new = {p for p, start in starts.items() if start.offset < 0}
@@ -218,7 +218,7 @@ class Fetcher:
             self._world.sleep(min(_PAUSE_S, self._pacing.pause_left_s(self._world.now())))
 
     def query_finished(self) -> bool:
-        """With `until_end`, ask whether the whole group has committed everything that was readable at the start."""
+        """With `until_end`, query whether the whole group has committed everything that was readable at the start."""
         return self._end is not None and self._end.query_reached(self.group_consumer.queries)
 
     # ---- polling ----------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class GroupConsumer:
         )
 
     def subscribe(self, topics: Sequence[str]) -> None:
-        """Read all of `topics` from now on, new ones among them; no transaction may be open. The group rebalances,
+        """Read all of `topics` from now on, including new ones; no transaction may be open. The group rebalances,
         and only members that subscribed to a topic get its partitions.
 
         Raises CallFailed(REJOIN) if the consumer cannot subscribe and must be replaced."""
@@ -195,12 +195,12 @@ class GroupConsumer:
         Raises errors latched by a callback, InputGone, CallFailed(REJOIN) if another static member may have taken this
         one's place, and EosErrors for permanent refusals by the group or the cluster.
 
-        After an exception raised by a signal handler in here, the assignment is unknown and records may be lost on the
-        way: this consumer must be replaced.
+        If a signal handler raises inside this call, the assignment is unknown and fetched records may be lost, so this
+        consumer must be replaced.
         """
         self._unreadable.check(self.assignment.reading)
         if self._must_seek:
-            self.seek(self.assignment.fetch_offsets(self._positions.rebuild_expected()), unless_unfetched=True)
+            self.seek(self.assignment.fetch_offsets(self._positions.rebuild_next_fetch()), unless_unfetched=True)
             self._must_seek = False
         messages: list[Any] = []
         failed: KafkaError | None = None
@@ -208,7 +208,8 @@ class GroupConsumer:
             messages = call_client(self.consumer.consume, most, timeout_s)
         except KafkaException as error:
             failed, self._must_seek = error.args[0], True
-        # Before anything is raised: fetched records are not delivered again to a caller that continues after the error.
+        # Add them before anything is raised: fetched records are not delivered again to a caller that continues after
+        # the error.
         records = hotloop.records_of(messages, Record, self._note_unreadable)
         repeated = self._positions.repeated
         self._positions.add_fetched(records)
@@ -299,7 +300,7 @@ class GroupConsumer:
                 self.lost_reason = f"partitions of this transaction were {how}"
             log.info(f"partitions {how}", partitions=names_of(revoked), group=self.group)
             self._lost_assignment.reset()
-        except BaseException as error:  # noqa: BLE001 - see _on_assign
+        except BaseException as error:  # noqa: BLE001 - raised by the loop, as in _on_assign
             self._latch(error)
 
     def start(self, partitions: Collection[Partition]) -> None:
@@ -309,8 +310,8 @@ class GroupConsumer:
         starts = {p: self.assignment.restoring[p] for p in sorted(partitions)}
         if self._incremental:
             self.consumer.incremental_assign(list(starts.values()))
-        else:  # assign() replaces the assignment: partitions that are read already go on where they are
-            offsets = self.assignment.fetch_offsets(self._positions.rebuild_expected())
+        else:  # assign() replaces the assignment: partitions that are read already continue where they are
+            offsets = self.assignment.fetch_offsets(self._positions.rebuild_next_fetch())
             self.consumer.assign([*(TopicPartition(*p, at) for p, at in offsets.items()), *starts.values()])
         self.member.refresh_id()
         self.assignment.read(starts)
@@ -329,9 +330,9 @@ class GroupConsumer:
             raise _cannot_commit(self.lost_reason)
 
     def group_metadata(self, offsets: Mapping[Partition, int]) -> Any:
-        """Return fresh group metadata for a commit of these offsets; None without offsets.
+        """Return fresh group metadata for a commit of these offsets, or None without offsets.
 
-        Raises CallFailed: ABORT if this consumer is no member any more or does not own all of the partitions, REJOIN if
+        Raises CallFailed: ABORT if this consumer is no longer a member or does not own all of the partitions, REJOIN if
         the group continued without it.
         """
         if not offsets:

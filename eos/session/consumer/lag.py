@@ -57,7 +57,8 @@ class Lag:
         self._positions, self._group, self._world = positions, group, world
         self._newest: Statistics | None = None  # not read yet
         self._lags: dict[Partition, int] = {}
-        self._stalled: dict[Partition, tuple[int, float]] = {}  # next offset, since when or logged when
+        # The next offset, and the time of its last change or log line.
+        self._stalled: dict[Partition, tuple[int, float]] = {}
 
     def note(self, statistics: Statistics) -> None:
         self._newest = statistics
@@ -70,8 +71,9 @@ class Lag:
             self._warn_of_stalled(statistics, owned)
 
     def of(self, owned: Collection[Partition]) -> dict[Partition, int | None]:
-        """Return for each of these partitions the offsets between its committed and its last stable offset, as of the
-        last statistics; None if unknown.
+        """Return the lag of each of these partitions, or None where it is unknown.
+
+        The lag is the last stable offset of the last statistics minus the committed offset.
 
         Control markers take offsets too. So with nothing left to fetch and no record in hand, the lag is 0.
         """

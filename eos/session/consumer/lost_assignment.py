@@ -28,8 +28,8 @@ _PAUSE_S = 5.0
 _PATIENCE_S = 20.0
 
 
-class Given(NamedTuple):
-    """The member's partitions by the coordinator. `asked_at`: World.now()."""
+class ReportedAssignment(NamedTuple):
+    """The member's partitions according to the coordinator. `asked_at`: World.now()."""
 
     asked_at: float
     partitions: frozenset[Partition]
@@ -43,13 +43,13 @@ class LostAssignment:
         self._looking = False
         self._since = 0.0  # answers to earlier queries do not count
         self._missing: dict[Partition, float] = {}  # time of the first query in a row whose answer named the partition
-        self._given: Given | None = None  # not compared yet
-        self._member_id = ""  # to query; "" while no query runs
+        self._unchecked_report: ReportedAssignment | None = None  # not compared yet
+        self._member_id = ""  # the id to query; "" while no query runs
         self._is_refused = False
         watcher.add(self._check)
 
     def note(self, late: int) -> None:
-        """Note how many responses of the coordinator came too late so far."""
+        """Note the number of late responses from the coordinator up to now."""
         if late > self._late and not self._settings.classic_group:
             self._looking = True
             self.reset()  # a slow coordinator gets time: its next responses may arrive
@@ -74,13 +74,13 @@ class LostAssignment:
         if not self._member_id and not self._is_refused and (member := member_id()):
             self._member_id = member
             self._watcher.wake(self._check)
-        given, self._given = self._given, None
-        if given is None or given.asked_at < self._since:
+        report, self._unchecked_report = self._unchecked_report, None
+        if report is None or report.asked_at < self._since:
             return set()
-        missing = given.partitions.difference(known())
-        self._missing = {partition: self._missing.get(partition, given.asked_at) for partition in missing}
-        self._looking = bool(missing) or given.asked_at - self._since < _PATIENCE_S
-        return {p for p, first in self._missing.items() if given.asked_at - first >= _PATIENCE_S}
+        missing = report.partitions.difference(known())
+        self._missing = {partition: self._missing.get(partition, report.asked_at) for partition in missing}
+        self._looking = bool(missing) or report.asked_at - self._since < _PATIENCE_S
+        return {p for p, first in self._missing.items() if report.asked_at - first >= _PATIENCE_S}
 
     def stop(self) -> None:
         self._watcher.remove(self._check)
@@ -90,7 +90,7 @@ class LostAssignment:
             self._member_id = ""
             return None
         asked_at = self._world.now()
-        self._given = Given(asked_at, admin.assigned_partitions(self._group, self._member_id))
+        self._unchecked_report = ReportedAssignment(asked_at, admin.assigned_partitions(self._group, self._member_id))
         return _PAUSE_S
 
     def _on_error(self, error: Exception) -> float | None:

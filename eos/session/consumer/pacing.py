@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
-# Records of one poll on a backlog: few enough to stay in the processor's cache until they are handled, and while the
-# poll runs the producer has nothing to send. With fewer records the cost of the call itself shows.
+# Records of one poll on a backlog. Few enough to stay in the processor's cache, and to keep polls short: the producer
+# has nothing to send during a poll. With fewer records, the overhead of each call dominates.
 _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
-# A smaller transaction ends too fast for a prefetch to pay. And a poll serves the group's callbacks, which should
-# run after its commit: a partition that is revoked before makes the transaction abort.
+# A smaller transaction ends too fast for a prefetch to pay off. A poll also serves the group's callbacks, which should
+# run after the commit: a partition that is revoked before it makes the transaction abort.
 _PREFETCH_FROM = 2_000
 # Maximum numbers of records and bytes to prefetch during a flush or a commit: as many as 20 ms fetch, and as the
 # processor's last cache keeps until they are handled (32 MB took a tenth more time with 1 KB values:
@@ -38,9 +38,9 @@ class Pacing:
         self.aborts_in_a_row = 0
         self._recovers_from_timeout = False  # since a timeout, no transaction was allowed `most` records
         self._last_timed_out = False  # since a timeout, no transaction committed
-        self._few = 1  # inputs of _FEW_BYTES
+        self._records_of_few_bytes = 1  # inputs of _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
-        self._suspects = 0  # this many of the next records include the refused one
+        self._unsearched = 0  # the refused record is among the next this many
         self._began_at = 0.0
         self._gathering_since = 0.0
         self._pause_until = 0.0
@@ -51,7 +51,7 @@ class Pacing:
         """Note that a poll returned a record with a value of this many bytes."""
         chunk = min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNK_BYTES // max(1, size)))
         self._chunk = max(chunk - chunk % self.handled_at_once, self.handled_at_once)
-        self._few = max(1, _FEW_BYTES // max(1, size))
+        self._records_of_few_bytes = max(1, _FEW_BYTES // max(1, size))
 
     def most_to_gather(self, waiting: int) -> int:
         """Return how many records to poll before a transaction begins. At least one, even without room: the group's
@@ -112,17 +112,19 @@ class Pacing:
         three quarters of it.
         """
         self.aborts_in_a_row, self._last_timed_out = 0, False
-        self._suspects = max(0, self._suspects - taken)
-        if self._suspects:
-            self.limit = max(1, self._suspects // 2)
+        self._unsearched = max(0, self._unsearched - taken)
+        if self._unsearched:
+            self.limit = max(1, self._unsearched // 2)
         elif open_s < self._timeout_s / 2:
             # Grow slowly after a timeout: a quota limits the average, so the next transaction may be throttled again.
-            fast = self.limit < self._few or (open_s < self._timeout_s / 4 and not self._recovers_from_timeout)
+            fast = self.limit < self._records_of_few_bytes or (
+                open_s < self._timeout_s / 4 and not self._recovers_from_timeout
+            )
             self.limit = min(self._most, self.limit * 2 if fast else self.limit + self.limit // 4 + 1)
             self._recovers_from_timeout = self._recovers_from_timeout and self.limit < self._most
         elif sending_s > self._timeout_s * 3 / 4:
             at_most = min(self.limit, taken)
-            self.limit = max(1, at_most * 3 // 4, min(at_most, self._few))
+            self.limit = max(1, at_most * 3 // 4, min(at_most, self._records_of_few_bytes))
 
     def timed_out(self, taken: int, delivered: float | None) -> bool:
         """Note a transaction that exceeded its timeout. `delivered` is the share of its outputs that arrived; None if
@@ -134,7 +136,7 @@ class Pacing:
         share = 1.0 if delivered is None else min(1.0, delivered)
         limit = int(taken * share / 2)
         if not self._last_timed_out and delivered is not None and share == 1.0:
-            limit = max(limit, min(taken, self._few))
+            limit = max(limit, min(taken, self._records_of_few_bytes))
         self.limit, self._recovers_from_timeout, self._last_timed_out = max(1, limit), True, True
         return taken > 1
 
@@ -149,9 +151,9 @@ class Pacing:
 
     def refused_among(self, taken: int) -> None:
         """Search for the record that the broker refuses among the `taken` ones, by halves and without a pause."""
-        self._suspects, self.limit = taken, max(1, taken // 2)
+        self._unsearched, self.limit = taken, max(1, taken // 2)
         self._pause_until = 0.0
 
     def refused_found(self) -> None:
-        self._suspects = 0
+        self._unsearched = 0
         self._pause_until = 0.0

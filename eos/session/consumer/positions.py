@@ -1,10 +1,10 @@
 """Track which input records wait, were taken and were committed: the session's memory, no I/O.
 
 Taken records are not kept. Keeping a transaction's worth of them (tens of thousands) cost a fifth of the speed and up
-to `eos.transaction.max.records` records of memory. What is kept is the offset at which the open transaction began in
+to `eos.transaction.max.records` records of memory. This module keeps the offset at which the open transaction began in
 each partition, and `rewind` returns the offsets to which the consumer must go back.
 
-Guarantees, whatever the consumer delivers (librdkafka has delivered an offset twice: its issues 4637 and 4686): per
+Guarantees for any order of deliveries (librdkafka has delivered an offset twice: its issues 4637 and 4686): per
 partition, records are taken in offset order, none is skipped, and none is taken twice except after a rewind. The
 offsets of a transaction are exactly those after its taken records. If you change this module, read Loop._end,
 Recovery._resolve and GroupConsumer.seek.
@@ -136,7 +136,7 @@ class Positions(Generic[R]):
         else:
             self._last = waiting[:most]
             del waiting[:most]
-        return self._last.copy()  # the caller's list is a user's to change
+        return self._last.copy()  # user code may change the caller's list
 
     def _settle_last(self) -> None:
         """Reduce the last batch, which can no longer be given back, to the offsets at which it began and ended."""
@@ -154,7 +154,7 @@ class Positions(Generic[R]):
             return
         kept, back = self._last[:-count], self._last[-count:]
         self._last = kept
-        # Records of a lost partition are another member's now.
+        # Records of a lost partition belong to another member now.
         self._waiting[:0] = [r for r in back if (r.topic, r.partition) not in self._lost]
 
     # ---- offsets ----------------------------------------------------------------------------------------------
@@ -165,7 +165,10 @@ class Positions(Generic[R]):
         return offsets | self._finished_ends(offsets)
 
     def _finished_ends(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
-        """Return the ends of partitions whose records are all taken, which passes markers and aborted records."""
+        """Return the end offset of each partition whose records are all taken.
+
+        Committing it skips trailing markers and aborted records.
+        """
         if not self._ends:
             return {}
         waiting = set(map(_partition_of, self._waiting))
@@ -180,7 +183,7 @@ class Positions(Generic[R]):
         wherever that is, has 0.)"""
         return {partition: offset for partition, offset in self.committed.items() if offset > 0}
 
-    def rebuild_expected(self) -> dict[TopicPartition, int]:
+    def rebuild_next_fetch(self) -> dict[TopicPartition, int]:
         """Return the offset that the consumer must fetch next in each owned partition: after all records fetched so
         far. Rebuilds this module's own note of it, because an exception in a signal handler may have interrupted the
         last update."""
@@ -254,7 +257,7 @@ class Positions(Generic[R]):
         return bool(touched)
 
     def clear(self) -> None:
-        """Drop everything: the consumer is replaced, and with it all that it fetched."""
+        """Drop everything: the consumer is replaced, and its fetched records are outdated."""
         self._waiting, self._ends, self.committed, self._next_fetch = [], {}, {}, {}
         self._reset()
 
@@ -263,7 +266,9 @@ def _runs(batch: list[R]) -> list[tuple[int, int]]:
     """Return the start and stop of each run of one partition with rising offsets. The client delivers such runs, so
     work per run costs less than work per record."""
     begins = hotloop.runs_of(batch)
-    return list(zip(begins, [*begins[1:], len(batch)], strict=False))  # no run in an empty batch
+    return list(
+        zip(begins, [*begins[1:], len(batch)], strict=False)
+    )  # an empty batch has no runs, so the second list is one longer
 
 
 def _span(batch: list[R]) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int]]:

@@ -1,6 +1,6 @@
 """Queries that a consumer sends to the cluster: offsets of its group, ends of its topics.
 
-Decides which answers are awaited, and which errors end the session. It never moves the consumer.
+Decides which answers to wait for, and which errors end the session. It never moves the consumer.
 """
 
 from __future__ import annotations
@@ -187,9 +187,8 @@ class ClusterQueries:
 
 
 class EndOfInput:
-    """The end of a run with `until_end`: the whole group, other members included, has committed everything that was
-    readable at the start, and everything that this led to in the input topics that the session itself writes
-    (`chained`)."""
+    """The end of a run with `until_end`: the whole group, including other members, has committed all records that were
+    readable at the start, and the resulting records in the input topics that the session itself writes (`chained`)."""
 
     def __init__(self, queries: ClusterQueries, settings: Settings, chained: Collection[str], world: World) -> None:
         self._targets, self._world, self._next_look = queries.stable_ends(), world, 0.0
@@ -197,11 +196,11 @@ class EndOfInput:
         self._rounds = len(chained)  # a record passes each chained topic at most once
 
     def query_reached(self, queries: ClusterQueries) -> bool:
-        """Ask the cluster whether the end is reached. Return False without asking if the last query is recent."""
+        """Query whether the end is reached. Return False without a query if the last one is recent."""
         if self._world.now() < self._next_look:
             return False
         self._next_look = self._world.now() + _END_LOOK_S
-        # One try only: another member's open transaction may keep its offsets unstable up to its timeout. Meanwhile
+        # Try only once: another member's open transaction may keep its offsets unstable up to its timeout. Meanwhile
         # this member must go on polling, or it could not take over that member's partitions.
         committed = queries.try_committed(list(self._targets))
         if committed is None:
@@ -218,8 +217,10 @@ class EndOfInput:
         return False
 
     def _chained_topic_ends(self) -> dict[Partition, int]:
-        """Return the present ends of the chained topics, which include the outputs of all committed transactions: their
-        markers may still be on their way."""
+        """Return the current log ends of the chained topics.
+
+        They include all committed outputs, even those whose markers are not written yet.
+        """
         client = connect(self._settings, _QUERY_S, self._world)
         return {
             (topic, partition): span.end

@@ -1,4 +1,4 @@
-"""Find where a group's partitions start: at their stable committed offset, else by auto.offset.reset.
+"""Find where a group's partitions start: at their stable committed offset, or else where auto.offset.reset says.
 
 Owns the start offsets that nobody committed yet. Under `latest` they must be committed at once: if the worker died
 before its first record, it would lose the records that arrived since. A partition whose start cannot be found yet does
@@ -79,18 +79,20 @@ class StartOffsets:
     # ---- where ------------------------------------------------------------------------------------------------
 
     def find(self, partitions: Collection[Partition]) -> dict[Partition, TopicPartition]:
-        """Return the start of each new partition: its stable committed offset, else by auto.offset.reset.
+        """Return the start of each new partition: its stable committed offset, or else the offset that
+        auto.offset.reset selects.
 
         Raises NotNow, and InputGone for partitions that had a committed offset once."""
         starts = self._committed(partitions)
         missing = [p for p, tp in starts.items() if tp.offset < 0]
         reset = str(self._settings.get("auto.offset.reset", "earliest"))
-        # Before the notes are read, which needs clients of their own: a partition may lack a leader for hours.
+        # Query the ends before the notes, whose reading needs separate clients: a partition may lack a leader for
+        # hours.
         ends = self._start_at_ends(missing) if reset == "latest" else {}
         try:
             found = call_client(read_notes, self._settings, self._group, missing, self._world)
         except Unavailable as error:
-            raise NotNow(f"the record of earlier commits of this group: {error}") from error
+            raise NotNow(f"the list of partitions that this group has committed: {error}") from error
         if found:
             self._refuse_forgotten(found, reset)
         self.uncommitted |= ends
@@ -115,8 +117,8 @@ class StartOffsets:
         raise NotNow(NEWER)
 
     def _start_at_ends(self, partitions: Collection[Partition]) -> dict[Partition, int]:
-        """Return the start offsets of partitions that start at their end under `latest`. A partition that is younger
-        than the group's first commit of its topic is left out: it starts at its beginning. Raises NotNow."""
+        """Return the start offsets of the partitions that start at their end under `latest`. A partition that is
+        younger than the group's first commit of its topic is left out: it starts at its beginning. Raises NotNow."""
         is_older = dict.fromkeys(self._from_beginning, True)  # the group is older than the topic
         ends = {}
         for topic, partition in partitions:
@@ -138,7 +140,7 @@ class StartOffsets:
     # ---- what is committed ------------------------------------------------------------------------------------
 
     def forget(self, partitions: Collection[Partition]) -> None:
-        """Drop revoked partitions: they start where their next owner decides."""
+        """Drop revoked partitions: their next owner decides where they start."""
         self.uncommitted = {p: offset for p, offset in self.uncommitted.items() if p not in partitions}
 
     def committed(self) -> None:

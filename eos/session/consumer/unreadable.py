@@ -25,8 +25,8 @@ class UnreadableInput:
     def gone(self, partition: Partition, error: KafkaError) -> InputGone:
         """Return the error for a partition whose next offset the broker does not have.
 
-        Its records were removed, or an unclean leader election cut off the log. A consumer that waited until the log is
-        as long again would silently skip the records written meanwhile."""
+        Its records were removed, or an unclean leader election cut off the log. A consumer that waited until the log
+        reaches that offset again would silently skip the records written in the meantime."""
         try:
             low, high = self._queries.watermarks(partition)
             holds = f"{low} to {high}"

@@ -1,7 +1,7 @@
-"""One confluent-kafka Producer with everything known of it, and its safe destruction.
+"""One confluent-kafka Producer with the facts known about it, and its safe destruction.
 
 Owns the callbacks (statistics, deliveries), the thread on which calls run, and the end of a client in which a call may
-still hang. It never decides what follows from a failed call.
+still hang. It never decides how to handle a failed call.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Client:
             self.serve()
         except (KafkaException, SystemError):
             pass  # a fatal error, which the next transactional call raises again
-        except BaseException as error:  # noqa: BLE001 - a callback's; the thread goes on, and the loop raises it
+        except BaseException as error:  # noqa: BLE001 - callbacks may raise anything; the loop raises it, and the thread continues
             self._latch(error)
 
     def _take_statistics(self, text: str) -> None:

@@ -37,7 +37,8 @@ _SEPARATE_IDS = (
 
 class TransactionalIdOwnership:
     """`describe_loss`: returns who took over, and the numbers of both, from the producer and the coordinator's answer.
-    `query_group`: asks the group what the coordinator leaves open: whether no other member has our place."""
+    `query_group`: asks the group, where the coordinator's answer is not conclusive, whether no other member has our
+    place."""
 
     def __init__(
         self,
@@ -68,13 +69,13 @@ class TransactionalIdOwnership:
         producer.replace(reason)
 
     def confirm(self, producer: TransactionalProducer, reason: str) -> None:
-        """Raise Fenced, before an init of ours, if a newer instance has the id.
+        """Raise Fenced before our init if a newer instance has the id.
 
-        The query is left out where our own client may have taken the next epoch: that would look like a newer instance.
+        There is no query where our own client may have taken the next epoch: that would look like a newer instance.
         """
         if producer.epoch_may_have_advanced:
             return
-        fenced = producer.state is State.FENCED  # then `settle` has found out since when
+        fenced = producer.state is State.FENCED  # then `settle` knows since when
         mine = self._settled_at.get(producer.transactional_id) if fenced else None
         mine = mine or producer.poll_identity()
         if mine is None:  # a client younger than its first statistics
@@ -85,20 +86,20 @@ class TransactionalIdOwnership:
         # Records that timed out make librdkafka take the next epoch by itself (KIP-360).
         if not fenced and not ownership.has_newer_epoch(producer.poll_identity(fresh=True) or mine, answer):
             return
-        # Without a group, a ghost transaction of our own looks like a newer instance whose last transaction was
-        # aborted. A producer that is not fenced yet continues, as it would without this query.
-        self._settle(producer, reason, ghost_is_ours=True)
+        # Without a group, an empty transaction that our late request began looks like a newer instance whose last
+        # transaction was aborted. A producer that is not fenced yet continues, as it would without this query.
+        self._settle(producer, reason, empty_transaction_is_ours=True)
 
     def settle(self, producer: TransactionalProducer, reason: str) -> Owner:
         """Return who owns the id after a call was fenced. Raises Fenced if a newer instance does, or may."""
-        return self._settle(producer, reason, ghost_is_ours=False)
+        return self._settle(producer, reason, empty_transaction_is_ours=False)
 
-    def _settle(self, producer: TransactionalProducer, reason: str, ghost_is_ours: bool) -> Owner:
+    def _settle(self, producer: TransactionalProducer, reason: str, empty_transaction_is_ours: bool) -> Owner:
         if producer.state is State.UNINITIALISED:
-            # An init of ours was interrupted. Its epoch is unknown, so the coordinator's epoch decides nothing.
+            # One of our inits was interrupted. Its epoch is unknown, so the coordinator's epoch decides nothing.
             return Owner.MINE
-        # Until it is settled: an exception here must not lead to a replacement, whose init would take the id.
-        self._interrupted = producer, reason, ghost_is_ours
+        # Kept until it is settled: an exception here must not lead to a replacement, whose init would take the id.
+        self._interrupted = producer, reason, empty_transaction_is_ours
         situation = producer.poll_situation()
         owner, answer = Owner.NEWER, None  # the safe answer if our own epoch is unknown
         if situation is not None:
@@ -108,7 +109,7 @@ class TransactionalIdOwnership:
                 owner, answer = ownership.settle(known, lambda: self._describe_and_log(admin, producer))
                 if owner in ownership.NEEDS_GROUP_CHECK:
                     if self._query_group is None:
-                        ours = ghost_is_ours and owner is not Owner.ABORTED_EARLY
+                        ours = empty_transaction_is_ours and owner is not Owner.ABORTED_EARLY
                     else:
                         ours = self._query_group()
                     owner = owner if ours else Owner.NEWER
@@ -158,7 +159,8 @@ def _describe(admin: ClusterAdmin, producer: TransactionalProducer) -> Transacti
 
 
 class OwnerInfo:
-    """This session as the owner of its transactional.id: what it commits about itself, and until when it owned it."""
+    """This session as the owner of its transactional.id: the metadata that it commits about itself, and the last time
+    at which it owned the id."""
 
     def __init__(self, settings: Settings, world: World) -> None:
         self._settings, self._world = settings, world
@@ -167,7 +169,7 @@ class OwnerInfo:
         self.note_owned("our start")
 
     def note_owned(self, by: str) -> None:
-        """Note that we own the transactional.id now, as `by` shows."""
+        """Note that we own the transactional.id now; `by` is the evidence."""
         self._owned_until, self._owned_by = self._world.unix(), by
 
     def metadata(self, producer: TransactionalProducer) -> dict[str, object]:
@@ -182,7 +184,8 @@ class OwnerInfo:
         }
 
     def describe_loss(self, producer: TransactionalProducer, answer: TransactionalIdState | None) -> tuple[str, str]:
-        """Return who took over and since when, and the producer ids and epochs of both, as far as the cluster says."""
+        """Return who took over and since when, and the producer ids and epochs of both, as far as the cluster reports
+        them."""
         mine = producer.poll_identity()
         who = ""
         try:

@@ -68,7 +68,7 @@ class TransactionalProducer:
         self._reports = reports
         self._pulse = pulse or Pulse(world.now)
         self._id = transactional_id
-        self._ids = [transactional_id]  # the present one, then one for replacements if there is another
+        self._ids = [transactional_id]  # the present id, then the one for replacements, if any
         self._machine = Machine()
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
         self._client: Client | None = None
@@ -76,7 +76,7 @@ class TransactionalProducer:
         self._replace_because: str | None = None
         self._produced = 0
         self.waited_s = 0.0
-        """For how long sends have waited for room in the client's queue, over the life of this object."""
+        """The seconds that sends have waited for room in the client's queue, over the life of this object."""
         self._began_at = 0.0  # World.now(), for our own deadlines
         self._committed_at = 0.0  # World.now()
         self._open_since = 0.0  # World.boot_clock(), for the broker's timeout
@@ -165,7 +165,7 @@ class TransactionalProducer:
         if client is None or client.transactional_id != transactional_id:
             self._finish_interrupted_init()
             client = Client(self._settings, transactional_id, self._reports, self._world)
-            # After the client was created: settings that it refuses must not have fenced a healthy owner.
+            # Fence only after the client was created: settings that it refuses must not fence a healthy owner.
             before_init(transactional_id)
         try:
             self._init(client, deadline)
@@ -427,7 +427,7 @@ class TransactionalProducer:
         """Abort. Afterwards this producer must be replaced: the client may reuse the sequence number of a purged
         record, and the broker would drop the next record as a duplicate.
 
-        Waits for an unreachable cluster until `deadline` (World.now()), without one for ever.
+        Waits for an unreachable cluster until `deadline` (World.now()), or forever without one.
         """
         self._machine.fire(Event.ABORT)
         client = self.client
@@ -451,7 +451,7 @@ class TransactionalProducer:
         return confirmed / self._produced if self._produced else 1.0
 
     def poll_identity(self, timeout_s: float = _IDENTITY_S, fresh: bool = False) -> Identity | None:
-        """Return producer id and epoch from the statistics; poll until they arrive. None if they never do.
+        """Return producer id and epoch from the statistics; poll until they arrive. Return None if they never do.
 
         `fresh`: only from statistics made after this call. An abort of records that timed out makes librdkafka take the
         next epoch by itself (KIP-360), and the epoch known before would look like a predecessor's.
@@ -467,8 +467,8 @@ class TransactionalProducer:
         return client.identity
 
     def poll_situation(self) -> Situation | None:
-        """Return what this producer knows after a fenced call, for `ownership.settle`; poll for its present epoch. None
-        if the epoch is unknown."""
+        """Return what this producer knows after a fenced call, for `ownership.settle`; poll for its present epoch.
+        Return None if the epoch is unknown."""
         age_ms = (self._world.boot_clock() - self._open_since) * 1000  # before the wait for statistics
         identity = self.poll_identity(fresh=True)
         if identity is None:
@@ -477,7 +477,7 @@ class TransactionalProducer:
         return Situation(identity, self._reach(), age_ms, timeout_ms, self.client.inits)
 
     def _reach(self) -> Progress:
-        """Return the progress of the transaction's requests; NOTHING also after its end."""
+        """Return the progress of the transaction's requests; NOTHING before a transaction and after its end."""
         if self._machine.state is State.READY or not (self._produced or self._offsets_sent):
             return Progress.NOTHING
         return Progress.ACKNOWLEDGED if self._offsets_sent or self.delivered > 0 else Progress.SENT
@@ -540,7 +540,7 @@ class TransactionalProducer:
         return failure
 
     def _explain(self, call: Call, action: Action, error: BaseException, topic: str, size: int) -> str:
-        """Return the likely cause of an error in a sentence; "" if nothing is known."""
+        """Return the likely cause of an error in a sentence, or "" if no cause is known."""
         group: str = self._settings.get("group.id", "")
         if right := explain_denied(error, group=group, transactional_id=self.transactional_id, topic=topic):
             return right

@@ -21,7 +21,7 @@ is answered CONCURRENT_TRANSACTIONS while the markers of the previous one are wr
 connection. An answered request leaves no copy that could be late; an unanswered one shows by the other evidence.
 
 The round trip is not part of the bound, though a retry takes one more: an event that breaks a connection (another
-route, another coordinator) changes the round trip as well, and an earlier bound would be too high exactly then.
+route, another coordinator) also changes the round trip, so a bound from before it would be too high exactly then.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class RetryEvidence:
             self.stop_waiting()
 
     def stop_waiting(self) -> None:
-        """Treat calls that are still undecided as retried: no more statistics are awaited."""
+        """Treat calls that are still undecided as retried, and wait for no more statistics."""
         for call in list(self._undecided):
             self._decide_retried(call, "no statistics show that it was not")
 
@@ -192,17 +192,17 @@ class RetryEvidence:
             self._note("a request to the transaction coordinator timed out")
 
     def _objection(self, call: str, now: Statistics) -> str:
-        """Return why statistics made after a slow call do not clear it; "" if they do."""
+        """Return why statistics made after a slow call do not clear it, or "" if they do."""
         expected = self._ended if call == "commit" else self._offsets_sent
         for request in REQUESTS[call]:
             sent = now.count(request)
             if sent < expected or (sent > expected and request not in SENT_AGAIN_WHEN_ANSWERED):
                 return f"{request} was sent {sent} times instead of {expected}"
-        return _changed_connection(self._before, now)
+        return _describe_connection_change(self._before, now)
 
 
-def _changed_connection(before: Statistics | None, now: Statistics) -> str:
-    """Return the change of a connection that may have counted a request; "" if all are the same.
+def _describe_connection_change(before: Statistics | None, now: Statistics) -> str:
+    """Return the change of a connection that may have counted a request, or "" if all are the same.
 
     librdkafka recreates a broker's entry when all brokers are down (metadata.recovery.strategy=rebootstrap) or when the
     cluster forgot it for a moment. Its counters then start again, and one copy on each would look like one in all.

@@ -2,7 +2,7 @@
 
 The vocabulary is Kafka's (TransactionManager.java). A call fires an event. An event without a row is illegal: it
 raises and changes nothing. If you change a row, read producer.py, which fires the events, and
-tests/unit/test_states.py, which holds every entry a second time.
+tests/unit/test_states.py, which repeats every entry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ class State(Enum):
     UNINITIALISED = "Uninitialised"  # no producer id yet, or the producer was just replaced
     READY = "Ready"
     IN_TRANSACTION = "InTransaction"
-    COMMITTING = "Committing"  # EndTxn(commit) may have left; only its own answer or a successor's init resolves it
+    COMMITTING = (
+        "Committing"  # EndTxn(commit) may have been sent; only its own answer or a successor's init resolves it
+    )
     ABORTING = "Aborting"
     ABORTABLE_ERROR = "AbortableError"
     FENCED = "Fenced"  # by a newer instance, or by our own timeout: which one is not known here
@@ -53,13 +55,13 @@ TABLE: dict[tuple[State, Event], State] = {
     (_S.ABORTABLE_ERROR, _E.FAIL_ABORTABLE): _S.ABORTABLE_ERROR,
     (_S.ABORTING, _E.ABORT): _S.ABORTING,
     (_S.ABORTING, _E.ENDED): _S.READY,
-    # A replacement bumps the epoch, so whatever the old producer left behind is refused. Not while a call that may
-    # still be answered is open: that one must fail first.
+    # A replacement bumps the epoch, so late requests of the old producer are refused. No replacement is possible while
+    # a call that may still be answered is open: that call must fail first.
     (_S.READY, _E.REPLACE): _S.UNINITIALISED,
     (_S.FENCED, _E.REPLACE): _S.UNINITIALISED,
     (_S.FATAL, _E.REPLACE): _S.UNINITIALISED,
 }
-# Being fenced or broken can be learnt in any state, and learnt again.
+# A producer can be found fenced or broken in any state, and repeatedly.
 TABLE |= {(state, _E.FENCE): _S.FENCED for state in State}
 TABLE |= {(state, _E.FAIL): _S.FATAL for state in State if state is not _S.FENCED}
 

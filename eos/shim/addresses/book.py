@@ -36,7 +36,7 @@ class AddressBook:
     def __init__(self, bootstrap: Iterable[Address], opened: Callable[[Endpoint], None]) -> None:
         self._opened = opened
         self.endpoints: list[Endpoint] = []
-        self._by_node: dict[int, Endpoint] = {}
+        self._endpoints_by_node: dict[int, Endpoint] = {}
         self._ours: set[Address] = set()
         self._upstream: set[Address] = set()
         self.needles: dict[bytes, str] = {}  # bytes that must not reach a client -> their address
@@ -46,7 +46,7 @@ class AddressBook:
     def translate(self, node_id: int, host: str, port: int) -> Address:
         """Return the address for clients of the broker `node_id` at `host:port`. Opens a port for a new broker."""
         address = (host, port)
-        endpoint = self._by_node.get(node_id)
+        endpoint = self._endpoints_by_node.get(node_id)
         if endpoint is not None and endpoint.upstream == address:
             return endpoint.advertised
         if address in self._ours:
@@ -65,7 +65,7 @@ class AddressBook:
                 break
         else:
             endpoint = self._open(Endpoint(address, node_id))
-        self._by_node[node_id] = endpoint
+        self._endpoints_by_node[node_id] = endpoint
         return endpoint
 
     def _open(self, endpoint: Endpoint) -> Endpoint:

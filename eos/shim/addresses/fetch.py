@@ -40,15 +40,15 @@ class HideEndpoints:
     """
 
     def __init__(self, size: int) -> None:
-        self._left = size
+        self._bytes_left = size
         self._hidden: list[tuple[int, int, int]] = []  # [start, end) is overwritten with this byte
         self._walk = Walk(self._layout)
 
     def feed(self, piece: Piece) -> Piece:
         start = self._walk.position
         self._walk.feed(piece)
-        self._left -= len(piece)
-        if self._walk.position != start + len(piece) or self._walk.done != (self._left == 0):
+        self._bytes_left -= len(piece)
+        if self._walk.position != start + len(piece) or self._walk.is_complete != (self._bytes_left == 0):
             # Fail before the last piece is forwarded: it may contain addresses in unexpected places.
             raise Malformed("a Fetch response does not match its layout")
         if not self._hidden:

@@ -45,7 +45,7 @@ def families(sources: Sources) -> Iterator[Any]:
         yield family
     protecting = "Whether transactions that begin now are protected."
     yield GaugeMetricFamily("eos_shim_protecting", protecting, value=int(sources.protecting()))
-    errors = CounterMetricFamily("eos_shim_errors", "Responses to clients with an error.", labels=("api", "error"))
+    errors = CounterMetricFamily("eos_shim_errors", "Error responses sent to clients.", labels=("api", "error"))
     for values, count in sources.errors().items():
         errors.add_metric(values, count)
     yield errors

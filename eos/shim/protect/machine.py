@@ -130,8 +130,8 @@ COORDINATOR = "coordinator"
 
 
 @dataclass
-class _Base:
-    """Hold the client's sequence that is 0 upstream for a partition, and the number of records sent since."""
+class _SequenceBase:
+    """Hold the client's sequence number that the broker sees as 0, and the number of records sent since."""
 
     sequence: int
     sent: int = 0
@@ -144,7 +144,7 @@ class _Transactional:
     number: int = 1
     state: State = State.EMPTY
     end: End | None = None  # of the transaction that is ENDING or ENDED
-    bases: dict[Partition, _Base] = field(default_factory=dict)
+    bases: dict[Partition, _SequenceBase] = field(default_factory=dict)
     # Sequences of a new epoch begin at 0. After an abort the client's next sequence is unknown.
     bases_known: bool = True
     trusted: dict[Hashable, int] = field(default_factory=dict)  # class of requests -> connection
@@ -224,7 +224,7 @@ class Machine:
         known = _Transactional(pair.virtual, pair.real, end=pair.end, renews=pair.renews, before=pair.before)
         known.revoked = True
         known.bases_known = pair.sequences is not None
-        known.bases = {(topic, index): _Base(sequence) for topic, index, sequence in pair.sequences or ()}
+        known.bases = {(topic, index): _SequenceBase(sequence) for topic, index, sequence in pair.sequences or ()}
         if pair.end is not None:
             known.number = pair.end.number + 1
             known.state = State.SPENT if pair.renews and not pair.end.committed else State.ENDED
@@ -356,7 +356,7 @@ class Machine:
         if authority is Authority.UNKNOWN:
             return known.real, bases
         for batch in batches:
-            base = known.bases.setdefault(batch.partition, _Base(bases[batch.partition]))
+            base = known.bases.setdefault(batch.partition, _SequenceBase(bases[batch.partition]))
             base.sent = max(base.sent, (batch.first - base.sequence) % _SEQUENCES + batch.records)
         return known.real, bases
 
@@ -369,7 +369,7 @@ class Machine:
         partition: Partition,
         batches: Sequence[Written],
     ) -> int:
-        """Return the client's sequence that is 0 upstream, for a partition that is new in this transaction."""
+        """Return the client's sequence that the broker sees as 0, for a partition that is new in this transaction."""
         if known.bases_known:
             return 0
         challenged = self._challenged.get(connection)
@@ -388,7 +388,7 @@ class Machine:
         mark: Hashable,
         authority: Authority = Authority.ACCEPTED,
     ) -> End:
-        """Check EndTxn, also a repeated one, and return it with the identity of its transaction. Raises Refused."""
+        """Check EndTxn, even a repeated one, and return it with the identity of its transaction. Raises Refused."""
         known = self._require_identity(name, virtual)
         again = known.end is not None and known.end.committed == committed
         if known.state is State.SPENT and not again:

@@ -62,7 +62,7 @@ class FrameSplitter:
         open_frame: Callable[[Piece, int], Handling | None],
     ) -> None:
         self._head, self._largest, self._open = head, largest_frame, open_frame
-        self.left = 0  # bytes missing of the current frame
+        self.bytes_left = 0  # bytes missing of the current frame
         self.rest: Piece | None = None
         self._handling: Handling = UNCHANGED
         self._incomplete = b""  # the beginning of a frame that could not be opened yet
@@ -71,7 +71,7 @@ class FrameSplitter:
 
     @property
     def between_frames(self) -> bool:
-        return self.left == 0 and not self._incomplete and self.rest is None
+        return self.bytes_left == 0 and not self._incomplete and self.rest is None
 
     @property
     def held_bytes(self) -> int:
@@ -90,7 +90,7 @@ class FrameSplitter:
         end = len(data)
         frames = handled = 0
         while pos < end:
-            if self.left == 0:
+            if self.bytes_left == 0:
                 if end - pos < self._head:
                     break
                 if frames == FRAMES_PER_TURN or handled > HANDLED_BYTES_PER_TURN:
@@ -105,7 +105,7 @@ class FrameSplitter:
                     if end - pos >= size:
                         raise Malformed("a frame that ends within its header")
                     break
-                self._handling, self.left = handling, size
+                self._handling, self.bytes_left = handling, size
                 if callable(handling):
                     handled += size
                 if self._inserted:
@@ -113,8 +113,8 @@ class FrameSplitter:
                     run = pos
                     out += self._inserted
                     self._inserted = []
-            taken = min(self.left, end - pos)
-            self.left -= taken
+            taken = min(self.bytes_left, end - pos)
+            self.bytes_left -= taken
             if self._handling is not UNCHANGED:
                 piece = data[pos : pos + taken]
                 made = self._handle_piece(piece)
@@ -137,7 +137,7 @@ class FrameSplitter:
         if not callable(handling):
             assert not isinstance(handling, Unchanged)
             return handling.feed(piece)
-        if self.left:
+        if self.bytes_left:
             self._whole += piece
             return b""
         if self._whole:

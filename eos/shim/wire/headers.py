@@ -77,16 +77,16 @@ class AcksReader:
     With acks=0 the broker sends no response, so acks must be known before the request is forwarded.
     """
 
-    __slots__ = ("_at", "_step", "_tags", "_version")
+    __slots__ = ("_position", "_step", "_tags", "_version")
 
     def __init__(self, version: int) -> None:
         self._version = version
-        self._step, self._at = _CLIENT_ID, REQUEST_HEAD.size  # the next field, and its position in the frame
+        self._step, self._position = _CLIENT_ID, REQUEST_HEAD.size  # the next field, and its position in the frame
         self._tags = 0  # tagged fields left to skip
 
     def read(self, data: Piece, pos: int) -> int | None:
         """Return acks, or None if more than the frame's bytes so far, `data[pos:]`, are needed. Raises Malformed."""
-        step, at, tags, end = self._step, pos + self._at, self._tags, len(data)
+        step, at, tags, end = self._step, pos + self._position, self._tags, len(data)
         flexible = self._version >= _FLEXIBLE_SINCE
         if step == _CLIENT_ID:
             if end < at + 2:
@@ -119,7 +119,7 @@ class AcksReader:
         """Save the position of the next field and return None. Raises Malformed if the head is too long."""
         if at > LONGEST_HEAD_BYTES:
             raise Malformed(f"a Produce with a head of more than {LONGEST_HEAD_BYTES} bytes")
-        self._step, self._at, self._tags = step, at, tags
+        self._step, self._position, self._tags = step, at, tags
         return None
 
 

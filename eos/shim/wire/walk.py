@@ -25,7 +25,7 @@ class Walk:
 
     def __init__(self, layout: Callable[[Walk], Layout], most_fields: int | None = None) -> None:
         self.position = 0
-        self.done = False
+        self.is_complete = False
         self._partial = b""
         self._layout = layout(self)
         self._fields_left = most_fields
@@ -35,7 +35,7 @@ class Walk:
     def feed(self, data: Piece) -> None:
         """Read the next piece. Raises Malformed if the layout does."""
         pos, end = 0, len(data)
-        while pos < end and not self.done:
+        while pos < end and not self.is_complete:
             wants = self._wants
             if wants < 0:
                 taken = min(-wants, end - pos)
@@ -68,7 +68,7 @@ class Walk:
                 wants = self._layout.send(b"")
             self._wants = wants
         except StopIteration:
-            self.done = True
+            self.is_complete = True
 
 
 def uvarint() -> Field:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class NotSupported(EosError):
-    """This backend cannot make the fault; the test was not run: it neither passed nor failed."""
+    """This backend cannot inject the fault. The test was not run: it neither passed nor failed."""
 
     exit_code = 69
 
@@ -43,9 +43,9 @@ class NotSupported(EosError):
 class Cluster(ABC):
     """Controls a cluster with nodes 0 to `size - 1`, node.id i for node i; use it as a context manager.
 
-    A fault lasts until the call that ends it (`start`, `resume`, `heal`, or `repair` for all of them). To make a fault
-    twice, or to end one that does not exist, raises IllegalState, because it would test nothing. Every method may raise
-    Unavailable.
+    A fault lasts until the call that ends it (`start`, `resume`, `heal`, or `repair` for all of them). To inject a
+    fault twice, or to end one that does not exist, raises IllegalState, because it would test nothing. Every method may
+    raise Unavailable.
     """
 
     backend: str
@@ -102,8 +102,8 @@ class Cluster(ABC):
     @abstractmethod
     def _heal(self, i: int) -> None: ...
 
-    def _ended(self, i: int) -> str | None:
-        """Return why node `i` ended by itself; None while it runs."""
+    def _exit_reason(self, i: int) -> str | None:
+        """Return why node `i` ended by itself, or None while it runs."""
         return None
 
     def _state(self, i: int) -> str:
@@ -133,7 +133,7 @@ class Cluster(ABC):
         """Start a node that is down on its data and address; return when it answers and names all reachable nodes.
 
         Its replicas may still be catching up: see `wait_in_sync`. Raises Unavailable with the node's state if it does
-        not answer. It runs nevertheless, and `wait_ready` waits further; a node that ended is down again.
+        not answer. The node still runs, and `wait_ready` waits for it again; a node that ended is down again.
         """
         self._check(i)
         if i not in self._down:
@@ -207,7 +207,7 @@ class Cluster(ABC):
 
     @property
     def bootstrap_servers(self) -> str:
-        """Return the addresses of all nodes, whatever their state, as a client is configured."""
+        """Return the addresses of all nodes in any state, as a client's bootstrap.servers."""
         return ",".join(self.server(i) for i in range(self.size))
 
     def leader_of(self, topic: str, partition: int = 0) -> int:
@@ -294,7 +294,7 @@ class Cluster(ABC):
             self.wait_ready(nodes, timeout_s)
         except Unavailable:
             for i in nodes:
-                if self._ended(i) is not None:
+                if self._exit_reason(i) is not None:
                     self._mark_down(i)  # it can be started again
             raise
 
@@ -354,20 +354,20 @@ class Cluster(ABC):
 
         def names_all() -> bool:
             nonlocal named
-            why = self._ended(i)
+            why = self._exit_reason(i)
             if why is not None:
                 raise Unavailable(f"Kafka node {i} ended while it started: {why}")
             named = set()
-            # Not beyond the deadline: a node that starts during a long query would seem to be in time.
+            # Cap the query at the deadline. Otherwise a node that starts during a long query would count as on time.
             left = min(max(deadline - time.monotonic(), _MIN_QUERY_S), RESPONSE_TIMEOUT_S)
             named |= fetch_metadata(self.server(i), left).nodes
             return expected <= named
 
-        def seen() -> str:
+        def describe_answer() -> str:
             answer = f"it names nodes {sorted(named)}" if named else "it names no node"
             return f"{answer}; {self._describe_node(i)}"
 
-        self._wait_until(f"node {i} answers and names nodes {sorted(expected)}", names_all, timeout_s, seen)
+        self._wait_until(f"node {i} answers and names nodes {sorted(expected)}", names_all, timeout_s, describe_answer)
 
     def _describe_node(self, i: int) -> str:
         """Return the node's state and its last log lines, which show whether it is slow, stuck or gone."""
@@ -379,7 +379,7 @@ class Cluster(ABC):
 
 
 def collect_late(seen: Metadata, topics: Iterable[str], who: str, problems: list[str]) -> int:
-    """Add the parts that are not in sync by `who`'s report to `late`; return the number of partitions reported."""
+    """Add the parts that `who` reports as not in sync to `late`; return the number of partitions reported."""
     known = {topic for topic, _ in seen.partitions}
     problems += [f"{who} does not know {topic}" for topic in topics if topic not in known]
     problems += [f"{topic}-{partition} at {who}" for topic, partition in seen.not_in_sync()]

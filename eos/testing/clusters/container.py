@@ -1,4 +1,4 @@
-"""Runs a cluster of containers, through testcontainers: the only backend that can make every fault.
+"""Runs a cluster of containers, through testcontainers: the only backend that can inject every fault.
 
 Owns the containers, their network and their names, and removes all of them however the block ends. After a killed run
 its watcher and the next run remove them (leftovers.py). The broker settings are LocalKafka's, so that timeouts are the
@@ -186,7 +186,7 @@ class ContainerCluster(Cluster):
     def _docker(self, i: int) -> Any:
         return self._containers[i].get_wrapped_container()
 
-    def _ended(self, i: int) -> str | None:
+    def _exit_reason(self, i: int) -> str | None:
         container = self._docker(i)
         container.reload()
         if container.status in ("created", "running", "paused"):
@@ -219,7 +219,7 @@ class ContainerCluster(Cluster):
             try:
                 self._docker(i).start()
             except docker.errors.APIError as error:
-                raise Unavailable(f"the engine does not start node {i}: {error.explanation or error}") from error
+                raise Unavailable(f"the engine could not start node {i}: {error.explanation or error}") from error
 
     def _pause(self, i: int) -> None:
         import docker

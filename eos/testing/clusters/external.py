@@ -1,6 +1,6 @@
 """Connects to an external cluster by its address: tests can query it but not break it.
 
-It must never change anything in the cluster, and never report a fault that it did not make.
+It must never change anything in the cluster, and never report a fault that it did not inject.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ExternalCluster(Cluster):
         return ",".join(self._servers)
 
     def wait_in_sync(self, *topics: str, timeout_s: float = READY_TIMEOUT_S) -> int:
-        """Wait as in other clusters, but by the report of one node."""
+        """Wait until all replicas are in sync, as one node reports it."""
         problems: list[str] = []
         examined = 0
 

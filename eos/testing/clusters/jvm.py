@@ -49,7 +49,7 @@ class JvmCluster(Cluster):
     def _stop(self, i: int, timeout_s: float) -> None:
         self._kafka.stop(i, timeout_s)
 
-    def _ended(self, i: int) -> str | None:
+    def _exit_reason(self, i: int) -> str | None:
         return None if self._kafka.running(i) else self._kafka.failure_reason(i)
 
     def _state(self, i: int) -> str:

@@ -34,7 +34,7 @@ def is_dead(name: str) -> bool:
 def remove_leftovers(client: Any) -> list[str]:
     """Remove objects of dead runs with their volumes, and return the names. `client`: a docker client.
 
-    Several runs may do this at once, so an object that is gone already is no error.
+    Several runs may do this at once, so an object that no longer exists is not an error.
     """
     import docker
 

@@ -319,7 +319,7 @@ ALL: dict[str, Breakage] = {
         faults=1,
     ),
     "state of an aborted transaction": Breakage(
-        "what functions remember of an aborted transaction's records stays; these come again",
+        "functions keep their state of an aborted transaction's records, which are handed out again",
         frozenset({"state"}),
         Cell("kill", "worker", "classic-4.4.0", 1, state=True),
         _state_of_an_abort_kept,

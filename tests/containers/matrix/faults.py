@@ -22,7 +22,7 @@ meanwhile."""
 
 @dataclass(frozen=True)
 class Fault:
-    """Describe one fault for the story of the run. `hits`: the workers whose transactions it could hit; None: all."""
+    """Describe one fault for the story of the run. `hits`: the workers whose transactions it could hit (None: all)."""
 
     at_s: float
     at_ns: int

@@ -525,7 +525,7 @@ class Run:
         written = read_topic(self._servers, self._outputs)
         outputs = written.outputs()
         _must_contain(inputs, loader.acknowledged)
-        seen, series = reader.seen(), joined([watcher.series(tuple(self._sources)) for watcher in commits])
+        seen, series = reader.collect_outputs(), joined([watcher.series(tuple(self._sources)) for watcher in commits])
         report = check(
             inputs,
             outputs,

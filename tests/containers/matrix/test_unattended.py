@@ -39,7 +39,7 @@ class WithoutAnEngine(Clusters):
         raise ConnectionError("the engine went away")
 
 
-def test_cell_that_raises_is_a_row_and_later_cells_run(tmp_path: Path) -> None:
+def test_cell_that_raises_gets_a_row_and_later_cells_run(tmp_path: Path) -> None:
     cells = pairwise()
     result = play(WithoutAnEngine("jvm"), cells[0], 7, Size(), tmp_path / "logs")
     assert (result.result, result.reason) == (FAILED, "ConnectionError: the engine went away")

@@ -171,7 +171,7 @@ async def asks(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], api_ke
 
 
 @pytest.mark.parametrize("first", [api.SASL_HANDSHAKE, FORWARDED], ids=["not let in", "let in"])
-def test_address_limit_closes_connection_without_login_first(first: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_address_limit_closes_unauthenticated_connections_first(first: int, caplog: pytest.LogCaptureFixture) -> None:
     async def work(shim: Shim, broker: FakeBroker) -> None:
         honest = await connect_from(shim, "127.0.0.3")
         await asks(honest)
@@ -298,7 +298,7 @@ def test_requests_sent_before_disconnect_reach_the_broker(secure: bool, tmp_path
 
 @pytest.mark.parametrize("leaves", ["reset", "stays"])
 def test_client_gets_a_turn_next_to_one_that_sends_thousands(leaves: str) -> None:
-    """Each turn of the loop handles a share of the frames, also after the end of a connection."""
+    """Each turn of the loop handles a share of the frames, even after the end of a connection."""
 
     count, turn, handled = 25_000, 0, Counter[int]()  # how many of its requests in each turn of the loop
 
@@ -342,7 +342,7 @@ class Large(Meddling):
         return b""
 
 
-def test_client_that_reads_no_own_responses_is_paused() -> None:
+def test_client_that_does_not_read_the_shims_responses_is_paused() -> None:
     async def work(shim: Shim, broker: FakeBroker) -> int:
         loop = asyncio.get_running_loop()
         with socket.socket() as client:
@@ -386,7 +386,7 @@ def test_unanswered_requests_of_a_connection_are_bounded() -> None:
     assert run(work, FakeBroker(lambda request: None)) < MOST_UNANSWERED + 100
 
 
-def test_own_responses_after_a_pending_one_are_bounded() -> None:
+def test_responses_of_the_shim_after_a_pending_one_are_bounded() -> None:
     async def work(shim: Shim, broker: FakeBroker) -> int:
         _, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"b") + frame(ANSWERED, 1, b"b") * 5_000)

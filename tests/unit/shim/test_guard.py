@@ -1,4 +1,4 @@
-"""The guard decides by the records and the login, not by what a request claims."""
+"""The guard checks the records and the login, not the claims of a request."""
 
 from __future__ import annotations
 

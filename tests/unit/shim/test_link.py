@@ -227,7 +227,7 @@ def test_link_counts_unsent_and_unhandled_bytes() -> None:
     early = frame(FORWARDED, 1, bytes(1_000))
     assert comes(early) >= len(early)
     link.upstream.connection_made(upstream)
-    link.client.resume_from(PauseReason.CONNECTING)
+    link.client.clear_pause(PauseReason.CONNECTING)
     assert len(early) <= comes(frame(FORWARDED, 2)) < 3_000
     upstream.held_bytes.clear()
     # A view would keep the whole read buffer.
@@ -352,7 +352,7 @@ def test_bytes_for_a_closed_side_are_dropped(gone: str) -> None:
     side.write([b"late"])
     side.write_end()
     side.pause_for(PauseReason.FULL)
-    side.resume_from(PauseReason.FULL)
+    side.clear_pause(PauseReason.FULL)
     for late in (side.close, side.abort, side.reset):
         late()
     assert not any(transport.held_bytes for transport in transports.values())

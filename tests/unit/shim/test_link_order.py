@@ -242,7 +242,7 @@ def test_reset_waits_for_the_whole_earlier_response(at: int) -> None:
     asyncio.run(test())
 
 
-def test_own_response_waits_for_earlier_responses() -> None:
+def test_response_of_the_shim_waits_for_earlier_responses() -> None:
     wired = Wired()
     wired.client_sends(frame(ANSWER_HELD, 1) + frame(UNCHANGED, 2))
     first, second = answer(1, b"held"), answer(2, b"a large answer" * 10)

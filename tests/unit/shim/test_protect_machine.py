@@ -389,7 +389,7 @@ def test_described_identity_is_shown_in_virtual_epochs(client: Client, ahead: in
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_described_epoch_during_an_own_end_is_the_clients(client: Client, committed: bool) -> None:
+def test_described_epoch_during_a_clients_end_is_its_own(client: Client, committed: bool) -> None:
     client.add()
     end = client.ask_end(committed)
     ours, others = ("Commit", "Abort") if committed else ("Abort", "Commit")

@@ -330,12 +330,12 @@ def test_batches_are_found_in_every_version() -> None:
         request = ProduceRequest(version=version, transactional_id="t", acks=1, timeout_ms=9, topic_data=[topic])
         walk = Walk(produce_request(version, heads.append, batches.append))
         walk.feed(framed(request, client_id=None))
-        assert walk.done
+        assert walk.is_complete
         assert heads == [ProduceHead("t", 1)]
         assert [(b.topic, b.partition, b.producer_id, b.epoch, b.base_sequence, b.records) for b in batches] == [
             (b"i" * 16 if version >= 13 else "out", 1, 1, 2, 3, 4)
         ] * 2
-    assert Walk(fetch_response(4, batches.append)).done is False
+    assert Walk(fetch_response(4, batches.append)).is_complete is False
 
 
 def test_steps_are_formatted_as_text_and_json(wire: Wire) -> None:

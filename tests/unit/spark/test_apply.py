@@ -110,7 +110,7 @@ def test_output_becomes_a_row_with_all_columns_of_the_sink() -> None:
     assert now["timestamp_ms"] is None
 
 
-def test_topic_has_its_function_and_batch_size_is_limited() -> None:
+def test_each_topic_runs_its_function_in_limited_batches() -> None:
     app = App("topics")
 
     @app.process_batch("many", to="out")
@@ -199,7 +199,7 @@ def test_undeclared_output_topic_is_a_configuration_error() -> None:
     assert "is not in its to=" in str(error)
 
 
-def test_text_without_a_failure_line_is_no_executor_failure() -> None:
+def test_text_without_a_failure_line_is_not_an_executor_failure() -> None:
     assert failures.from_text("java.lang.OutOfMemoryError: eos-failure of something") is None
 
 

@@ -116,7 +116,7 @@ def test_caller_without_the_key_gets_no_answer(server: ClaimServer) -> None:
     assert server.claims.end() == (frozenset(), None)
 
 
-def test_answer_of_another_program_is_refused() -> None:
+def test_response_from_another_program_is_refused() -> None:
     """Another program that has reused the port cannot grant a claim."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
@@ -138,7 +138,9 @@ def claimed(server: ClaimServer, share: int) -> str | None:
     return server.claims_client.claim(ONE, share, f"task {share}")
 
 
-def test_silent_callers_block_no_one_and_are_disconnected(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_callers_do_not_block_others_and_are_disconnected(
+    server: ClaimServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(claims_module, "_PATIENCE_S", 0.3)
     answer, serving, at_once = server._answer, set(), []
 

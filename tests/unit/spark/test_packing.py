@@ -113,7 +113,7 @@ def test_small_batches_wait_for_each_other() -> None:
     assert [part.num_rows for part in slices(iter([small] * 50))] == [1_000]
 
 
-def test_compressible_rows_are_packed_in_fewer_values() -> None:
+def test_compressible_rows_are_packed_into_fewer_values() -> None:
     same = pa.record_batch(
         {
             TARGET: pa.array([0] * 30_000, pa.int32()),
