@@ -131,6 +131,11 @@ def check(run: Run) -> None:
     for hook in (*run.app.start_hooks, *run.app.stop_hooks):
         _check_sendable(function_name(hook), hook)
     for route in run.app.stateful:
+        if route.uses_time:
+            raise ConfigurationError(
+                f"{route.name} has timers, windows or once=, which follow the time of a partition, and no group of "
+                "Spark knows that: use `eos run`"
+            )
         if route.ttls:
             raise ConfigurationError(
                 f"{route.name} has state with ttl=, by the time of a partition, which no group of Spark knows: use "

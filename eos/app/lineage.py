@@ -77,6 +77,11 @@ def check_route(route: Route) -> None:
             f"eos.lineage=true needs to know which record an output came from, but the batch function {route.name} "
             "does not show it: decorate it with @app.process"
         )
+    if route.uses_time:
+        raise ConfigurationError(
+            f"eos.lineage=true needs to know which record an output came from, but {route.name} has timers, windows or "
+            "once=: use it without them"
+        )
 
 
 def with_lineage(each: Each, ledger: Ledger) -> Each:

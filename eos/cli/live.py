@@ -75,6 +75,9 @@ def line(statuses: list[Status], rates: Rates) -> Text:
     shown = Text.assemble((f" {status.app} ", "bold reverse"), head, _lag(status), "   aborts ", _failures(status))
     if status.states:
         shown.append(f"   state {sum(state.values for state in status.states):,} values")
+    for name, count in (("late", status.late), ("duplicates", status.duplicates)):
+        if count:
+            shown.append(f"   {name} {count:,}")
     if not status.ready:
         shown.append(f"   {status.reason}", "red" if not status.live else "yellow")
     return shown

@@ -7,17 +7,22 @@ change nothing, so a worker may run at the same time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS
 from eos.app.definition import App
 from eos.app.routes import changelog_of
 from eos.app.state import Store
 from eos.app.stores import to_plain
+from eos.app.timers import EPOCH, decode_due
+from eos.app.windows import split_windowed_key
 from eos.cli.options import (
     BootstrapServers,
     Json,
@@ -40,6 +45,7 @@ from eos.state.begin_empty import EmptyStates
 from eos.worker.loading import load_app
 
 _SHOWN = 20
+_TIMERS = (EVENT_TIMERS, CLOCK_TIMERS)
 
 app = typer.Typer(no_args_is_help=True, help="Show, export or change the state that functions keep by key.")
 Functions = Annotated[list[str] | None, typer.Option("--function", help="Only this function; repeatable.")]
@@ -47,12 +53,23 @@ Keys = Annotated[list[str] | None, typer.Option("--key", help="Only this key, as
 
 
 class Row(NamedTuple):
-    """Hold the state of one key in one function, by the name of the state."""
+    """Hold the state of one key in one function, by the name of the state.
+
+    `window`: the start of the key's window, if the function has windows. `timers`: when each timer is due. Both are
+    times in ISO format.
+    """
 
     function: str
     partition: int
     key: Any
     state: dict[str, Any]
+    window: str | None = None
+    timers: Mapping[str, str] = MappingProxyType({})
+
+    def as_json(self) -> dict[str, Any]:
+        more = {"window": self.window, "timers": dict(self.timers)}
+        shown = {"function": self.function, "partition": self.partition, "key": bytes_as_json(self.key)}
+        return shown | {"state": self.state} | {name: value for name, value in more.items() if value}
 
 
 @app.command()
@@ -69,14 +86,17 @@ def show(
     settings = load_settings(bootstrap_servers, set_)
     found, more = _first_rows(_functions(load_app(target), function), settings, key, limit)
     if json:
-        print_json([row._asdict() | {"key": bytes_as_json(row.key)} for row in found])
+        print_json([row.as_json() for row in found])
     elif not found:
         print("no state")
     else:
         table = Table("function", "partition", "key", "state", "value")
         for row in found:
-            for name, value in sorted(row.state.items()):
-                words = row.function, str(row.partition), bytes_as_text(row.key), name, repr(value)
+            key_text = bytes_as_text(row.key) + (f" {row.window}" if row.window else "")
+            timers = {f"timer {name}": at for name, at in row.timers.items()}
+            values = {name: repr(value) for name, value in row.state.items()}
+            for name, value in [*sorted(values.items()), *sorted(timers.items())]:
+                words = row.function, str(row.partition), key_text, name, value
                 table.add_row(*map(escape, words))
         print_table(table)
     if more:
@@ -100,7 +120,7 @@ def export(
     with until_output_closed():
         for name in stateful.names:
             for row in stateful.rows(name, settings, key):
-                print_json(row._asdict() | {"key": bytes_as_json(row.key)})
+                print_json(row.as_json())
 
 
 @app.command()
@@ -144,10 +164,21 @@ class _StatefulFunctions:
         route, wanted = self._routes[name], None if keys is None else {key.encode() for key in keys}
         stores = {store.stored_name: store for store in route.values}
         for partition, kept in changelog.read_state(settings, changelog_of(self._app_id, route)):
-            for key, state in kept:
+            for stored_key, state in kept:
+                known = {store: _decode(stores[store], state[store]) for store in state if store in stores}
+                timers = {field.decode(): _iso(decode_due(due)) for of in _TIMERS for field, due in state.get(of, ())}
+                if not known and not timers:
+                    continue  # ids of deduplication, or the open sessions of a key
+                key, window = stored_key, None
+                if route.timing.windows is not None:
+                    key, start_ms = split_windowed_key(stored_key)
+                    window, timers = _iso(start_ms), {}
                 if wanted is None or key in wanted:
-                    known = {store: fields for store, fields in state.items() if store in stores}
-                    yield Row(name, partition, key, {store: _decode(stores[store], known[store]) for store in known})
+                    yield Row(name, partition, key, known, window, timers)
+
+
+def _iso(time_ms: int) -> str:
+    return (EPOCH + timedelta(milliseconds=time_ms)).isoformat(timespec="milliseconds")
 
 
 def _decode(store: Store, fields: list[tuple[bytes, bytes]]) -> Any:

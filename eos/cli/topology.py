@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Annotated
 
 import typer
@@ -43,16 +44,31 @@ def _stores(route: Route) -> list[str]:
     ]
 
 
+def _times(route: Route) -> list[tuple[str, str]]:
+    """Return what a function does by time, as pairs of a word and its description."""
+    timing, found = route.timing, list[tuple[str, str]]()
+    if timing.windows is not None:
+        closed = f", closed by {route.handlers[''].name}" if "" in route.timer_names else ""
+        found.append(("windows", f"{timing.windows}, grace {timedelta(milliseconds=timing.grace_ms)}{closed}"))
+    if timers := [f"{name} -> {route.handlers[name].name}" for name in sorted(route.timer_names) if name]:
+        found.append(("timers", ", ".join(timers)))
+    if timing.once is not None:
+        found.append(("once", f"per id within {timedelta(milliseconds=timing.within_ms)}"))
+    return found
+
+
 def _text(app: App) -> list[str]:
     lines = [f"App {app.id}"]
     for route in app.functions:
         lines.append(f"  {route.name}")
         lines.append(f"    reads   {', '.join(_sources(app, route))}")
-        lines.append(f"    writes  {', '.join(route.destinations) or '-'}")
+        lines.append(f"    writes  {', '.join(route.all_destinations) or '-'}")
         if letters := _dead_letter_topics(app, route):
             lines.append(f"    failed  {', '.join(letters)}")
         if route.has_state:
-            lines.append(f"    state   {', '.join(_stores(route))}, by key, in {changelog_of(app.id, route)}")
+            stores = ", ".join(_stores(route)) or "timers and ids"
+            lines.append(f"    state   {stores}, by key, in {changelog_of(app.id, route)}")
+        lines += [f"    {what:<7} {of}" for what, of in _times(route)]
     return lines
 
 
@@ -73,7 +89,7 @@ def _flowchart(app: App) -> list[str]:
     for route in app.functions:
         function = node("function", route.name)
         lines += [f"  {node('topic', topic)} --> {function}" for topic in _sources(app, route)]
-        lines += [f"  {function} --> {node('topic', topic)}" for topic in route.destinations]
+        lines += [f"  {function} --> {node('topic', topic)}" for topic in route.all_destinations]
         lines += [
             f"  {function} -. failed records .-> {node('topic', topic)}" for topic in _dead_letter_topics(app, route)
         ]

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from eos.health.status import Distribution, FunctionState, Status
+from eos.health.status import Distribution, FunctionState, FunctionTime, Status
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -61,6 +61,8 @@ _COUNTERS: list[tuple[str, str, Callable[[Status], float]]] = [
     ("eos_transactions_committed", "Transactions that were committed.", lambda s: s.transactions),
     ("eos_retries", "Times that a failing record was tried again.", lambda s: s.retries),
     ("eos_records_repeated", "Input records that the client delivered twice and eos dropped.", lambda s: s.repeated),
+    ("eos_records_late", "Records whose windows were closed, in committed transactions.", lambda s: s.late),
+    ("eos_records_duplicate", "Records that once= dropped, in committed transactions.", lambda s: s.duplicates),
     ("eos_worker_restarts", "Times that the supervisor started this worker again.", lambda s: s.restarts),
     ("eos_cpu_seconds", "CPU time of the worker's process.", lambda s: s.cpu_seconds),
 ]
@@ -90,6 +92,19 @@ _STATES: list[tuple[str, str, Callable[[FunctionState], int]]] = [
     ("eos_state_values", "Values in a function's state, over the partitions of this worker.", lambda s: s.values),
     ("eos_state_bytes", "Size of the state on disk; 0 if it is in memory.", lambda s: s.bytes),
     ("eos_state_to_restore_records", "Records of the changelog that are still to be read.", lambda s: s.to_restore),
+]
+_TIMES: list[tuple[str, str, Callable[[Status, FunctionTime], float]]] = [
+    (
+        "eos_event_time_lag_seconds",
+        "How far the event time of a function is behind the clock, in its slowest partition on this worker.",
+        lambda status, time: max(0.0, status.at - time.time_ms / 1000) if time.time_ms else 0.0,
+    ),
+    ("eos_timers", "Timers that are set; of a function with windows, its open windows.", lambda _, time: time.timers),
+    (
+        "eos_timers_due",
+        "Timers that are due and have not fired, at most 1,000 per partition.",
+        lambda _, time: time.due,
+    ),
 ]
 
 
@@ -127,6 +142,12 @@ def collect_metrics(statuses: Iterable[Status]) -> Iterator[Metric]:
             for state in status.states:
                 gauge.add_metric([*_labels(status), state.function], of_state(state))
         yield gauge
+    for name, meaning, of_time in _TIMES:
+        gauge = GaugeMetricFamily(name, meaning, labels=(*LABELS, "function"))
+        for status in known:
+            for time in status.times:
+                gauge.add_metric([*_labels(status), time.function], of_time(status, time))
+        yield gauge
     version = GaugeMetricFamily(
         "eos_info", "Always 1; the label `version` names the version of eos.", labels=(*LABELS, "version")
     )
@@ -157,5 +178,5 @@ def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
 def metric_names() -> set[str]:
     """Return every name that a scrape can contain, with the suffixes of counters and histograms."""
     found = {f"{name}_total" for name, *_ in [*_COUNTERS, *_BY_CAUSE]}
-    found |= {name for name, *_ in [*_GAUGES, *_STATES]} | {_LAG[0], "eos_info"}
+    found |= {name for name, *_ in [*_GAUGES, *_STATES, *_TIMES]} | {_LAG[0], "eos_info"}
     return found | {f"{name}_{part}" for name, *_ in _HISTOGRAMS for part in ("bucket", "sum", "count")}

@@ -20,7 +20,16 @@ import eos
 from eos import log
 from eos.errors import PoisonRecord
 from eos.health.incidents import Incidents
-from eos.health.status import Distribution, FunctionState, PartitionLag, Sample, Status, judge, stuck_after_s
+from eos.health.status import (
+    Distribution,
+    FunctionState,
+    FunctionTime,
+    PartitionLag,
+    Sample,
+    Status,
+    judge,
+    stuck_after_s,
+)
 from eos.observe import Histogram
 
 if TYPE_CHECKING:
@@ -56,7 +65,8 @@ class Observer:
         snapshot = self._session.snapshot()
         lags = [PartitionLag(*partition, records) for partition, records in sorted(snapshot.lags.items())]
         states = tuple(FunctionState(*state) for state in self._worker.states())
-        self._sample = Sample(snapshot.is_member, snapshot.unlocated, lags, snapshot.restoring, states)
+        times = tuple(FunctionTime(*found) for found in self._worker.times())
+        self._sample = Sample(snapshot.is_member, snapshot.unlocated, lags, snapshot.restoring, states, times)
 
     def status(self) -> Status:
         """Return the current status; any thread may call this."""
@@ -81,6 +91,8 @@ class Observer:
             transactions=counters.transactions,
             retries=counters.retries,
             repeated=counters.repeated,
+            late=counters.late,
+            duplicates=counters.duplicates,
             aborts=dict(counters.aborts_by_cause),
             rebuilds=dict(counters.rebuilds_by_cause),
             replacements=dict(counters.replacements),
@@ -90,6 +102,7 @@ class Observer:
             end_to_end_seconds=_to_distribution(counters.end_to_end_seconds),
             lags=sample.lags if sample else [],
             states=list(sample.states) if sample else [],
+            times=list(sample.times) if sample else [],
             memory_bytes=_memory_bytes(),
             cpu_seconds=usage.ru_utime + usage.ru_stime,
             incidents=self._incidents.last(),

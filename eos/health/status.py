@@ -54,6 +54,17 @@ class FunctionState(msgspec.Struct, frozen=True):
     to_restore: int
 
 
+class FunctionTime(msgspec.Struct, frozen=True):
+    """Holds the time of one function: the least event time of its partitions, and its timers.
+
+    `time_ms`: milliseconds since the epoch, 0 before the first record."""
+
+    function: str
+    time_ms: int
+    timers: int
+    due: int
+
+
 class Status(msgspec.Struct):
     """Holds the status of one worker; `reason` describes its activity, or why it is not live or not ready."""
 
@@ -71,6 +82,8 @@ class Status(msgspec.Struct):
     transactions: int = 0
     retries: int = 0
     repeated: int = 0
+    late: int = 0
+    duplicates: int = 0
     aborts: dict[str, int] = {}
     rebuilds: dict[str, int] = {}
     replacements: dict[str, int] = {}
@@ -81,6 +94,7 @@ class Status(msgspec.Struct):
     end_to_end_seconds: Distribution = Distribution()
     lags: list[PartitionLag] = []
     states: list[FunctionState] = []
+    times: list[FunctionTime] = []
     memory_bytes: int = 0
     cpu_seconds: float = 0.0
     incidents: list[Incident] = []
@@ -105,7 +119,7 @@ def add_counts(before: Status, now: Status) -> Status:
     )
 
 
-_COUNTS = ("records_in", "records_out", "transactions", "retries", "repeated")
+_COUNTS = ("records_in", "records_out", "transactions", "retries", "repeated", "late", "duplicates")
 _COUNTS_BY_CAUSE = ("aborts", "rebuilds", "replacements", "rebalances", "poison")
 _DISTRIBUTIONS = ("commit_seconds", "end_to_end_seconds")
 
@@ -129,6 +143,7 @@ class Sample(NamedTuple):
     lags: list[PartitionLag]
     restoring: int = 0
     states: tuple[FunctionState, ...] = ()
+    times: tuple[FunctionTime, ...] = ()
 
 
 class Verdict(NamedTuple):

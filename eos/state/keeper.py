@@ -35,6 +35,7 @@ Partition = tuple[str, int]
 _REQUEST_TIMEOUT_S = 10.0
 _CLEAN_UP_INTERVAL_S = 600.0
 _OTHER_FILES = 250  # connections, libraries, files that a function opens
+_MAX_DUE = 1_000
 _CHECK_INTERVAL_S = 10.0  # how long a check of the changelogs stays valid
 
 
@@ -141,6 +142,21 @@ class Keeper:
             left = sum(restoring.left for restoring in self._restoring[source])
             size_bytes = sum(task.values.size_bytes for task in mine)
             found.append((route.name, sum(task.size for task in mine), size_bytes, left))
+        return found
+
+    def times(self) -> list[tuple[str, int, int, int]]:
+        """Return for each function that uses time its name, the least time of its tasks, and how many timers are set
+        and due.
+
+        The time is in ms since the epoch; 0: no task had a record. At most 1,000 due timers are counted per task.
+        """
+        found = []
+        for source, route in self._routes.items():
+            mine = [task for (topic, _), task in self._tasks.items() if topic == source] if route.uses_time else []
+            if mine:
+                times = [task.time_ms for task in mine if task.time_ms]
+                due = sum(len(timers.due(until_ms, _MAX_DUE)) for task in mine for timers, until_ms in task.clocks())
+                found.append((route.name, min(times, default=0), sum(task.timer_count for task in mine), due))
         return found
 
     # ---- the interface of a Participant -----------------------------------------------------------------------

@@ -55,7 +55,10 @@ class Task(Layer):
         self._ttls, self._clock = ttls or {}, clock
         # the header to write; None if it is written already
         self._header = None if header == self.values.get(HEADER) else header
-        self.time_ms = self._committed_ms = int(self.values.get(TIME) or 0)
+        # The time, and the number of timers if there are any.
+        time_ms, _, count = (self.values.get(TIME) or b"0").partition(b" ")
+        self.time_ms = self._committed_ms = int(time_ms)
+        self.timer_count = self._committed_count = int(count or 0)
         self.aborted = False
         """True if the changelog may have aborted records after the values' position."""
         self._known_end = self.values.position
@@ -87,13 +90,20 @@ class Task(Layer):
     def clock_ms(self) -> int:
         return int((time.time if self._clock is None else self._clock)() * 1000)
 
+    def clocks(self) -> tuple[tuple[TimerIndex, int], ...]:
+        """Return the timers of event time and of the wall clock, each with the present time."""
+        return (self.timers, self.time_ms), (self.clock_timers, self.clock_ms())
+
     def due_ms(self, cell: bytes) -> int | None:
         value = self.get(cell)
         return None if value is None else decode_due(value)
 
     def set_timer(self, cell: bytes, due_ms: int | None) -> None:
+        is_set = self.get(cell) is not None
+        self.timer_count += (due_ms is not None) - is_set
         if due_ms is None:
-            self.put(cell, None)
+            if is_set:
+                self.put(cell, None)
             return
         self.put(cell, encode_due(due_ms))
         timers = self.clock_timers if store_of(cell) == CLOCK_TIMERS.encode() else self.timers
@@ -103,8 +113,9 @@ class Task(Layer):
         """Add the last changes of the open transaction: the task's time, and deletes of the oldest expired entries."""
         if self._header is not None:
             self.put(HEADER, self._header)
-        if (self._ttls or self.has_timers) and self.time_ms > self._committed_ms:
-            self.put(TIME, b"%d" % self.time_ms)
+        moved = self.time_ms > self._committed_ms or self.timer_count != self._committed_count
+        if (self._ttls or self.has_timers) and moved:
+            self.put(TIME, b"%d %d" % (self.time_ms, self.timer_count) if self.has_timers else b"%d" % self.time_ms)
         limit = max(_MAX_EXPIRED, 2 * len(self.changed))
         for store, ttl_ms in self._ttls.items():
             for cell, written_ms in itertools.islice(self.values.oldest(store), limit):
@@ -146,7 +157,7 @@ class Task(Layer):
             self.values.apply(self.changed, self.end, as_of)
             if self._header is not None or self.time_ms > self._committed_ms:
                 self._header, self._own_entries = None, own_entries(self.values)
-        self._committed_ms = self.time_ms
+        self._committed_ms, self._committed_count = self.time_ms, self.timer_count
         for row, bounds in self._bounds.items():
             self._committed_bounds[row] = bounds
             self._committed_bounds.move_to_end(row)
@@ -159,7 +170,8 @@ class Task(Layer):
         self._reset_layer()
 
     def _reset_layer(self) -> None:
-        self.changed, self._rows, self._bounds, self.time_ms = {}, None, {}, self._committed_ms
+        self.changed, self._rows, self._bounds = {}, None, {}
+        self.time_ms, self.timer_count = self._committed_ms, self._committed_count
         self._known_end = self.values.position
         if self.has_timers:
             self.timers.reset()

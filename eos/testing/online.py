@@ -160,5 +160,7 @@ def _read_state(settings: Settings, app: App, route: Route) -> dict[str, dict[by
     for _, rows in changelog.read_state(settings, changelog_of(app.id, route)):
         for key, state in rows:
             for kept_as, cells in state.items():
+                if kept_as not in stores:
+                    continue  # timers, open sessions or ids
                 found[stores[kept_as].name][key] = to_plain(stores[kept_as], cells)
     return found

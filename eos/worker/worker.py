@@ -167,6 +167,10 @@ class Worker(Listener):
         """Return the name, values, bytes on disk and changes left to restore of each stateful function."""
         return [] if self._keeper is None else self._keeper.sizes()
 
+    def times(self) -> list[tuple[str, int, int, int]]:
+        """Return the name, event time in ms, number of timers and number of due timers of each function with time."""
+        return [] if self._keeper is None else self._keeper.times()
+
     # ---- notifications from the session -----------------------------------------------------------------------
 
     def on_idle(self) -> None:

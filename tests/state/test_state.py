@@ -189,11 +189,13 @@ class Counting:
         return ended.stderr
 
     @contextmanager
-    def worker(self, instance: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    def worker(
+        self, instance: str, *arguments: str, program: tuple[str, ...] = ("eos",)
+    ) -> Iterator[subprocess.Popen[bytes]]:
         with (self.folder / f"{instance}.log").open("wb") as log:
             # With the other protocol, the brokers decide about it.
             session = () if "group.protocol=consumer" in arguments else ("-X", "session.timeout.ms=6000")
-            command = self.command("--instance", instance, *session, *arguments)
+            command = self.command("--instance", instance, *session, *arguments, program=program)
             worker = forked.Popen[bytes](command, cwd=self.folder, env=self.environment, stderr=log)
             try:
                 yield worker

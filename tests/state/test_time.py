@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import runpy
@@ -11,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from confluent_kafka import Producer
 
@@ -18,7 +20,7 @@ import eos
 from eos.broker import LocalKafka
 from eos.testing import run
 from eos.testing.history import read_topic
-from tests.state.test_state import PARTITIONS, Counting
+from tests.state.test_state import PARTITIONS, Counting, eos_of
 from tests.support.killed import KILLED
 from tests.support.reading import create_topic, settled_records, visible_records, wait_until
 
@@ -201,6 +203,20 @@ def test_windows_and_timers_equal_a_plain_loop_after_kills(timed: Timed, where: 
     timed.check_times()
 
 
+def test_changed_window_is_refused_until_its_state_begins_empty(timed: Timed) -> None:
+    timed.load_times(300)
+    timed.run()
+    shown = eos_of(timed, "state", "show", "counting:app", "--function", "add").stdout
+    assert "last 20" in shown, "the open window of the last record is shown with its start"
+    program = timed.folder / "counting.py"
+    program.write_text(program.read_text().replace("tumbling(minutes=1)", "tumbling(minutes=2)"))
+    timed.load_times(10)
+    refused = timed.run(ends=78)
+    assert "was a State per tumbling window of 0:01:00 when it was kept, and is a State per tumbling" in refused
+    eos_of(timed, "state", "begin", "counting:app", "add", "--wait", "30", "--yes")
+    timed.run()
+
+
 SILENT = """
 from datetime import timedelta
 import eos
@@ -257,19 +273,42 @@ def later(key: str) -> str:
 """
 
 
+# Suspends itself in an open transaction in which timers have fired.
+SUSPENDED = """
+import os, signal, sys
+from eos import cli
+from eos.engine.handling import Handler
+call = Handler.fire_waiting
+def suspending(self, txn):
+    due = self.has_due_timers()
+    halt = call(self, txn)
+    if due:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return halt
+Handler.fire_waiting = suspending
+sys.exit(cli.invoke(sys.argv[1:]))
+"""
+
+
 def test_clock_timers_fire_without_records_and_never_from_a_zombie(timed: Timed) -> None:
-    """T1, T2: a worker that wakes up after its timers were due for another member commits nothing."""
+    """T1, T2: a worker that was suspended while its timers fired commits nothing after another member fired them."""
     (timed.folder / "counting.py").write_text(CLOCK.format(**vars(timed)))
     with eos.transaction({"bootstrap.servers": timed.servers, "transactional.id": f"{timed.id}-load"}) as txn:
         for number in range(60):
-            txn.send(timed.source, "1" if number < 30 else "15", key=f"k{number}")
-    with timed.worker("one") as one:
-        wait_until("the first timers have fired", lambda: timed.visible() == 30, 40)
-        os.kill(one.pid, signal.SIGSTOP)
+            txn.send(timed.source, "4", key=f"k{number}")
+
+    def timers() -> dict[str, list[str]]:
+        rows = map(json.loads, eos_of(timed, "state", "export", "counting:app").stdout.splitlines())
+        return {row["key"]: list(row["timers"]) for row in rows}
+
+    with timed.worker("one", program=("-c", SUSPENDED)) as one:
+        process = psutil.Process(one.pid)
+        wait_until("it fires timers", lambda: process.status() == psutil.STATUS_STOPPED, 40)
+        assert timers() == {f"k{number}": ["later"] for number in range(60)}, "its transaction is still open"
         timed.state_dir = str(timed.folder / "elsewhere")
         with timed.worker("two"):
-            wait_until("the other member fires the rest", lambda: timed.visible() == 60, 60)
+            wait_until("the other member fires them", lambda: not timers(), 60)
             os.kill(one.pid, signal.SIGCONT)
             wait_until("its commit is refused", lambda: "transaction aborted" in timed.log("one"), 30)
-            wait_until("it joins again", lambda: timed.log("one").count("partitions assigned") == 2, 60)
+            wait_until("all outputs are visible", lambda: timed.visible() == 60, 60)
             assert timed.outputs_so_far() == {f"k{number}": [f"k{number} fired"] for number in range(60)}

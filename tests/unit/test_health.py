@@ -26,6 +26,7 @@ from eos.health.server import parse_address, serve
 from eos.health.status import (
     Distribution,
     FunctionState,
+    FunctionTime,
     PartitionLag,
     Sample,
     Status,
@@ -178,6 +179,9 @@ def full_status() -> Status:
         poison={"stop": 0, "dlq": 3, "skip": 0},
         commit_seconds=seen,
         lags=[PartitionLag("t", 0, 5), PartitionLag("t", 1, None)],
+        times=[FunctionTime("count", 1_000, 3, 1)],
+        late=2,
+        duplicates=1,
         states=[FunctionState("count", 12, 4096, 3)],
     )
 

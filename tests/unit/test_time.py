@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import eos
 from eos import App, ListState, MapState, Out, Record, State, Timer, Timers, Window, hopping, sessions, tumbling
+from eos.app.lineage import check_route
+from eos.cli import topology
 from eos.errors import ConfigurationError, IllegalState, PoisonRecord
 from eos.state.tasks import Task
 from eos.state.timer_index import TimerIndex
@@ -591,6 +593,20 @@ def test_session_windows_need_a_function_that_merges() -> None:
 
         @app.on_merge(add)
         def one(total: State[int]) -> None: ...
+
+
+def test_topology_names_windows_timers_and_topics() -> None:
+    text = "\n".join(topology._text(windowed(hopping(2 * MINUTE, MINUTE), 5)))
+    assert "    writes  out, late\n" in text
+    assert "    windows hopping window of 0:02:00 every 0:01:00, grace 0:00:05, closed by close" in text
+    assert "    timers  remind -> remind" in "\n".join(topology._text(reminders()))
+    assert "    once    per id within 0:00:10" in "\n".join(topology._text(unique()))
+
+
+def test_lineage_and_timers_exclude_each_other() -> None:
+    (route,) = reminders().functions
+    with pytest.raises(ConfigurationError, match="note has timers, windows or once=: use it without them"):
+        check_route(route)
 
 
 # ---- the index of timers ---------------------------------------------------------------------------------------------

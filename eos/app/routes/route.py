@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
+import itertools
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -227,10 +228,11 @@ class Route:
         return bool(self.stores) or self.uses_time
 
     @property
-    def all_destinations(self) -> set[str]:
+    def all_destinations(self) -> list[str]:
         """Return the topics of its outputs, those of its timer functions and of its late records included."""
-        more = {topic for topic in (self.timing.late, self.timing.duplicates) if topic is not None}
-        return more.union(self.destinations, *(handler.destinations for handler in self.handlers.values()))
+        timed = itertools.chain.from_iterable(handler.destinations for handler in self.handlers.values())
+        more = (topic for topic in (self.timing.late, self.timing.duplicates) if topic is not None)
+        return list(dict.fromkeys([*self.destinations, *timed, *more]))
 
     @property
     def values(self) -> tuple[Store, ...]:
