@@ -235,7 +235,7 @@ def until_ready(one: restoring.Restoring, now: list[float], most_s: float = 200.
 
 
 def test_restore_waits_for_decision_of_previous_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator answers before its markers are everywhere: what is committed may not be readable yet."""
+    """The coordinator answers before its markers are everywhere: committed records may not be readable yet."""
     one, now = restoring_of(monkeypatch, {0: [OPEN, OPEN, OffsetRange(0, 9, 9)]})
     assert until_ready(one, now) == {0}
     one, now = restoring_of(monkeypatch, {0: [OPEN]})

@@ -115,7 +115,9 @@ def test_missing_right_names_topic_of_offset_commit(monkeypatch: pytest.MonkeyPa
     transactional._machine.fire(Event.BEGIN)
 
     def refused(*_: object, **__: object) -> None:
-        raise transactional._failed("send_offsets", KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
+        raise transactional._classify_failure(
+            "send_offsets", KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
+        )
 
     monkeypatch.setattr(transactional, "_call_timed", refused)
     with pytest.raises(CallFailed) as raised:

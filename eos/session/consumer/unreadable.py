@@ -35,7 +35,7 @@ class UnreadableInput:
         at = self._positions.committed.get(partition)
         return InputGone(
             f"the input is gone: {format_position(*partition)} is committed at offset {at}, but the topic now holds "
-            f"{holds}; reset the group's offset on purpose to go on ({error.str()})"
+            f"{holds}; to continue, reset the group's offset ({error.str()})"
         )
 
     def note_damaged(self, partition: Partition, offset: int, error: KafkaError) -> None:
