@@ -39,7 +39,7 @@ from spark_connector.partition import PartitionWriter
 from spark_connector.placing import murmur2_column
 from spark_connector.progress import Progress
 from spark_connector.routing import gather, planned_for_the_sink, route
-from spark_connector.shipping import lacking
+from spark_connector.shipping import find_missing_package
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
 from spark_connector.task import RESULT, Job, Result, write_rows, writer
 from spark_connector.transaction import Transaction
@@ -346,7 +346,7 @@ class Attempt:
             self._connected.markers.partition,
             delivery_timeout_s=self._options.delivery_s,
         )
-        obsolete = self._batch.obsolete_keys(self._connected.markers.written)
+        obsolete = self._batch.obsolete_keys(self._connected.markers.write_times)
         keys, values = [self._batch.key, *obsolete], [new.encode(), *[None] * len(obsolete)]
         one.write(pa.record_batch({"key": pa.array(keys, pa.binary()), "value": pa.array(values, pa.binary())}))
         one.finish()
@@ -459,7 +459,7 @@ def translate(error: Exception) -> Exception:
     from pyspark.errors import PythonException
 
     if isinstance(error, PythonException):
-        return lacking(str(error)) or error
+        return find_missing_package(str(error)) or error
     if isinstance(error, AUTHORIZATION_ERRORS):
         return NotAuthorised(f"{type(error).__name__}: {error}")
     if isinstance(error, Stopped):

@@ -134,7 +134,7 @@ def check(run: Run) -> None:
         if route.ttls:
             raise ConfigurationError(
                 f"{route.name} has state with ttl=, by the time of a partition, which no group of Spark knows: use "
-                "`eos run`, or delete what is not needed"
+                "`eos run`, or delete unneeded state in the function"
             )
         if run.app.stop_hooks:
             raise ConfigurationError(

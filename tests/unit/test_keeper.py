@@ -494,7 +494,7 @@ def test_source_grown_while_running_is_refused(
     monkeypatch.setattr(keeper, "_create_and_check", asks)
     wait_until("it is asked again and again", lambda: len(asked) > 2 or keeper.restore(new, new))
     assert keeper.restore(new, new) == set()
-    # Without growth the partitions begin: what is wrong with a changelog shows in it.
+    # Without growth the partitions begin. A defect in a changelog then shows in it.
     keeper = keeper_on(monkeypatch, [])
     keeper._checked_at -= 60.0
     monkeypatch.setattr(keeper, "_create_and_check", away)

@@ -31,7 +31,8 @@ def said(resource: str, operation: str) -> str:
 
 
 class Denying:
-    """kafka-python's admin on a cluster that denies what is about `denied`, and says as little of it as that does."""
+    """kafka-python's admin on a cluster that denies requests about `denied`, and names it as little as a broker
+    does."""
 
     def __init__(self, denied: str) -> None:
         self._denied = denied

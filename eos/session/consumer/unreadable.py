@@ -22,7 +22,7 @@ class UnreadableInput:
         self._reported: tuple[Partition, int] | None = None  # damaged batch that the client reads again
         self._damaged: tuple[Partition, int, KafkaError] | None = None  # damaged batch that was reported twice
 
-    def gone(self, partition: Partition, error: KafkaError) -> InputGone:
+    def explain_gone(self, partition: Partition, error: KafkaError) -> InputGone:
         """Return the error for a partition whose next offset the broker does not have.
 
         Its records were removed, or an unclean leader election cut off the log. A consumer that waited until the log

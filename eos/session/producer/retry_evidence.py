@@ -33,8 +33,8 @@ import msgspec
 COORDINATOR = "TxnCoordinator"  # librdkafka's logical broker for the transaction coordinator
 FIXED_BACKOFF_MS = 500  # of AddPartitionsToTxn and TxnOffsetCommit, in rdkafka_txnmgr.c
 MARGIN = 0.8
-# librdkafka's clock (rdtime.h) is time.monotonic() on Linux only. Elsewhere it is unknown whether statistics were made
-# before or after a call, so every slow call counts as retried.
+# librdkafka's clock (rdtime.h) is time.monotonic() on Linux only. Elsewhere it is unknown whether statistics were
+# emitted before or after a call, so every slow call counts as retried.
 ONE_CLOCK = sys.platform == "linux"
 
 
