@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import runpy
 import signal
 import time
 from collections import defaultdict
@@ -10,19 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from confluent_kafka import Producer
 
 import eos
 from eos.broker import LocalKafka
+from eos.testing import run
 from eos.testing.history import read_topic
 from tests.state.test_state import PARTITIONS, Counting
 from tests.support.killed import KILLED
-from tests.support.reading import create_topic, settled_records
+from tests.support.reading import create_topic, settled_records, visible_records, wait_until
 
 Names = Callable[[str], str]
 APP = """
 from datetime import timedelta
 import eos
-from eos import ListState, State, Timers, Window, tumbling
+from eos import ListState, State, Timers, Window, sessions, tumbling
 
 app = eos.App({id!r})
 
@@ -33,6 +37,22 @@ def add(value: int, total: State[int]) -> None:
 @app.on_close(add)
 def close(window: Window, total: State[int]) -> str:
     return f"{{window.start_ms}} {{total.get()}}"
+
+@app.process({visits!r}, to={out!r}, window=sessions(seconds=20), grace=timedelta(seconds=10), late={late!r})
+def visit(page: str, pages: ListState[str]) -> None:
+    pages.append(page)
+
+@app.on_merge(visit)
+def merge(pages: ListState[str], others: ListState[str]) -> None:
+    pages.extend(others)
+
+@app.on_close(visit)
+def left(window: Window, pages: ListState[str]) -> str:
+    return f"s{{window.start_ms}} {{window.end_ms}} {{','.join(pages)}}"
+
+@app.process({ids!r}, to={out!r}, once=lambda value: value, within=timedelta(minutes=5), duplicates={late!r})
+def unique(value: str) -> str:
+    return f"u{{value}}"
 
 @app.process({carts!r}, to={out!r})
 def cart(item: str, items: ListState[str], due: Timers) -> None:
@@ -56,9 +76,9 @@ class Timed(Counting):
     """Run an App with windows and timers, and compare it with a plain function of the input."""
 
     def __init__(self, kafka: LocalKafka, names: Names, folder: Path) -> None:
-        self.late, self.carts = names("late"), names("carts")
+        self.late, self.carts, self.visits, self.ids = names("late"), names("carts"), names("visits"), names("ids")
         super().__init__(kafka, names, folder)
-        for topic in (self.late, self.carts):
+        for topic in (self.late, self.carts, self.visits, self.ids):
             create_topic(self.servers, topic, partitions=PARTITIONS)
         (folder / "counting.py").write_text(APP.format(**vars(self)))
 
@@ -71,7 +91,9 @@ class Timed(Counting):
                 key = f"k{draw.randrange(20)}"
                 txn.send(self.source, str(number), key=key, timestamp_ms=time_ms)
                 txn.send(self.carts, f"i{number}", key=key, timestamp_ms=time_ms)
-            for topic in (self.source, self.carts):
+                txn.send(self.visits, f"p{number}", key=key, timestamp_ms=time_ms)
+                txn.send(self.ids, f"{key}{draw.randrange(100)}", key=key, timestamp_ms=time_ms)
+            for topic in (self.source, self.carts, self.visits, self.ids):
                 for partition in range(PARTITIONS):
                     end_ms = START_MS + records * 500 + 10 * MINUTE_MS
                     txn.send(topic, "0", key="last", partition=partition, timestamp_ms=end_ms)
@@ -120,15 +142,38 @@ class Timed(Counting):
                 fire(now)
         return dict(outputs), late
 
+    def outputs_so_far(self) -> dict[str, list[str]]:
+        """Return the visible outputs by key; transactions may be open."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for messages in visible_records(self.servers, self.out).values():
+            for message in messages:
+                found[message.key().decode()].append(message.value().decode())
+        return dict(found)
+
     def check_times(self) -> None:
+        """Compare with a plain loop, and all four functions with a run without a broker, which the unit tests check."""
         expected, late = self.expected_times()
         found = self.outputs()
-        for of in ("1", "k"):  # the two functions write to one topic, in no common order
-            for key in expected.keys() | found.keys():
-                assert [value for value in found.get(key, ()) if value.startswith(of)] == [
-                    value for value in expected.get(key, ()) if value.startswith(of)
-                ]
-        assert len(read_topic(self.servers, self.late).values) == late > 0
+        inputs = [
+            eos.Record(
+                topic, message.partition(), message.offset(), message.timestamp()[1], message.key(), message.value()
+            )
+            for topic in (self.source, self.carts, self.visits, self.ids)
+            for messages in settled_records(self.servers, topic).values()
+            for message in messages
+        ]
+        app = runpy.run_path(str(self.folder / "counting.py"))["app"]
+        ran = run(app, inputs)
+        offline: defaultdict[str, list[str]] = defaultdict(list)
+        for sent in ran.to(self.out):
+            offline[(sent.key or b"").decode()].append((sent.value or b"").decode())
+        for function in "1kus":  # they write to one topic, in no common order; all begin their outputs differently
+            for key in offline.keys() | found.keys():
+                one, other = ([v for v in of.get(key, ()) if v.startswith(function)] for of in (found, offline))
+                assert one == other
+                if function in "1k":
+                    assert one == [v for v in expected.get(key, ()) if v.startswith(function)]
+        assert len(read_topic(self.servers, self.late).values) == ran.late + ran.duplicates > late > 0
 
 
 @pytest.fixture
@@ -136,6 +181,8 @@ def timed(kafka: LocalKafka, names: Names, tmp_path: Path) -> Timed:
     return Timed(kafka, names, tmp_path)
 
 
+@pytest.mark.takes(30)
+@pytest.mark.deep_for("memory", "rocksdb")
 @pytest.mark.parametrize("where", ["memory", "lmdb", "rocksdb"])
 def test_windows_and_timers_equal_a_plain_loop_after_kills(timed: Timed, where: str) -> None:
     if where == "memory":
@@ -152,3 +199,77 @@ def test_windows_and_timers_equal_a_plain_loop_after_kills(timed: Timed, where: 
         timed.run(program=("-c", KILLED, step, when, number), ends=-signal.SIGKILL)
     timed.run()
     timed.check_times()
+
+
+SILENT = """
+from datetime import timedelta
+import eos
+from eos import State, Timers, Window, tumbling
+
+app = eos.App({id!r})
+
+@app.process({source!r}, to={out!r}, window=tumbling(seconds=1), grace=timedelta(0), idle=timedelta(seconds=2))
+def add(value: int, total: State[int]) -> None:
+    total.set(total.get(0) + value)
+
+@app.on_close(add)
+def close(window: Window, total: State[int]) -> str:
+    return f"{{total.get()}}"
+"""
+
+
+def test_silent_partition_closes_windows_unless_a_backlog_is_slow(timed: Timed) -> None:
+    """T11, T12: a producer's open transaction keeps its partition from being silent; the other two close theirs."""
+    (timed.folder / "counting.py").write_text(SILENT.format(**vars(timed)))
+    now = int(time.time() * 1000) // 1000 * 1000
+    for partition in range(PARTITIONS):
+        with eos.transaction({"bootstrap.servers": timed.servers, "transactional.id": f"{timed.id}-load"}) as txn:
+            txn.send(timed.source, "1", key=f"k{partition}", partition=partition, timestamp_ms=now)
+    slow = Producer({"bootstrap.servers": timed.servers, "transactional.id": f"{timed.id}-slow"})
+    slow.init_transactions(30)
+    slow.begin_transaction()
+    slow.produce(timed.source, b"5", key=b"k2", partition=2, timestamp=now)
+    slow.flush(30)
+    with timed.worker("one"):
+        wait_until("two windows are closed", lambda: timed.visible() >= 2, 40)
+        waited_until = time.monotonic() + 3
+        wait_until("the third would have closed long ago", lambda: time.monotonic() > waited_until, 10)
+        assert timed.outputs_so_far() == {"k0": ["1"], "k1": ["1"]}
+        slow.commit_transaction(30)
+        wait_until("the third window is closed", lambda: timed.visible() == 3, 40)
+    assert timed.outputs() == {"k0": ["1"], "k1": ["1"], "k2": ["6"]}
+
+
+CLOCK = """
+from datetime import timedelta
+import eos
+from eos import State, Timers
+
+app = eos.App({id!r})
+
+@app.process({source!r}, to={out!r})
+def start(value: str, due: Timers) -> None:
+    due.set("later", after=timedelta(seconds=int(value)), clock=True)
+
+@app.on_timer(start, "later")
+def later(key: str) -> str:
+    return f"{{key}} fired"
+"""
+
+
+def test_clock_timers_fire_without_records_and_never_from_a_zombie(timed: Timed) -> None:
+    """T1, T2: a worker that wakes up after its timers were due for another member commits nothing."""
+    (timed.folder / "counting.py").write_text(CLOCK.format(**vars(timed)))
+    with eos.transaction({"bootstrap.servers": timed.servers, "transactional.id": f"{timed.id}-load"}) as txn:
+        for number in range(60):
+            txn.send(timed.source, "1" if number < 30 else "15", key=f"k{number}")
+    with timed.worker("one") as one:
+        wait_until("the first timers have fired", lambda: timed.visible() == 30, 40)
+        os.kill(one.pid, signal.SIGSTOP)
+        timed.state_dir = str(timed.folder / "elsewhere")
+        with timed.worker("two"):
+            wait_until("the other member fires the rest", lambda: timed.visible() == 60, 60)
+            os.kill(one.pid, signal.SIGCONT)
+            wait_until("its commit is refused", lambda: "transaction aborted" in timed.log("one"), 30)
+            wait_until("it joins again", lambda: timed.log("one").count("partitions assigned") == 2, 60)
+            assert timed.outputs_so_far() == {f"k{number}": [f"k{number} fired"] for number in range(60)}
