@@ -48,10 +48,10 @@ def hide_debug_lines(library: str) -> None:
     if (own := logging.getLogger(library)).isEnabledFor(logging.DEBUG):
         own.setLevel(logging.INFO)  # only raises the level
     for name in [name for name in logging.root.manager.loggerDict if f"{name}.".startswith(f"{library}.")]:
-        logging.getLogger(name).addFilter(_is_no_detail)
+        logging.getLogger(name).addFilter(_is_above_debug)
 
 
-def _is_no_detail(record: logging.LogRecord) -> bool:
+def _is_above_debug(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.INFO
 
 

@@ -101,7 +101,7 @@ class Counters:
     rebalances: Mapping[str, int] = field(default_factory=dict)
     """How often the group `assigned` or `revoked` partitions, or they were `lost`."""
     commit_seconds: Histogram = field(default_factory=lambda: Histogram(COMMIT_BOUNDS_S))
-    """Time from sending the offsets to the answer of the commit."""
+    """Time from sending the offsets until the commit is answered."""
     end_to_end_seconds: Histogram = field(default_factory=lambda: Histogram(END_TO_END_BOUNDS_S))
     """Once per transaction: the age of its first input record, by the record's timestamp, when it was committed."""
 

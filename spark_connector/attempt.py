@@ -39,7 +39,7 @@ from spark_connector.partition import PartitionWriter
 from spark_connector.placing import murmur2_column
 from spark_connector.progress import Progress
 from spark_connector.routing import gather, planned_for_the_sink, route
-from spark_connector.shipping import lacking
+from spark_connector.shipping import find_missing_package
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
 from spark_connector.task import RESULT, Job, Result, write_rows, writer
 from spark_connector.transaction import Transaction
@@ -171,43 +171,43 @@ class Attempt:
         except Unreachable as error:
             if self._commit_sent:
                 # Unknown: the next init ends the transaction either way, and the marker shows the outcome.
-                raise self._settled(Exception(f"the commit's answer never came ({error})")) from error
+                raise self._settle(Exception(f"the commit's answer never came ({error})")) from error
             self._abort()
             raise Unavailable(self._describe_error(error)) from error
         except Stopped as stopped:
-            raise self._public(stopped) from stopped
+            raise self._to_public_error(stopped) from stopped
 
     def _run(self) -> Progress | None:
         connected, batch = self._connected, self._batch
         if not self._transaction.initialised:
             batch.refuse(self._look())
-        self._timed("init", self._transaction.init)
+        self._measure("init", self._transaction.init)
         self._options.on_step("init")
-        found = self._timed("decide", self._find_marker)
+        found = self._measure("decide", self._find_marker)
         decision = batch.decide(found)
         if decision is Decision.ALREADY:
             log.info("batch is in Kafka already", **self._who())
             return None
         if decision is Decision.ADOPT:
             log.warning("batch adopts what another sink wrote", **self._who())
-        targets = self._timed("targets", connected.targets.read)
+        targets = self._measure("targets", connected.targets.read)
         # Call the JVM before the transaction begins: a failing JVM would leave it open.
         cores = self._cores()
         began = time.monotonic()
-        gathered = self._gathered(targets, cores)
+        gathered = self._gather(targets, cores)
         gathering_s = time.monotonic() - began
         self._began = read_boot_clock()
-        self._timed("add", lambda: self._transaction.add(self._partitions(targets, gathered)))
+        self._measure("add", lambda: self._transaction.add(self._partitions(targets, gathered)))
         self._options.on_step("add")
-        results = self._timed("produce", lambda: self._produce(targets, cores, gathered))
+        results = self._measure("produce", lambda: self._produce(targets, cores, gathered))
         self._seconds["produce"] += gathering_s
         rows = sum(result.rows for result in results)
         self._options.on_step("produce")
         if batch.key is not None:
-            self._timed("mark", lambda: self._mark(batch.marker(found, decision, rows)))
+            self._measure("mark", lambda: self._mark(batch.marker(found, decision, rows)))
         self._options.on_step("mark")
         self._commit_sent = True
-        self._timed("commit", lambda: self._transaction.end(commit=True))
+        self._measure("commit", lambda: self._transaction.end(commit=True))
         self._options.on_step("commit")
         progress = self._progress(rows, results)
         log.info("batch committed", **self._who(), state="CompleteCommit", **progress.figures())
@@ -233,10 +233,10 @@ class Attempt:
         except ValueError as error:
             raise ConfigurationError(
                 f"the entry for this sink in {marker.TOPIC} cannot be read: {error}",
-                remedy="go on with the version of eos that wrote it",
+                remedy="continue with the version of eos that wrote it",
             ) from error
 
-    def _gathered(self, targets: Sequence[Target], cores: int | None) -> pa.RecordBatch | None:
+    def _gather(self, targets: Sequence[Target], cores: int | None) -> pa.RecordBatch | None:
         """Return all rows, packed, for the driver to write if the last batch was small, or None if tasks must write.
 
         Nothing is written yet, and no transaction is open.
@@ -346,7 +346,7 @@ class Attempt:
             self._connected.markers.partition,
             delivery_timeout_s=self._options.delivery_s,
         )
-        obsolete = self._batch.obsolete_keys(self._connected.markers.written)
+        obsolete = self._batch.obsolete_keys(self._connected.markers.write_times)
         keys, values = [self._batch.key, *obsolete], [new.encode(), *[None] * len(obsolete)]
         one.write(pa.record_batch({"key": pa.array(keys, pa.binary()), "value": pa.array(values, pa.binary())}))
         one.finish()
@@ -365,19 +365,19 @@ class Attempt:
                 return error if isinstance(error, Stopped) else None
         return None
 
-    def _public(self, stopped: Stopped) -> Exception:
+    def _to_public_error(self, stopped: Stopped) -> Exception:
         """Return the exception for `stopped` that callers see: Again, or an error of eos.errors."""
         if stopped.answer is Answer.FENCED:
-            return self._settled(stopped)
+            return self._settle(stopped)
         refused = self._abort()
         if stopped.answer is Answer.RESTART:
             # An attempt that is lost for another reason may have lost its epoch too.
             fenced = refused is not None and refused.answer is Answer.FENCED
-            return self._settled(stopped) if fenced else Again(str(stopped), outcome_unknown=self._commit_sent)
+            return self._settle(stopped) if fenced else Again(str(stopped), outcome_unknown=self._commit_sent)
         kind = NotAuthorised if stopped.answer is Answer.UNAUTHORISED else ConfigurationError
         return kind(self._describe_error(stopped))
 
-    def _settled(self, error: Exception) -> Exception:
+    def _settle(self, error: Exception) -> Exception:
         """Return Again, unless another instance owns the epoch.
 
         The coordinator is queried, because an init would fence the newer instance.
@@ -404,7 +404,7 @@ class Attempt:
             return Fenced(f"{self._describe_error(error)}: another query, or another run of this one, took over{newer}")
         return Again(f"{error}: {owner.value}", outcome_unknown=self._commit_sent)
 
-    def _timed(self, step: str, call: Callable[[], T]) -> T:
+    def _measure(self, step: str, call: Callable[[], T]) -> T:
         started = time.monotonic()
         try:
             return call()
@@ -454,12 +454,12 @@ def _check(results: Sequence[Result], granted: frozenset[int]) -> None:
         raise Stopped(Answer.RESTART, f"tasks claimed shares {sorted(granted)} and reported {told}")
 
 
-def translated(error: Exception) -> Exception:
+def translate(error: Exception) -> Exception:
     """Return the public error for a failure outside an attempt's steps, such as one of kafka-python."""
     from pyspark.errors import PythonException
 
     if isinstance(error, PythonException):
-        return lacking(str(error)) or error
+        return find_missing_package(str(error)) or error
     if isinstance(error, AUTHORIZATION_ERRORS):
         return NotAuthorised(f"{type(error).__name__}: {error}")
     if isinstance(error, Stopped):

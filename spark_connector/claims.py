@@ -125,26 +125,26 @@ class ClaimClient:
 
     def _ask(self, question: bytes, deadline: float) -> str | None:
         """Send one request. Raise OSError if no response arrives, and Unreachable if another program answers."""
-        with socket.create_connection((self.host, self.port), _left(deadline)) as connection:
-            theirs, ours = _received(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
-            connection.sendall(ours + _sealed(self.key, b"question", ours + theirs, question))
-            length = int.from_bytes(_received(connection, _LENGTH, deadline))
-            mac, text = _received(connection, _MAC, deadline), _received(connection, min(length, _LONGEST), deadline)
+        with socket.create_connection((self.host, self.port), _seconds_left(deadline)) as connection:
+            theirs, ours = _receive(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
+            connection.sendall(ours + _seal(self.key, b"question", ours + theirs, question))
+            length = int.from_bytes(_receive(connection, _LENGTH, deadline))
+            mac, text = _receive(connection, _MAC, deadline), _receive(connection, min(length, _LONGEST), deadline)
         if not hmac.compare_digest(mac, _mac(self.key, b"answer", ours + theirs, text)):
             raise Unreachable(f"{self.host}:{self.port} is not this query's driver")
         answer: str | None = json.loads(text)
         return answer
 
 
-def _left(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     return max(0.01, deadline - time.monotonic())
 
 
-def _received(connection: socket.socket, size: int, deadline: float) -> bytes:
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
     """Receive exactly `size` bytes. Raise OSError at the deadline, or if the connection ends early."""
     found = b""
     while len(found) < size:
-        connection.settimeout(_left(deadline))
+        connection.settimeout(_seconds_left(deadline))
         piece = connection.recv(size - len(found))
         if not piece:
             raise ConnectionResetError("the connection was closed")
@@ -156,7 +156,7 @@ def _mac(key: bytes, what: bytes, nonces: bytes, text: bytes) -> bytes:
     return hmac.digest(key, what + nonces + text, "sha256")
 
 
-def _sealed(key: bytes, what: bytes, nonces: bytes, text: bytes) -> bytes:
+def _seal(key: bytes, what: bytes, nonces: bytes, text: bytes) -> bytes:
     """Return a message: length, HMAC, text."""
     return len(text).to_bytes(_LENGTH) + _mac(key, what, nonces, text) + text
 
@@ -196,9 +196,9 @@ class ClaimServer:
             async with asyncio.TaskGroup() as callers:
                 while True:
                     await room.acquire()
-                    callers.create_task(self._hear(await self._accepted(listening), room))
+                    callers.create_task(self._hear(await self._accept(listening), room))
 
-    async def _accepted(self, listening: socket.socket) -> socket.socket:
+    async def _accept(self, listening: socket.socket) -> socket.socket:
         """Accept the next client.
 
         A client that disconnects, or a lack of file descriptors, does not stop the server.
@@ -239,7 +239,7 @@ class ClaimServer:
         producer_id, epoch, share, who, call = json.loads(text)
         answer = self.claims.claim(Identity(producer_id, epoch), share, who, call)
         await self._loop.sock_sendall(
-            connection, _sealed(self._key, b"answer", theirs + ours, json.dumps(answer).encode())
+            connection, _seal(self._key, b"answer", theirs + ours, json.dumps(answer).encode())
         )
 
     async def _read(self, connection: socket.socket, size: int) -> bytes:
@@ -259,7 +259,7 @@ def _listen(bind: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or tried == port + _PORTS:
                 raise ConfigurationError(
-                    f"executors' claims cannot be listened for at {bind}:{tried}: {error.strerror or error} "
+                    f"cannot listen for executors' claims at {bind}:{tried}: {error.strerror or error} "
                     "(spark.driver.bindAddress, eos.spark.claims.port)"
                 ) from error
     raise AssertionError("the last port is listened on or raises")

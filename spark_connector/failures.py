@@ -1,6 +1,6 @@
 """Carries an App's error from an executor to the driver: its type, sentence, record position and the user's traceback.
 
-Owns the one line that carries it. Spark brings an exception of a Python task to the driver as text inside text
+Owns the one line that carries it. Spark brings an exception from a Python task to the driver as text inside text
 (PythonException, SparkException, StreamingQueryException), in which this line is found again. It must never guess from
 words that Spark or a user wrote.
 """

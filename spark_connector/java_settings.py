@@ -66,7 +66,7 @@ def java_consumer(settings: Mapping[str, Any]) -> dict[str, str]:
     return java
 
 
-def unused(settings: Mapping[str, Any]) -> list[str]:
+def find_unused(settings: Mapping[str, Any]) -> list[str]:
     """Return the Kafka settings that Spark's source does not use. Raise ConfigurationError for security settings."""
     files = {location for location, text in FILES.items() if text in _PEM}
     known = _SAME | _PEM.keys() | files | _TRANSLATED
@@ -103,10 +103,10 @@ def _sasl(settings: Mapping[str, Any]) -> dict[str, str]:
             f"sasl.username and sasl.password go with sasl.mechanism {', '.join(_LOGIN_MODULES)}, not "
             f"{mechanism or 'none'}"
         )
-    user, password = (_quoted(str(settings.get(name, ""))) for name in ("sasl.username", "sasl.password"))
+    user, password = (_quote(str(settings.get(name, ""))) for name in ("sasl.username", "sasl.password"))
     return {"sasl.mechanism": mechanism, "sasl.jaas.config": f"{module} required username={user} password={password};"}
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return a string in the syntax of a JAAS configuration file."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

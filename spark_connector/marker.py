@@ -186,7 +186,7 @@ class MarkerReader:
         self._markers: dict[bytes, _Written] = {}
 
     @property
-    def written(self) -> dict[bytes, int]:
+    def write_times(self) -> dict[bytes, int]:
         """Return the write time of each of the sink's markers, in Unix milliseconds."""
         return {key: at_ms for key, (value, at_ms) in self._markers.items() if value is not None}
 

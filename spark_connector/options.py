@@ -23,17 +23,17 @@ _UNSAFE = (
     (
         "spark.shuffle.push.enabled",
         "true",
-        "keeps Spark from noticing that a task which ran again made other rows, and a batch could be made of both runs",
+        "keeps Spark from noticing that a re-run task produced other rows, so a batch could mix both runs",
     ),
     (
         f"{_CHECKSUM}enabled",
         "false",
-        "keeps Spark from noticing that a task which ran again made other rows, and a batch could be made of both runs",
+        "keeps Spark from noticing that a re-run task produced other rows, so a batch could mix both runs",
     ),
     (
         f"{_CHECKSUM}enableFullRetryOnMismatch",
         "false",
-        "lets Spark go on when a task which ran again made other rows, and a batch could be made of both runs",
+        "lets Spark continue when a re-run task produced other rows, so a batch could mix both runs",
     ),
 )
 

@@ -120,7 +120,7 @@ class PartitionWriter:
 
     def _start(self, batch: Batch) -> Any:
         leader = self._wire.leader(self.topic, self.partition)
-        while self._wire.paused(leader):
+        while self._wire.is_paused(leader):
             self._wire.turn(0.01)
         request = Produce(self._transactional_id, self.topic, self.partition, batch)
         return self._wire.start(request, leader)

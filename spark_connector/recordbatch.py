@@ -155,7 +155,7 @@ class _Columns:
         stamps: Int64s = np.full(rows.num_rows, now_ms, np.int64)
         if "timestamp" in rows.schema.names:
             stamps = pc.fill_null(_whole(rows.column("timestamp")), now_ms).to_numpy(zero_copy_only=False)
-        columns = [keys, _joined(value_varints), values, _joined(count_varints), *headers]
+        columns = [keys, _join_varints(value_varints), values, _join_varints(count_varints), *headers]
         return cls(key_varints, columns, sizes, stamps)
 
     def cuts(self, limit: int) -> Iterator[tuple[int, int]]:
@@ -178,7 +178,7 @@ class _Columns:
         offset_varints = _offsets(count)
         sizes = _Varints.of(_zigzag(self.sizes[start:stop] + stamp_varints.sizes + offset_varints.sizes))
         attributes = _Varints(np.zeros((count, 1), np.uint8), np.ones(count, np.int64))
-        front = _joined(sizes, attributes, stamp_varints, offset_varints, self.key_varints.slice(start, stop))
+        front = _join_varints(sizes, attributes, stamp_varints, offset_varints, self.key_varints.slice(start, stop))
         return _data(_join(front, *(column.slice(start, count) for column in self.columns)))
 
 
@@ -194,7 +194,10 @@ def _headers(column: pa.ListArray) -> tuple[pa.Array, Int64s]:
     if names.null_count:
         raise RecordRefused("a header has no key")
     one = _join(
-        _joined(_Varints.of(_zigzag(_lengths(names)))), names, _joined(_Varints.of(_zigzag(_lengths(values)))), values
+        _join_varints(_Varints.of(_zigzag(_lengths(names)))),
+        names,
+        _join_varints(_Varints.of(_zigzag(_lengths(values)))),
+        values,
     )
     header_ends = np.concatenate(([0], np.cumsum(lengths)))
     offsets = np.frombuffer(one.buffers()[1], np.int32, len(one) + 1, one.offset * 4) if len(one) else np.zeros(1, "i4")
@@ -268,7 +271,7 @@ def _offsets(count: int) -> _Varints:
 _OFFSETS = _Varints.of(_zigzag(np.arange(16_384, dtype=np.int64)))
 
 
-def _joined(*columns: _Varints) -> pa.Array:
+def _join_varints(*columns: _Varints) -> pa.Array:
     """Return a binary column whose element i joins varint i of each of `columns`."""
     digits = np.concatenate([c.digits for c in columns], axis=1)
     sizes = sum((c.sizes for c in columns[1:]), columns[0].sizes)

@@ -53,7 +53,7 @@ def route(
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    rows, places = _placed(df, targets, topic, most_packers)
+    rows, places = _select_columns(df, targets, topic, most_packers)
     # A type object, because the JVM would have to parse a string.
     packed = rows.mapInArrow(packer(shares, places), from_arrow_schema(PACKED))
     # Sorted by Spark partition and by position in it, which is the order of the source; a shuffle mixes its blocks.
@@ -83,7 +83,7 @@ def gather(
     else:
         return None
     of_each = min(most_bytes, most_in_all // max(1, min(tasks, most_packers or tasks)))
-    rows, places = _placed(df, targets, topic, most_packers)
+    rows, places = _select_columns(df, targets, topic, most_packers)
     found = rows.mapInArrow(packer(1, places, of_each), from_arrow_schema(PACKED)).collect()
     if any(row[SHARE] == TOO_MUCH for row in found):
         return None
@@ -92,7 +92,7 @@ def gather(
     return pa.RecordBatch.from_arrays(values, schema=PACKED)
 
 
-def _placed(
+def _select_columns(
     df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], most_packers: int | None
 ) -> tuple[DataFrame, Places]:
     """Return the columns to write, in the partitions that pack them, and the rule that assigns rows to targets."""

@@ -27,7 +27,7 @@ from eos.kafka.client.settings import Settings
 from eos.signals import ShutdownExpired, StopSignals, took_too_long
 from spark_connector import failures, keyed
 from spark_connector.apply import OUTPUTS, Apply
-from spark_connector.java_settings import unused
+from spark_connector.java_settings import find_unused
 from spark_connector.query import is_stop
 from spark_connector.session import first_line, kill
 from spark_connector.shipping import ship
@@ -139,7 +139,7 @@ def check(run: Run) -> None:
         if route.ttls:
             raise ConfigurationError(
                 f"{route.name} has state with ttl=, by the time of a partition, which no group of Spark knows: use "
-                "`eos run`, or delete what is not needed"
+                "`eos run`, or delete unneeded state in the function"
             )
         if run.app.stop_hooks:
             raise ConfigurationError(
@@ -153,7 +153,7 @@ def check(run: Run) -> None:
         )
     if run.settings["eos.lineage"]:
         raise ConfigurationError("eos.lineage=true needs the group's offsets, which a Spark query does not commit")
-    if left := unused(run.settings.values):
+    if left := find_unused(run.settings.values):
         log.info("not used by Spark's Kafka source", settings=",".join(left))
     deadline = time.monotonic() + run.settings["eos.startup.timeout.ms"] / 1000
     configuration: dict[str, Any] = {**run.settings.connection(), "logger": log.client_logger}

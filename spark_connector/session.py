@@ -181,7 +181,7 @@ def _modules(java: Path) -> frozenset[str]:
 def _pyspark() -> Any:
     """Return pyspark.sql. Raise Unavailable with the package to install."""
     try:
-        import pandas  # noqa: F401 - pyspark.sql requires it only when an Arrow function is made
+        import pandas  # noqa: F401 - pyspark.sql requires it only when an Arrow function is created
         import pyarrow  # noqa: F401
         import pyspark.sql
     except ModuleNotFoundError as error:

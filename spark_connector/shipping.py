@@ -56,7 +56,7 @@ def ship_ourselves(spark: SparkSession) -> None:
         _send(spark, _OURS)
 
 
-def lacking(text: str) -> ConfigurationError | None:
+def find_missing_package(text: str) -> ConfigurationError | None:
     """Return the error for a Python worker that lacks a package or has another Python version, or None without one."""
     for pattern in _LACKS:
         if found := pattern.search(text):

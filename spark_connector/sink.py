@@ -20,7 +20,7 @@ from eos.errors import ConfigurationError, Temporary
 from eos.kafka.admin import ownership
 from eos.kafka.client.cluster import ClusterAdmin
 from spark_connector import query
-from spark_connector.attempt import Again, Attempt, Batch, Connected, translated
+from spark_connector.attempt import Again, Attempt, Batch, Connected, translate
 from spark_connector.claims import ClaimServer, place_of
 from spark_connector.marker import Decision, Marker, WrongProgress, decide, is_of_a_write, sink_key
 from spark_connector.options import Options, refuse_unsafe
@@ -312,7 +312,7 @@ class _Sink:
                 )
             except Exception as error:
                 self._disconnect()
-                public = translated(error)
+                public = translate(error)
                 if public is error:
                     raise
                 raise public from error

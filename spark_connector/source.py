@@ -47,7 +47,7 @@ def read_committed(
     `starting_offsets`: earliest, latest or Spark's JSON; it applies only to a query without a checkpoint, and new
     partitions start at their beginning. `max_records`: the maximum number of records of one micro-batch (offsets, so
     markers count). `settings`: as for the worker (`security.protocol`, `ssl.ca.location`, `sasl.username`, ...).
-    `options`: more options of Spark's source (`minPartitions`, `kafka.NAME` for the Java client).
+    `options`: further options for Spark's source (`minPartitions`, `kafka.NAME` for the Java client).
 
     Raises ConfigurationError for a setting that would break the guarantee, or cannot be translated for the Java client.
     """

@@ -109,7 +109,7 @@ class Wire:
         if not future.is_done:
             self._net.poll(timeout_ms=timeout_s * 1000, future=future)
 
-    def paused(self, node: int) -> bool:
+    def is_paused(self, node: int) -> bool:
         """Return whether kafka-python would refuse a request to this node now, because earlier ones are unwritten."""
         connection = self._manager._conns.get(node)
         return connection is not None and bool(connection.paused)

@@ -1,6 +1,6 @@
 """Run the command line. Each command has one small file; this one turns errors into a sentence and an exit code.
 
-It prints a traceback only for an internal error (70) and for an exception of the user's own code.
+It prints a traceback only for an internal error (70) and for an exception from the user's own code.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def list_(
     settings = load_settings(bootstrap_servers, set_)
     rows: list[LetterGroup] = []
     if ":" in target or target.endswith(".py"):
-        for name, found in _waiting_letters(_app(target, settings), settings, topic, letters_of):
+        for name, found in _read_pending(_app(target, settings), settings, topic, letters_of):
             rows += _group_by_exception(name, found)
     else:
         if topic or not is_topic_name(target):
@@ -134,7 +134,7 @@ def export(
     """Print each pending dead letter as a line of JSON, to read, or to edit for `eos dlq replay --file`."""
     settings, selection = load_settings(bootstrap_servers, set_), Selection(letter or (), exception or ())
     with until_output_closed():
-        for _, found in _waiting_letters(_app(target, settings), settings, topic, letters_of):
+        for _, found in _read_pending(_app(target, settings), settings, topic, letters_of):
             for one in filter(selection, found):
                 print_json(export_row(one))
         _report_missing(selection)
@@ -217,7 +217,7 @@ def _load_replay_settings(
     return settings
 
 
-def _waiting_letters(
+def _read_pending(
     loaded: App, settings: Settings, topic: list[str] | None, letters_of: str | None
 ) -> Iterator[tuple[str, Iterator[DeadLetter]]]:
     """Yield each source topic with the App's pending dead letters."""

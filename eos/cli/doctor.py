@@ -23,7 +23,7 @@ from eos.records import format_position
 from eos.state import changelog, notes
 from eos.worker import chains
 from eos.worker.loading import load_app
-from eos.worker.new_topics import lacking, require_topics, topic_names, why_not_read
+from eos.worker.new_topics import explain_unread, find_missing_dead_letter_topics, require_topics, topic_names
 
 _TIMEOUT_S = 5.0
 _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow", Level.FAILED: "red"}
@@ -107,10 +107,10 @@ def _add_matching_topics(loaded: Settings, app: App) -> list[Finding]:
     if not app.patterns:
         return []
     existing = topic_names(loaded, _TIMEOUT_S)
-    waiting = lacking(app, existing)
+    waiting = find_missing_dead_letter_topics(app, existing)
     app.add_topics(existing - waiting.keys())
     found = [
-        Finding("topics", Level.WARNING, why_not_read(topic, letters), f"create {letters}")
+        Finding("topics", Level.WARNING, explain_unread(topic, letters), f"create {letters}")
         for topic, letters in waiting.items()
     ]
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BootstrapServers = Annotated[str | None, typer.Option("--bootstrap-servers", help="HOST:PORT[,HOST:PORT...]")]
 Set = Annotated[
-    list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A setting of Kafka or of eos (eos.*); repeatable.")
+    list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A Kafka or eos setting (eos.*); repeatable.")
 ]
 Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="e.g. flights:app, or path/to/flights.py:app")]
 UntilEnd = Annotated[

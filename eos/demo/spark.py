@@ -104,7 +104,7 @@ def _run_spark(show: Show, servers: str, directory: Path, flights: int) -> Kille
     program = [str(_EXAMPLES / "delays_by_hour.py"), servers, str(directory / "checkpoint"), str(flights // _BATCHES)]
     with (
         Child("spark", program, directory, module=False) as driver,
-        _no_jvm_left(driver),
+        _end_all_jvms(driver),
         contextlib.closing(Witness(servers, lambda: None, outputs=(HOURS,))) as witness,
     ):
         killed = _kill_in_mid_batch(show, driver, witness)
@@ -155,8 +155,9 @@ def _batches(driver: Child) -> int:
 
 
 @contextlib.contextmanager
-def _no_jvm_left(driver: Child) -> Iterator[None]:
-    """End the driver's JVM and tasks however the block ends: after a kill they end by themselves, but only later."""
+def _end_all_jvms(driver: Child) -> Iterator[None]:
+    """End the driver's JVM and tasks when the block ends in any way: after a kill they would end by themselves, but
+    only later."""
     try:
         yield
     finally:

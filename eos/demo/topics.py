@@ -47,7 +47,7 @@ def created_topics(
     except KafkaException as error:
         raise Unavailable(f"{servers} cannot be reached: {error.args[0].str()}") from error
     if existing:
-        raise ConfigurationError(f"the demo makes its own topics, but {servers} has {', '.join(existing)} already")
+        raise ConfigurationError(f"the demo creates its own topics, but {servers} has {', '.join(existing)} already")
     created: list[str] = []
     try:
         for name, future in admin.create_topics(list(wanted)).items():

@@ -41,5 +41,7 @@ if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
             COMPILED = True
         else:
             # An editable installation keeps its compiled loop when the source changes.
-            STALE = "the compiled hot loop is of another source and is not used: rebuild it with `pip install -e .`"
+            STALE = (
+                "the compiled hot loop was built from other source and is not used: rebuild it with `pip install -e .`"
+            )
             log.warning(STALE)

@@ -79,7 +79,7 @@ def feed_values(
     """Call a function with each record. Return (outputs sent, records handled, exception of the next record).
 
     A result of an expected type is sent to `target`: a value, an Out with fields of the expected types, or several of
-    them in a list, a tuple or a generator, once all of them are made. The result None of a record with a value sends
+    them in a list, a tuple or a generator, once all of them exist. The result None of a record with a value sends
     nothing, if None is expected. Everything else goes to `other`, which returns how many outputs it sent; so does every
     output if `target` is None. `refused` gets the exception of `produce` with the output.
     """

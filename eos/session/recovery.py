@@ -205,10 +205,10 @@ class Recovery:
         if last is None:
             raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
         if failure.record is not None or trouble.taken == 1:
-            self._pacing.refused_found()
+            self._pacing.stop_search()
             self._listener.on_refused(failure.record or last, failure)
         else:
-            self._pacing.refused_among(trouble.taken)
+            self._pacing.search_refused(trouble.taken)
 
     def _ask_owner(self, trouble: Trouble) -> None:
         trouble.owner = self._ownership.settle(self._producer, str(trouble.failure)).value

@@ -19,9 +19,9 @@ class Phase(Enum):
     """The phase of a transaction."""
 
     OPEN = "records are handed out and outputs sent"
-    COMMITTING = "its commit was started: nothing more can be sent in it, however the commit ends"
+    COMMITTING = "its commit was started: nothing more can be sent in it, whatever the outcome of the commit"
     ABORTED = "it was aborted before its commit was started"
-    GIVEN_UP = "aborted while the loop's body uses it: until the next one begins the body's calls do nothing"
+    GIVEN_UP = "aborted while the loop's body still uses it: the body's calls do nothing until the next one begins"
 
 
 class Turns(Protocol):

@@ -191,7 +191,7 @@ class Link:
         handling = self._pipeline.request(exchange, head.size + 4)
         self._account.start_request()
         if expects_response:
-            # Jobs may keep what they read of a request, but not records.
+            # Jobs may keep the fields that they read from a request, but not records.
             read = head.size if callable(handling) and head.api_key != api.PRODUCE else 0
             exchange.count_bytes(_EXCHANGE_BYTES + read)
             self._pending.append(exchange)

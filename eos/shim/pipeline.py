@@ -90,7 +90,7 @@ class Exchange:
 
     @property
     def answer(self) -> bytes | None:
-        """Return the response of a job that replaces the broker's."""
+        """Return the response from a job that replaces the broker's."""
         return self._answer
 
     @answer.setter

@@ -203,7 +203,8 @@ def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
     for at in offsets:
         if len(at.metadata or "") > _METADATA_BYTES:
             raise UsageError(
-                f"{format_position(topic, at.partition)}: the settled letters form {len(after[at.partition].runs)} "
+                f"{format_position(topic, at.partition)}: the settled dead letters form "
+                f"{len(after[at.partition].runs)} "
                 "separate ranges, more than offset metadata can hold; earlier commits stand",
                 remedy="start with the first ones: `eos dlq replay` or `drop --all` with --limit",
             )
@@ -309,9 +310,9 @@ def read_dead_letters(
         if expired:
             where = ", ".join(f"[{partition}]" for partition in expired)
             on_expired(
-                f"the committed offsets of replays of {topic} {where} may have expired: letters there are older than "
-                f"the {days:g} days for which brokers keep offsets (offsets.retention.minutes), and may have been "
-                "replayed before"
+                f"the committed offsets of replays of {topic} {where} may have expired: "
+                f"dead letters there are older than the {days:g} days for which brokers keep offsets "
+                "(offsets.retention.minutes), and may have been replayed before"
             )
     starts = {partition: each.offset for partition, each in done.items()}
     with tail.TopicReader(settings, topic, starts, uncommitted=False) as reader:

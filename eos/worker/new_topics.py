@@ -37,21 +37,21 @@ def topic_names(settings: Settings, timeout_s: float, world: World = REAL) -> se
     return {name for name, topic in known.items() if topic.error is None}
 
 
-def lacking(app: App, there: Collection[str]) -> dict[str, str]:
+def find_missing_dead_letter_topics(app: App, there: Collection[str]) -> dict[str, str]:
     """Return the matching topics that cannot be read yet, each with its missing dead-letter topic."""
     dead = {name: dead_letter_topic(name) for name, r in app.match_topics(there).items() if r.on_error.verdict == "dlq"}
     return {name: letters for name, letters in dead.items() if letters not in there}
 
 
-def why_not_read(topic: str, letters: str) -> str:
-    return f"topic {topic} matches a pattern, but its topic of dead letters, {letters}, does not exist: it is not read"
+def explain_unread(topic: str, letters: str) -> str:
+    return f"topic {topic} matches a pattern, but its dead-letter topic {letters} does not exist, so it is not read"
 
 
 def require_topics(app: App, servers: str, waiting: Mapping[str, str] = MappingProxyType({})) -> None:
     """Raise Unavailable if an App has nothing to read, with the pattern or the first missing dead-letter topic."""
     if not app.topics:
         for topic, letters in waiting.items():
-            raise Unavailable(f"{why_not_read(topic, letters)}; create it, or let --create-topics do so")
+            raise Unavailable(f"{explain_unread(topic, letters)}; create it, or let --create-topics do so")
         patterns = " or ".join(repr(pattern.pattern) for pattern in app.patterns)
         raise Unavailable(f"no topic at {servers} matches {patterns}, and the App {app.id!r} names none")
 
@@ -65,7 +65,7 @@ class NewTopics:
         self._arrived: deque[list[str] | ConfigurationError] = deque()
         self._warned: set[str] = set()
         self._unknown: Counter[str] = Counter()  # checks of topics that not every broker knew
-        self._check = Check(self._look, self._on_error)
+        self._check = Check(self._search, self._on_error)
 
     def now(self) -> list[str]:
         """Return the topics that can be read at the start; the session waits for brokers that do not know one yet.
@@ -74,7 +74,7 @@ class NewTopics:
         """
         there = topic_names(self._settings, self._settings["eos.startup.timeout.ms"] / 1000, self._world)
         if self._settings["eos.create.topics"]:
-            there |= self._try_to_make(lacking(self._app, there))
+            there |= self._try_to_create_topics(find_missing_dead_letter_topics(self._app, there))
         waiting = self._waiting(there)
         names = self._app.add_topics(there - waiting.keys())
         require_topics(self._app, self._settings.bootstrap_servers, waiting)
@@ -100,13 +100,13 @@ class NewTopics:
 
     def _waiting(self, there: set[str]) -> dict[str, str]:
         """Return the topics that lack a dead-letter topic, and warn once about each."""
-        waiting = lacking(self._app, there)
+        waiting = find_missing_dead_letter_topics(self._app, there)
         for topic in waiting.keys() - self._warned:
-            log.warning(why_not_read(topic, waiting[topic]), function=self._app.match_topics([topic])[topic].name)
+            log.warning(explain_unread(topic, waiting[topic]), function=self._app.match_topics([topic])[topic].name)
         self._warned |= waiting.keys()
         return waiting
 
-    def _make(self, letters: dict[str, str]) -> set[str]:
+    def _create_topics(self, letters: dict[str, str]) -> set[str]:
         """Create dead-letter topics with as many partitions as their sources."""
         if not letters:
             return set()
@@ -127,20 +127,22 @@ class NewTopics:
         level("topics cannot be listed", error=f"{type(error).__name__}: {error}")
         return self._interval_s
 
-    def _look(self, admin: ClusterAdmin) -> float:
+    def _search(self, admin: ClusterAdmin) -> float:
         """Search once, and return the seconds until the next search."""
         there = admin.topics()
         if not (found := self._app.match_topics(there)):
             return self._interval_s
         everywhere = admin.known_to_all_brokers(found)
-        soon = self._tell_unknown(found.keys() - everywhere)
+        soon = self._may_become_readable(found.keys() - everywhere)
         if self._settings["eos.create.topics"]:
-            there |= self._try_to_make(lacking(self._app, everywhere | (there - found.keys())))
+            there |= self._try_to_create_topics(
+                find_missing_dead_letter_topics(self._app, everywhere | (there - found.keys()))
+            )
         if new := self._app.add_topics(everywhere - self._waiting(there).keys()):
             self._arrived.append(new)
         return min(_SOON_S, self._interval_s) if soon else self._interval_s
 
-    def _tell_unknown(self, topics: Collection[str]) -> bool:
+    def _may_become_readable(self, topics: Collection[str]) -> bool:
         """Return whether one of these topics, unknown to a broker or without a leader, may be readable soon."""
         for topic in topics:
             self._unknown[topic] += 1
@@ -148,9 +150,9 @@ class NewTopics:
                 log.warning("a topic that matches a pattern is not known to every broker with its leaders", topic=topic)
         return any(self._unknown[topic] < _LOOKS for topic in topics)
 
-    def _try_to_make(self, letters: dict[str, str]) -> set[str]:
+    def _try_to_create_topics(self, letters: dict[str, str]) -> set[str]:
         try:
-            return self._make(letters)
+            return self._create_topics(letters)
         except EosError as error:
             if not letters.keys() <= self._warned:
                 log.warning("topics of dead letters cannot be created", error=str(error))

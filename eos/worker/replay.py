@@ -137,7 +137,7 @@ class Settling:
     """Settles dead letters in transactions, each of which commits outputs together with the offsets of settled dead
     letters.
 
-    `whose`: the App's id. Letters without an App's id belong to every App.
+    `whose`: the App's id. Dead letters without an App's id belong to every App.
     """
 
     def __init__(self, whose: str, settings: Settings, world: World = REAL) -> None:

@@ -92,7 +92,7 @@ class Child:
     code: int | None = None
     status: Status | None = None  # its counts include all earlier processes
     lives_before: Status | None = None
-    heard_at: float | None = None  # the time of the current process's last report
+    last_report_at: float | None = None  # the time of the current process's last report
     pipe: int | None = None
     unread: bytearray = field(default_factory=bytearray)
 
@@ -144,7 +144,7 @@ class Supervisor:
         if last is None:
             last = Status(app="", instance=child.instance, pid=0, started_at=time.time(), at=time.time())
         status = msgspec.structs.replace(last, restarts=child.restarts)
-        start_again_at, heard_at = child.start_again_at, child.heard_at
+        start_again_at, last_report_at = child.start_again_at, child.last_report_at
         if start_again_at is not None:
             status.live, status.ready = True, False
             status.reason = (
@@ -152,10 +152,10 @@ class Supervisor:
             )
         elif child.process is None and child.code is not None:
             status.live, status.ready, status.reason = child.code == 0, False, f"ended with {_code_words(child.code)}"
-        elif heard_at is None:
+        elif last_report_at is None:
             status.live, status.ready, status.reason = True, False, "starting"
         else:
-            status.live, status.ready, status.reason = judge_report(status, now - heard_at)
+            status.live, status.ready, status.reason = judge_report(status, now - last_report_at)
         return status
 
     def incidents(self) -> list[Incident]:
@@ -189,7 +189,7 @@ class Supervisor:
             self._asked_to_stop(self._signals.pop(0))
         for child in self.children:
             self._look_after(child)
-        self._kill_the_late()
+        self._kill_overdue()
         if self._reloading.is_set() and not self._stop_asked:
             self._reload()
 
@@ -213,7 +213,7 @@ class Supervisor:
         # A worker killed by our own SIGTERM had no handler yet: it had begun nothing, and it stopped on request.
         asked = stopping and code == -signal.SIGTERM
         log_end = log.info if code == 0 or asked else log.warning
-        then = self._then(child, what)
+        then = self._describe_next(child, what)
         log_end(f"worker {child.instance} ended", reason=_code_words(code), then=then, lived_s=round(lived_s, 1))
         if self._reloading.is_set() or (self._record_statuses and what is After.STOP):
             return
@@ -224,7 +224,7 @@ class Supervisor:
         if what is After.STOP:
             self.stop()
 
-    def _then(self, child: Child, what: After) -> str:
+    def _describe_next(self, child: Child, what: After) -> str:
         """Return what the supervisor will do, as text for the log."""
         if self._reloading.is_set():
             return "it is started again with the source as it is now"
@@ -284,7 +284,7 @@ class Supervisor:
         if child.process is not None and child.process.poll() is None:
             child.process.send_signal(number)
 
-    def _kill_the_late(self) -> None:
+    def _kill_overdue(self) -> None:
         since = self._stopping_since
         if since is not None and time.monotonic() - since > self._stop_s + _KILL_MARGIN_S:
             for child in self.children:
@@ -314,7 +314,7 @@ class Supervisor:
             process_group=0,  # a terminal's Ctrl-C reaches only the supervisor, which passes it on once
         )
         os.close(writing)
-        child.started_at, child.heard_at, child.code = time.monotonic(), None, None
+        child.started_at, child.last_report_at, child.code = time.monotonic(), None, None
         child.lives_before = child.status
         child.unread.clear()
         os.set_blocking(reading, False)
@@ -344,7 +344,7 @@ class Supervisor:
         if lines:
             now, before = msgspec.json.decode(lines[-1], type=Status), child.lives_before
             child.status = now if before is None else add_counts(before, now)
-            child.heard_at = time.monotonic()
+            child.last_report_at = time.monotonic()
         return True
 
     def _read_all(self, child: Child) -> None:

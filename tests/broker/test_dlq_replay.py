@@ -178,7 +178,7 @@ def test_replay_without_committed_offsets_needs_a_start_option(shop: Shop) -> No
     admin.delete_consumer_groups([group])[group].result()
     again = shop.eos("dlq", "replay", "shop:app", MENDED="1")
     assert again.returncode == 64
-    assert "letters there are older than the 7 days" in again.stderr
+    assert "dead letters there are older than the 7 days" in again.stderr
     assert "`--from earliest` takes all of them" in again.stderr
     assert "may have been replayed before" in shop.eos("dlq", "list", "shop:app").stderr
     assert shop.outputs() == ["BAD 0", "BAD 1"]

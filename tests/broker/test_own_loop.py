@@ -272,7 +272,7 @@ def test_committed_offset_past_the_end_stops_the_loop(loop: Loop) -> None:
     outside = Consumer({"bootstrap.servers": loop.servers, "group.id": loop.group})
     outside.commit(offsets=[TopicPartition(loop.source, 0, COUNT + 3)], asynchronous=False)
     outside.close()
-    ends = f"is committed at offset {COUNT + 3}, but the topic now holds 0 to {COUNT + 1}; reset"
+    ends = f"is committed at offset {COUNT + 3}, but the topic now holds 0 to {COUNT + 1}; to continue, reset"
 
     class Loads(Listener):
         read = 0

@@ -258,7 +258,7 @@ def test_new_topic_is_read_once_its_dead_letter_topic_exists(kafka: LocalKafka, 
         wait_until("its output", lambda: life.outputs() == [b"a"], 60)
         second = create_topic(life.servers, f"{life.input}-2")
         life.load([b"b", POISON], topic=second)
-        sentence = f"its topic of dead letters, {second}.dlq, does not exist"
+        sentence = f"its dead-letter topic {second}.dlq does not exist"
         wait_until("the log names the missing topic", lambda: sentence in life.log, 60)
         assert sentence in life.eos("doctor", "theapp.py:app", "--json").stdout
         third = f"{life.input}-3"

@@ -102,5 +102,5 @@ def test_reader_keeps_the_markers_of_its_own_sink_only(wire: Wire, names: Names)
         mark(wire, name, 3)
     reader = MarkerReader(wire, PARTITION, 30, ours)
     assert found(wire, reader, ours) == 3
-    assert set(reader.written) == {sink_key(ours)}
-    assert abs(time.time() * 1000 - reader.written[sink_key(ours)]) < 300_000
+    assert set(reader.write_times) == {sink_key(ours)}
+    assert abs(time.time() * 1000 - reader.write_times[sink_key(ours)]) < 300_000

@@ -12,7 +12,7 @@ from confluent_kafka import Producer
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError
 from spark_connector import read_committed
-from spark_connector.java_settings import java_consumer, unused
+from spark_connector.java_settings import find_unused, java_consumer
 from tests.support.reading import create_topic
 
 pytestmark = pytest.mark.timeout(400)
@@ -125,8 +125,8 @@ def test_security_settings_are_translated_for_java_or_refused(tmp_path: Path) ->
         'username="me \\"and\\" you" password="back\\\\slash";',
         "fetch.min.bytes": "5",
     }
-    assert unused(settings) == ["linger.ms"]
+    assert find_unused(settings) == ["linger.ms"]
     with pytest.raises(ConfigurationError, match=r"ssl\.keystore\.location cannot be translated"):
-        unused({"ssl.keystore.location": "x"})
+        find_unused({"ssl.keystore.location": "x"})
     with pytest.raises(ConfigurationError, match=r"sasl\.password go with"):
         java_consumer({"sasl.username": "me", "sasl.mechanism": "OAUTHBEARER"})

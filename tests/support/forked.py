@@ -153,7 +153,7 @@ class _Forks:
         socket.send_fds(self._socket, [asked], streams)
         while answered := self._socket.recv(_LARGEST):
             of, answer = pickle.loads(answered)
-            if of == number:  # bytes of a request that an exception of a signal handler interrupted
+            if of == number:  # bytes of a request that a signal handler's exception interrupted
                 return answer
         raise RuntimeError(f"{__name__} is gone: its exit code is {self._process.wait()}")
 

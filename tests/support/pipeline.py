@@ -456,7 +456,7 @@ class Pipeline:
         code = self.worker(instance, until_end=True, **options).wait()  # type: ignore[arg-type]
         assert code == 0, f"the last worker ended with {code}: {self.workers[-1].final_output}"
 
-    # ---- what is in Kafka ----------------------------------------------------------------------------------------
+    # ---- contents of Kafka ----------------------------------------------------------------------------------------
 
     def transactional_ids(self, instance: str = "one") -> list[str]:
         """Return the ids that a worker may use: before 4.0, a replaced producer continues under the second one."""

@@ -1,4 +1,4 @@
-"""Read what is really in Kafka: committed values, stable group offsets, transactions as the coordinator sees them.
+"""Read the actual contents of Kafka: committed values, stable group offsets, transactions as the coordinator sees them.
 
 Fault tests judge by this and never by the reports of a client. Reads use the broker's own listener, so that a fault
 injected on the proxied one cannot affect them. Nothing here writes, except `create_topic`.

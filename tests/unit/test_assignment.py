@@ -103,7 +103,7 @@ def test_revocation_is_reported_although_the_partition_is_assigned_again() -> No
     assignment.assign([ZERO])
     assert assignment.revoked == {ZERO, ONE}
     assignment.revoke([TWO])
-    assignment.reported([ZERO, ONE])
+    assignment.note_reported([ZERO, ONE])
     assert assignment.revoked == {TWO}, "revoked during the report"
 
 

@@ -48,7 +48,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def started(here: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a new process, in which all imports are still to be made."""
+    """Run a command in a new process, in which nothing is imported yet."""
     command = [sys.executable, "-m", "eos", *arguments]
     variables = environment({"PYTHONPATH": str(ROOT)} | more)
     return subprocess.run(command, cwd=here, env=variables, capture_output=True, text=True, timeout=60, check=False)
@@ -405,7 +405,7 @@ def test_verify_takes_an_app_or_topics_and_a_group(here: Path, named: tuple[str,
     assert "needs either MODULE:APP, or --input, --output and --group" in refused(64, here, "verify", *named)
 
 
-# ---- what is imported ----------------------------------------------------------------------------------------
+# ---- imports -------------------------------------------------------------------------------------------------
 
 
 def loaded_by(here: Path, *arguments: str) -> set[str]:

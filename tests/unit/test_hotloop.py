@@ -311,7 +311,7 @@ def generated(items: list[object]) -> Iterator[object]:
         yield item
 
 
-# How a result is made of items, again in each run.
+# How a result is built from items, once in each run.
 SHAPES: dict[str, Callable[[list[object]], object]] = {
     "one": lambda items: items[0] if items else None,
     "list": list,

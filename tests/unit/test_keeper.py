@@ -235,7 +235,7 @@ def until_ready(one: restoring.Restoring, now: list[float], most_s: float = 200.
 
 
 def test_restore_waits_for_decision_of_previous_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator answers before its markers are everywhere: what is committed may not be readable yet."""
+    """The coordinator answers before its markers are everywhere: committed records may not be readable yet."""
     one, now = restoring_of(monkeypatch, {0: [OPEN, OPEN, OffsetRange(0, 9, 9)]})
     assert until_ready(one, now) == {0}
     one, now = restoring_of(monkeypatch, {0: [OPEN]})
@@ -494,7 +494,7 @@ def test_source_grown_while_running_is_refused(
     monkeypatch.setattr(keeper, "_create_and_check", asks)
     wait_until("it is asked again and again", lambda: len(asked) > 2 or keeper.restore(new, new))
     assert keeper.restore(new, new) == set()
-    # Without growth the partitions begin: what is wrong with a changelog shows in it.
+    # Without growth the partitions begin. A defect in a changelog then shows in it.
     keeper = keeper_on(monkeypatch, [])
     keeper._checked_at -= 60.0
     monkeypatch.setattr(keeper, "_create_and_check", away)

@@ -39,7 +39,7 @@ def test_payload_lengths_do_not_shift_the_next_stamp():
     assert lineage.offset.tolist() == [2, 5, 8]
 
 
-def test_no_stamps_give_empty_arrays_of_right_types():
+def test_no_stamps_give_empty_arrays_of_the_right_types():
     lineage = unstamp_many([])
     assert len(lineage) == 0
     assert (lineage.topic.dtype, lineage.offset.dtype) == (np.int32, np.int64)

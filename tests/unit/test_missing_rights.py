@@ -31,7 +31,8 @@ def said(resource: str, operation: str) -> str:
 
 
 class Denying:
-    """kafka-python's admin on a cluster that denies what is about `denied`, and says as little of it as that does."""
+    """kafka-python's admin on a cluster that denies requests about `denied`, and names it as little as a broker
+    does."""
 
     def __init__(self, denied: str) -> None:
         self._denied = denied
@@ -115,7 +116,9 @@ def test_missing_right_names_topic_of_offset_commit(monkeypatch: pytest.MonkeyPa
     transactional._machine.fire(Event.BEGIN)
 
     def refused(*_: object, **__: object) -> None:
-        raise transactional._failed("send_offsets", KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
+        raise transactional._classify_failure(
+            "send_offsets", KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
+        )
 
     monkeypatch.setattr(transactional, "_call_timed", refused)
     with pytest.raises(CallFailed) as raised:

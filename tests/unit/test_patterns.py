@@ -24,7 +24,7 @@ from eos.session.consumer.assignment import Assignment
 from eos.session.outcomes import Listener
 from eos.testing import online
 from eos.worker import new_topics
-from eos.worker.new_topics import NewTopics, lacking, require_topics
+from eos.worker.new_topics import NewTopics, find_missing_dead_letter_topics, require_topics
 from eos.worker.worker import Worker
 from tests.support.sessions import give_producer
 
@@ -182,7 +182,7 @@ def test_app_with_patterns_keeps_added_topics_when_pickled() -> None:
 def test_dead_letter_topic_is_missing_only_if_a_function_uses_it() -> None:
     app = app_of(("^in-.*", "out"), on_error=eos.dlq)
     app.process("^x-.*", to="out")(other)
-    assert lacking(app, {"in-1", "in-2", "in-2.dlq", "x-1"}) == {"in-1": "in-1.dlq"}
+    assert find_missing_dead_letter_topics(app, {"in-1", "in-2", "in-2.dlq", "x-1"}) == {"in-1": "in-1.dlq"}
 
 
 def test_patterns_without_matches_are_unavailable() -> None:
@@ -191,7 +191,7 @@ def test_patterns_without_matches_are_unavailable() -> None:
         require_topics(app_of(("^in-.*", "out"), ("^x", "out")), "b:9092")
     assert raised.value.exit_code == 69
     require_topics(app_of(("^in-.*", "out"), ("x", "out")), "b:9092")
-    with pytest.raises(Unavailable, match=r"topic in-1 matches .* its topic of dead letters, in-1\.dlq, does not"):
+    with pytest.raises(Unavailable, match=r"topic in-1 matches .* its dead-letter topic in-1\.dlq does not"):
         require_topics(app_of(("^in-.*", "out"), on_error=eos.dlq), "b:9092", {"in-1": "in-1.dlq"})
 
 
@@ -215,12 +215,12 @@ def new_topics_of(app: App, world: World = REAL, **settings: object) -> NewTopic
 def test_new_topic_is_reported_once() -> None:
     brokers: Any = Brokers("in-1", "in-2", "x")
     new = new_topics_of(app_of(("^in-.*", "out")))
-    assert new._look(brokers) == 60.0
+    assert new._search(brokers) == 60.0
     assert new.arrived() == ["in-1", "in-2"]
-    new._look(brokers)
+    new._search(brokers)
     assert new.arrived() == []
     brokers.there.add("in-3")
-    new._look(brokers)
+    new._search(brokers)
     assert new.arrived() == ["in-3"]
 
 
@@ -229,10 +229,10 @@ def test_topic_unknown_to_a_broker_is_checked_again_soon() -> None:
     brokers: Any = Brokers("in-1", "in-2")
     brokers.late = {"in-2"}
     new = new_topics_of(app_of(("^in-.*", "out")))
-    assert new._look(brokers) == 0.5
+    assert new._search(brokers) == 0.5
     assert new.arrived() == ["in-1"]
     brokers.late = set()
-    assert new._look(brokers) == 60.0
+    assert new._search(brokers) == 60.0
     assert new.arrived() == ["in-2"]
 
 
@@ -241,11 +241,11 @@ def test_topic_without_its_dead_letter_topic_waits_with_one_warning(caplog: pyte
     new = new_topics_of(app_of(("^in-.*", "out"), on_error=eos.dlq))
     with caplog.at_level(logging.WARNING, "eos"):
         for _ in range(3):
-            new._look(brokers)
+            new._search(brokers)
     assert new.arrived() == []
-    assert caplog.text.count("its topic of dead letters, in-1.dlq, does not exist") == 1
+    assert caplog.text.count("its dead-letter topic in-1.dlq does not exist") == 1
     brokers.there.add("in-1.dlq")
-    new._look(brokers)
+    new._search(brokers)
     assert new.arrived() == ["in-1"]
 
 
@@ -266,11 +266,11 @@ def test_missing_dead_letter_topics_are_created_if_configured(
     monkeypatch.setattr(new_topics, "create_topics", create)
     new = new_topics_of(app_of(("^in-.*", "out"), on_error=eos.dlq), **{"eos.create.topics": "true"})
     with caplog.at_level(logging.WARNING, "eos"):
-        new._look(brokers)
-        new._look(brokers)
+        new._search(brokers)
+        new._search(brokers)
     assert new.arrived() == []
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    new._look(brokers)
+    new._search(brokers)
     assert new.arrived() == ["in-1"]
     assert made == [{"in-1.dlq": 2}] * 3
 
@@ -279,7 +279,7 @@ def test_topic_of_two_functions_raises_in_the_worker() -> None:
     brokers: Any = Brokers("in-b")
     new = new_topics_of(app_of(("^in-.*", "out"), ("^.*-b", "out")))
     with pytest.raises(ConfigurationError) as raised:
-        new._look(brokers)
+        new._search(brokers)
     assert new._on_error(raised.value) is None
     with pytest.raises(ConfigurationError, match="'in-b' matches the patterns of two functions"):
         new.arrived()
@@ -439,7 +439,7 @@ def test_topic_without_leaders_is_logged_once_and_checked_less_often(
     monkeypatch.setattr(logging.getLogger("eos"), "propagate", True)
     new = NewTopics(Settings(SETTINGS), app_of(("^in-.*", "out")))
     admin: Any = SimpleNamespace(topics=lambda: {"in-1"}, known_to_all_brokers=lambda topics: set())
-    pauses = [new._look(admin) for _ in range(30)]
+    pauses = [new._search(admin) for _ in range(30)]
     assert set(pauses[:19]) == {new_topics._SOON_S}
     assert set(pauses[19:]) == {new_topics._REFRESH_MS / 1000}
     assert [record.getMessage().count("in-1") for record in caplog.records] == [1]

@@ -111,7 +111,8 @@ def test_more_ranges_than_offset_metadata_can_hold_are_refused() -> None:
     (place,) = offsets_of("orders.dlq", {3: Done(0, runs)})
     assert (place.partition, place.offset, place.metadata) == (3, 0, Done(0, runs).metadata())
     with pytest.raises(
-        UsageError, match=r"orders.dlq\[3\]: the settled letters form 2000 separate ranges, more than offset metadata"
+        UsageError,
+        match=r"orders.dlq\[3\]: the settled dead letters form 2000 separate ranges, more than offset metadata",
     ):
         offsets_of("orders.dlq", {3: Done(0, tuple((3 * n, 3 * n) for n in range(1, 2_001)))})
 

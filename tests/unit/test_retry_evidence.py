@@ -363,7 +363,7 @@ def test_repeated_add_offsets_after_an_answer_is_not_a_sign() -> None:
 
 
 @SLOW_CALLS
-def test_statistics_made_during_a_call_decide_nothing(call: str) -> None:
+def test_statistics_emitted_during_a_call_decide_nothing(call: str) -> None:
     """Such statistics may be older than the cut: they count the first copy, and the second is not sent yet."""
     evidence = after_slow_call(call, counted(BEFORE, 0))
     evidence.add_statistics(counted(INSIDE))
@@ -442,7 +442,7 @@ def test_slow_call_without_earlier_statistics_is_a_retry() -> None:
     assert "there are no statistics from before it" in evidence.reason
 
 
-def test_statistics_made_during_a_call_are_not_from_before_it() -> None:
+def test_statistics_emitted_during_a_call_are_not_from_before_it() -> None:
     """The connection broke early in the call, and later statistics know only the next connection."""
     evidence = RetryEvidence(one_clock=True)
     evidence.add_statistics(counted(BEFORE, 0))

@@ -93,9 +93,9 @@ def test_every_reserved_name_is_tested() -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("linger.msec", "linger.msec is not a setting of Kafka's clients; did you mean linger.ms?"),
-        ("bootstrap.server", "bootstrap.server is not a setting of Kafka's clients; did you mean bootstrap.servers?"),
-        ("zzz", "zzz is not a setting of Kafka's clients"),
+        ("linger.msec", "linger.msec is not a Kafka client setting; did you mean linger.ms?"),
+        ("bootstrap.server", "bootstrap.server is not a Kafka client setting; did you mean bootstrap.servers?"),
+        ("zzz", "zzz is not a Kafka client setting"),
         ("eos.instanse", "eos.instanse is not a setting; did you mean eos.instance?"),
         (
             "eos.transaction.intervall.ms",

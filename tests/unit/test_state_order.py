@@ -229,7 +229,7 @@ def test_ordered_access_walks_no_more_with_many_entries(shape: str) -> None:
     few, many = walked(SHAPES[shape], 200), walked(SHAPES[shape], 4_000)
     assert few == many
     assert few[0] < 20 * 400
-    assert few[1] > 0 or shape == "list that grows", "which needs no look at what is there"
+    assert few[1] > 0 or shape == "list that grows", "which needs no look at the existing entries"
 
 
 def test_only_the_first_scan_visits_deleted_entries() -> None:
@@ -274,7 +274,7 @@ def test_counting_never_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert task._rows is None
 
 
-# ---- what is left of it ----------------------------------------------------------------------------------------------
+# ---- leftovers -------------------------------------------------------------------------------------------------------
 
 
 def record(task: Task, change: Callable[[MapState[int, int]], Any]) -> None:

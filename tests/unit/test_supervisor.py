@@ -304,7 +304,7 @@ def test_internal_error_of_supervisor_leaves_no_process_running(
         if (tmp_path / "a.up1").exists() and (tmp_path / "b.up1").exists():
             raise RuntimeError("a defect in eos")
 
-    monkeypatch.setattr(supervisor, "_kill_the_late", fail)
+    monkeypatch.setattr(supervisor, "_kill_overdue", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         supervisor.run()
     for name in ("a", "b"):

@@ -113,7 +113,7 @@ def test_check_decides_when_an_unreachable_cluster_is_queried_again(watcher: Wat
     wait_until("it runs", lambda: ran[-1] == "ran")
 
 
-def test_removed_check_runs_no_more(watcher: Watcher) -> None:
+def test_removed_check_does_not_run_again(watcher: Watcher) -> None:
     ran: list[str] = []
     first, second = counting(0.001, ran, "a"), counting(0.001, ran, "b")
     watcher.add(first, 0.0)

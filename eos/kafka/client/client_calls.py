@@ -6,7 +6,7 @@ every handler and ends the program. Every call that serves callbacks goes throug
 exception raised by a signal handler while a client is closed (the client logs through Python then) can remain set, and
 the next call ends with a SystemError in its place.
 
-confluent-kafka lets an exception of a callback out of the call that served it: `consume` then destroys the messages
+confluent-kafka lets a callback's exception escape from the call that served it: `consume` then destroys the messages
 that it had already taken (the position is after them: a silent loss), and `commit_transaction` raises before it
 commits. So `guard_callbacks` wraps each callback of a user: its exception is kept and raised later, while no call is in
 progress. An Interruption still passes at once; code that polls must be ready for it.
@@ -50,7 +50,7 @@ def guard_callbacks(configuration: dict[str, Any], keep: Callable[[Exception], N
     """Return the configuration with callbacks that pass their exceptions to `keep` instead of raising them.
 
     `oauth_cb` may raise: the client then has no token and asks again in ten seconds. The wrapped one raises for a
-    malformed token too, which would otherwise surface as an exception of the call that served it.
+    malformed token too, which would otherwise surface as an exception from the call that served it.
     """
     wrapped = {
         name: _guard_callback(configuration[name], keep) for name in _GUARDED if callable(configuration.get(name))

@@ -26,7 +26,7 @@ from eos.kafka.client.settings import (
 HIDDEN = "(hidden)"
 DEFAULT, FORCED = "default", "fixed"
 
-# Descriptions of the Kafka settings for which we have a value.
+# Descriptions of the Kafka settings for which eos has a value.
 MEANINGS: dict[str, str] = {
     "bootstrap.servers": "brokers for the first connection; also KAFKA_BOOTSTRAP_SERVERS and --bootstrap-servers",
     "reconnect.backoff.max.ms": "longest pause between two attempts to connect; with Kafka's 10 s a lost connection "

@@ -501,7 +501,7 @@ def _check(name: str, value: Any) -> None:
         raise ConfigurationError(f"{name} cannot be set: {RESERVED[name]}")
     known = librdkafka_names.CONSUMER_ONLY | librdkafka_names.PRODUCER_ONLY | librdkafka_names.COMMON | CALLBACKS
     if name not in known:
-        raise ConfigurationError(f"{name} is not a setting of Kafka's clients{_suggest(name, known)}")
+        raise ConfigurationError(f"{name} is not a Kafka client setting{_suggest(name, known)}")
     if name == "bootstrap.servers" and not str(value).strip(" ,"):
         raise ConfigurationError("bootstrap.servers is empty: expected HOST:PORT[,HOST:PORT...]")
     if name == "bootstrap.servers" and (web := _URL_SCHEME.search(str(value))):

@@ -79,7 +79,7 @@ class Assignment:
         self._fire(Event.REVOKE, partitions)
         self.revoked |= set(partitions)
 
-    def reported(self, partitions: Collection[Partition]) -> None:
+    def note_reported(self, partitions: Collection[Partition]) -> None:
         """Note that the participants know of these revocations."""
         self.revoked -= set(partitions)
 

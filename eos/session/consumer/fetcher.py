@@ -186,7 +186,7 @@ class Fetcher:
             revoked = set(assignment.revoked)
             for follower in self._followers:
                 follower.forget(revoked)
-            assignment.reported(revoked)  # after the reports, so that an interrupted one is repeated
+            assignment.note_reported(revoked)  # after the reports, so that an interrupted one is repeated
         consumer.start_offsets.locate(assignment)
         if starts := assignment.restoring:
             new = {p for p, start in starts.items() if start.offset < 0}

@@ -243,7 +243,7 @@ class GroupConsumer:
         if action is Action.REJOIN:
             raise CallFailed("consume", action, KafkaException(error))
         if action is Action.INPUT_GONE and at is not None:
-            raise self._unreadable.gone(at, error)
+            raise self._unreadable.explain_gone(at, error)
         if action is Action.DAMAGED and at is not None:
             self._unreadable.note_damaged(at, message.offset(), error)
         elif action is not Action.RETRY:

@@ -149,11 +149,11 @@ class Pacing:
         """Note a rebuild. It counts as an abort, and the init of its new producer was the pause."""
         self.aborts_in_a_row += 1
 
-    def refused_among(self, taken: int) -> None:
+    def search_refused(self, taken: int) -> None:
         """Search for the record that the broker refuses among the `taken` ones, by halves and without a pause."""
         self._unsearched, self.limit = taken, max(1, taken // 2)
         self._pause_until = 0.0
 
-    def refused_found(self) -> None:
+    def stop_search(self) -> None:
         self._unsearched = 0
         self._pause_until = 0.0

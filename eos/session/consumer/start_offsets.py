@@ -137,7 +137,7 @@ class StartOffsets:
         committed = self._committed(partitions, f"stable committed offsets of {topic}")
         return any(tp.offset >= 0 for tp in committed.values())
 
-    # ---- what is committed ------------------------------------------------------------------------------------
+    # ---- commits and revocations --------------------------------------------------------------------------------
 
     def forget(self, partitions: Collection[Partition]) -> None:
         """Drop revoked partitions: their next owner decides where they start."""

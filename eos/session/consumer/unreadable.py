@@ -22,7 +22,7 @@ class UnreadableInput:
         self._reported: tuple[Partition, int] | None = None  # damaged batch that the client reads again
         self._damaged: tuple[Partition, int, KafkaError] | None = None  # damaged batch that was reported twice
 
-    def gone(self, partition: Partition, error: KafkaError) -> InputGone:
+    def explain_gone(self, partition: Partition, error: KafkaError) -> InputGone:
         """Return the error for a partition whose next offset the broker does not have.
 
         Its records were removed, or an unclean leader election cut off the log. A consumer that waited until the log
@@ -35,7 +35,7 @@ class UnreadableInput:
         at = self._positions.committed.get(partition)
         return InputGone(
             f"the input is gone: {format_position(*partition)} is committed at offset {at}, but the topic now holds "
-            f"{holds}; reset the group's offset on purpose to go on ({error.str()})"
+            f"{holds}; to continue, reset the group's offset ({error.str()})"
         )
 
     def note_damaged(self, partition: Partition, offset: int, error: KafkaError) -> None:

@@ -82,7 +82,7 @@ class TransactionalProducer:
         self._open_since = 0.0  # World.boot_clock(), for the broker's timeout
         self._offsets_sent = False
         self.epoch_may_have_advanced = False
-        """True after an abort or an init that did not return: a client of ours may have taken the next epoch in it
+        """True after an abort or an init that did not return: one of our clients may have taken the next epoch in it
         (after an abort: KIP-360) without its statistics showing it."""
         self.replacements: dict[str, int] = {}
         """Number of replacements by kind of reason: "abort", "retry", "failure"."""
@@ -175,7 +175,7 @@ class TransactionalProducer:
                 servers = self._settings.bootstrap_servers
                 raise Unavailable(
                     f"{transactional_id} could not be initialised at {servers}: {failure} (a "
-                    "transaction.state.log.replication.factor above the number of brokers also shows like this)",
+                    "transaction.state.log.replication.factor above the number of brokers also causes this error)",
                     remedy=no_broker(servers),
                 ) from failure
             # The missing right names this id, which may be the alternate one.
@@ -277,7 +277,7 @@ class TransactionalProducer:
         try:
             self.client.begin_transaction()
         except KafkaException as error:
-            raise self._failed("begin", error) from error
+            raise self._classify_failure("begin", error) from error
         self._produced, self._offsets_sent = 0, False
         self._began_at, self._open_since = self._world.now(), self._world.boot_clock()
 
@@ -350,7 +350,7 @@ class TransactionalProducer:
         assert isinstance(error, KafkaException)
         if classify("produce", error.args[0]) is Action.ABORT:
             self._raise_delivery_error(_REPORT_DELAY_S)  # if a record made the transaction fail
-        raise self._failed("produce", error, topic=record[0], size=size_of(record[2], record[1])) from error
+        raise self._classify_failure("produce", error, topic=record[0], size=size_of(record[2], record[1])) from error
 
     def _raise_delivery_error(self, wait_s: float = 0.0) -> None:
         """Raise CallFailed for the first undelivered record if its report is there or arrives within `wait_s`."""
@@ -360,7 +360,7 @@ class TransactionalProducer:
         if client.delivery_error is not None:
             refusal, where, size = client.delivery_error
             topic = where.rsplit("[", 1)[0]
-            raise self._failed("delivery", KafkaException(refusal), topic=topic, where=where, size=size)
+            raise self._classify_failure("delivery", KafkaException(refusal), topic=topic, where=where, size=size)
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Run callbacks. A fatal error that poll raises is only logged: the next transactional call raises it again,
@@ -393,7 +393,7 @@ class TransactionalProducer:
         try:
             left: int = call_client(self.client.producer.flush, wait_s)
         except KafkaException as error:
-            raise self._failed("flush", error) from error
+            raise self._classify_failure("flush", error) from error
         except SystemError as error:
             # A bare SystemError hides a fatal error; the abort that follows raises it.
             raise self._fail("flush", Action.ABORT, error) from error
@@ -453,12 +453,12 @@ class TransactionalProducer:
     def poll_identity(self, timeout_s: float = _IDENTITY_S, fresh: bool = False) -> Identity | None:
         """Return producer id and epoch from the statistics; poll until they arrive. Return None if they never do.
 
-        `fresh`: only from statistics made after this call. An abort of records that timed out makes librdkafka take the
-        next epoch by itself (KIP-360), and the epoch known before would look like a predecessor's.
+        `fresh`: only from statistics emitted after this call. An abort of records that timed out makes librdkafka take
+        the next epoch by itself (KIP-360), and the epoch known before would look like a predecessor's.
         """
         client = self.client
         deadline = self._world.now() + (_FRESH_S if fresh else timeout_s)
-        self.poll(0)  # drop statistics made before this call
+        self.poll(0)  # drop statistics emitted before this call
         before = client.statistics_seen
         while self._world.now() < deadline:
             if client.identity is not None and not (fresh and client.statistics_seen == before):
@@ -474,9 +474,9 @@ class TransactionalProducer:
         if identity is None:
             return None
         timeout_ms = self._settings.transaction_timeout_ms
-        return Situation(identity, self._reach(), age_ms, timeout_ms, self.client.inits)
+        return Situation(identity, self._progress(), age_ms, timeout_ms, self.client.inits)
 
-    def _reach(self) -> Progress:
+    def _progress(self) -> Progress:
         """Return the progress of the transaction's requests; NOTHING before a transaction and after its end."""
         if self._machine.state is State.READY or not (self._produced or self._offsets_sent):
             return Progress.NOTHING
@@ -505,7 +505,7 @@ class TransactionalProducer:
                 raise self._fail(name, Action.REBUILD, hung) from hung
             except KafkaException as error:
                 if classify(name, error.args[0]) is not Action.RETRY:
-                    raise self._failed(name, error) from error
+                    raise self._classify_failure(name, error) from error
                 self._replace_because = f"failure: {name} had to be called again"
                 self._serve(client)  # a cluster may be unreachable for days
                 if deadline is not None and self._world.now() >= deadline:
@@ -514,7 +514,9 @@ class TransactionalProducer:
                 if waits.tick():
                     log.warning("waiting for the cluster", call=name, error=describe_error(error), **self.who())
 
-    def _failed(self, call: Call, error: KafkaException, topic: str = "", where: str = "", size: int = 0) -> CallFailed:
+    def _classify_failure(
+        self, call: Call, error: KafkaException, topic: str = "", where: str = "", size: int = 0
+    ) -> CallFailed:
         """Classify an error of the client; see `_fail`."""
         return self._fail(call, classify(call, error.args[0], topic in self._changelogs), error, where, topic, size)
 

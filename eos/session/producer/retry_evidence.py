@@ -12,7 +12,7 @@ This module says when that is needed. Its rules were measured for every kind of 
   the broker may be far or busy.
 - librdkafka's statistics of the coordinator's connection: disconnects, requests that timed out, and more EndTxn
   requests than transactions.
-- For an undecided call, statistics made after it returned. They clear the call if they count exactly as many of its
+- For an undecided call, statistics emitted after it returned. They clear the call if they count exactly as many of its
   requests as there were calls, on the connections from before it began. Statistics that are missing, count anything
   else or show another connection clear nothing. Until then no next transaction may begin.
 
@@ -33,8 +33,8 @@ import msgspec
 COORDINATOR = "TxnCoordinator"  # librdkafka's logical broker for the transaction coordinator
 FIXED_BACKOFF_MS = 500  # of AddPartitionsToTxn and TxnOffsetCommit, in rdkafka_txnmgr.c
 MARGIN = 0.8
-# librdkafka's clock (rdtime.h) is time.monotonic() on Linux only. Elsewhere it is unknown whether statistics were made
-# before or after a call, so every slow call counts as retried.
+# librdkafka's clock (rdtime.h) is time.monotonic() on Linux only. Elsewhere it is unknown whether statistics were
+# emitted before or after a call, so every slow call counts as retried.
 ONE_CLOCK = sys.platform == "linux"
 
 
@@ -107,7 +107,7 @@ class RetryEvidence:
 
     @property
     def has_undecided_calls(self) -> bool:
-        """True if a call was slow and no statistics were made since: the next ones will decide."""
+        """True if a call was slow and no statistics were emitted since: the next ones will decide."""
         return self.reason is None and bool(self._undecided)
 
     @property
@@ -192,7 +192,7 @@ class RetryEvidence:
             self._note("a request to the transaction coordinator timed out")
 
     def _objection(self, call: str, now: Statistics) -> str:
-        """Return why statistics made after a slow call do not clear it, or "" if they do."""
+        """Return why statistics emitted after a slow call do not clear it, or "" if they do."""
         expected = self._ended if call == "commit" else self._offsets_sent
         for request in REQUESTS[call]:
             sent = now.count(request)

@@ -66,7 +66,7 @@ class FaultJob(Job):
                 exchange.notes[self] = injection
             else:
                 frame = _ACTIONS[injection.rule.action].request(injection, frame)
-                injection.progress.made += 1
+                injection.progress.completed += 1
             self._release_by_rules()
         if opened:
             frame = self._hold_until_done(opened, frame)
@@ -76,7 +76,7 @@ class FaultJob(Job):
         injection = exchange.notes.get(self)
         if isinstance(injection, Injection):
             frame = _ACTIONS[injection.rule.action].response(injection, frame)
-            injection.progress.made += 1
+            injection.progress.completed += 1
             self._release_by_rules()
         opened = exchange.notes.get(_ANSWERED, ())
         return self._hold_until_done(opened, frame) if opened else frame
@@ -86,7 +86,7 @@ class FaultJob(Job):
             until = injection.rule.until
             assert until is not None
             assert until.rule is not None
-            if self._progress_of(until.rule).made >= until.nth:
+            if self._progress_of(until.rule).completed >= until.nth:
                 self._awaiting_rules.remove(injection)
                 injection.opened.set()
 

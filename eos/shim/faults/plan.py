@@ -202,14 +202,14 @@ def _api_key(name: str) -> int:
 class Progress:
     """Count the matching requests of a rule (`matched`), those with a fault (`injected`), and unfinished ones (`open`).
 
-    `number` is the rule's number in the plan, from 1. `made` counts the injected faults: with after_apply there are
-    fewer than `injected` until the broker has answered.
+    `number` is the rule's number in the plan, from 1. `completed` counts the completed faults: with after_apply it is
+    below `injected` until the broker has answered.
     """
 
     rule: Rule
     chances: random.Random
     number: int = 1
-    made: int = 0
+    completed: int = 0
     first: RequestFacts | None = None  # the facts of the first request with a fault
     matched: int = 0
     injected: int = 0

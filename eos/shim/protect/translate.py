@@ -291,7 +291,7 @@ def rewrite_produce(frame: Piece, request: Produce, identity: Identity, bases: M
 
 
 def refusal_response(frame: bytes, api_key: int, version: int, correlation_id: int, code: int) -> bytes:
-    """Return the response of a broker with this error, for any request except Produce."""
+    """Return a broker's response with this error, for any request except Produce."""
     per_partition = api_key in (api.ADD_PARTITIONS_TO_TXN, api.TXN_OFFSET_COMMIT)
     named = _partitions(frame, api_key, version) if per_partition else ()
     return messages.refusal_response(api_key, version, correlation_id, code, named)

@@ -18,18 +18,18 @@ class Printer:
     def __init__(self, stream: TextIO, most_waiting: int = _MOST_WAITING) -> None:
         self._stream = stream
         self._queue: queue.Queue[str | None] = queue.Queue(most_waiting)
-        self._left_out = 0
+        self._dropped = 0
         self._thread = threading.Thread(target=self._run, name="trace-printer", daemon=True)
         self._thread.start()
 
     def print(self, line: str) -> None:
         try:
-            if self._left_out:
-                self._queue.put_nowait(f"... {self._left_out} lines dropped: the output is read too slowly")
-                self._left_out = 0
+            if self._dropped:
+                self._queue.put_nowait(f"... {self._dropped} lines dropped: the output is read too slowly")
+                self._dropped = 0
             self._queue.put_nowait(line)
         except queue.Full:
-            self._left_out += 1
+            self._dropped += 1
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Print the queued lines and stop, after at most about twice `timeout_s`."""

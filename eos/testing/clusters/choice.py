@@ -50,7 +50,7 @@ def choose(wanted: str | None = None, version: str = DEFAULT_VERSION) -> Choice:
     why_not = _explain_no_containers(version)
     if wanted is None and why_not is not None:
         return Choice("jvm", f"brokers are local JVMs: {why_not}")
-    # A backend requested by name is not replaced: it reports what is missing when it is started.
+    # A backend requested by name is not replaced: it reports a missing part when it is started.
     from eos.testing.clusters.container import image_for
 
     return Choice("container", f"brokers are containers of {image_for(version)}")

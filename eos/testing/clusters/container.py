@@ -232,7 +232,7 @@ class ContainerCluster(Cluster):
             except docker.errors.APIError as error:
                 # runc fails while a thread is in a call that cannot be frozen yet, and resumes the other threads.
                 if "unable to freeze" not in str(error) or time.monotonic() > deadline:
-                    raise Unavailable(f"the engine does not pause node {i}: {error.explanation or error}") from error
+                    raise Unavailable(f"the engine could not pause node {i}: {error.explanation or error}") from error
                 time.sleep(0.5)
 
     def _resume(self, i: int) -> None:

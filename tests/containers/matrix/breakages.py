@@ -282,7 +282,7 @@ ALL: dict[str, Breakage] = {
         faults=5,
     ),
     "rewind to the committed offset": Breakage(
-        "a rewind goes to what was committed when the partition was assigned, not to the transaction's start",
+        "a rewind goes to the offset committed when the partition was assigned, not to the transaction's start",
         DOUBLED,
         Cell("kill", "worker", "classic-4.4.0", 1),
         _rewind_to_the_committed_offset_of_the_assignment,

@@ -1,6 +1,6 @@
 """Explain a violation in a few lines: the input offset, the transactions that handled it, and their outcome.
 
-Two independent sources are joined by time. The workers' step logs record what they did, and the coordinators' log
+Two independent sources are joined by time. The workers' step logs record their steps, and the coordinators' log
 records what was decided. The first request of a transaction lies between its `begun` and `flushed`.
 """
 
@@ -66,7 +66,7 @@ def explain(
     """Explain the lowest damaged input; without one, explain the subject of the first failed rule.
 
     `groups`: the consumer group of each stage; `log`: the records of the coordinators; `origin`: the input from which a
-    record between two stages was made.
+    record between two stages was produced.
     """
 
     def explanation_of(position: Position) -> Iterator[str]:
@@ -89,7 +89,7 @@ def explain(
         for position in dict.fromkeys(red.about):
             source = position if position[0] == inputs.topics[0] else origin(position)
             if source is None:
-                lines.append(f"{_name(position)}: the input that it was made of is unknown")
+                lines.append(f"{_name(position)}: the input that it comes from is unknown")
                 continue
             made = "" if source == position else f", made of {_name(source)},"
             lines += [f"{_name(position)}{made} was handled in", *explanation_of(source)]

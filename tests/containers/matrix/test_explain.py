@@ -185,5 +185,5 @@ def test_intermediate_record_is_explained_by_its_input(tmp_path: Path) -> None:
     explained = explain(inputs, outputs, 1, tmp_path, [], ["g"], report, origins.get).splitlines()
     assert explained[1] == "middle[0]@69, made of in[0]@11, was handled in"
     assert explained[2].strip().startswith("transaction 5 of stage-0-one-7")
-    assert explained[3] == "middle[0]@59: the input that it was made of is unknown"
+    assert explained[3] == "middle[0]@59: the input that it comes from is unknown"
     assert len(explained) == 4

@@ -25,7 +25,7 @@ from eos.errors import (
 from eos.kafka.client.settings import Settings
 from spark_connector.failures import to_line
 from spark_connector.run import Run, _Batches, _follow, check, error_of
-from spark_connector.shipping import lacking
+from spark_connector.shipping import find_missing_package
 
 
 def test_unsupported_app_is_refused_before_spark_starts() -> None:
@@ -144,10 +144,10 @@ def test_spark_source_error_is_one_sentence_with_an_exit_code(text: str, kind: t
     ],
 )
 def test_missing_package_of_an_executor_is_a_permanent_error(raised: str, said: str) -> None:
-    found = lacking(OF_A_TASK.format(raised))
+    found = find_missing_package(OF_A_TASK.format(raised))
     assert isinstance(found, ConfigurationError)
     assert said in str(found)
-    assert lacking(OF_A_TASK.format("ValueError: no")) is None
+    assert find_missing_package(OF_A_TASK.format("ValueError: no")) is None
 
 
 def test_sink_error_is_kept_but_an_executor_failure_wins() -> None:
