@@ -21,6 +21,7 @@ from eos.state.tasks import Task
 from eos.state.timer_index import TimerIndex
 from eos.state.values import InMemory
 from eos.testing import Ran, advance, run
+from eos.worker.watermarks import least_time
 
 SECOND = 1_000
 EVENTS = st.lists(
@@ -607,6 +608,46 @@ def test_lineage_and_timers_exclude_each_other() -> None:
     (route,) = reminders().functions
     with pytest.raises(ConfigurationError, match="note has timers, windows or once=: use it without them"):
         check_route(route)
+
+
+def test_window_after_a_step_by_another_key_waits_for_all_input() -> None:
+    app = App("chain")
+
+    @app.process("in", to="by-value")
+    def turn(value: int, record: Record) -> Out:
+        return Out(value, key=f"v{value}")
+
+    @app.process("by-value", to="out", window=tumbling(seconds=10), grace=timedelta(0))
+    def add(value: int, total: State[int]) -> None:
+        total.set(total.get(0) + value)
+
+    @app.on_close(add)
+    def close(window: Window, total: State[int]) -> str:
+        return f"{window.start_ms // SECOND} {total.get()}"
+
+    events = records((0, "a", 5, 1), (0, "a", 95, 1), (1, "b", 6, 1), (1, "b", 35, 2))
+    assert texts(run(app, events)) == [("v1", "0 2", 9), ("v2", "30 2", 39)]
+
+
+@pytest.mark.parametrize(
+    ("reached", "committed", "least"),
+    [
+        ({0: 50, 1: 90}, {0: 3, 1: 3}, 50),  # both have more records
+        ({0: 50, 1: 90}, {0: 10, 1: 3}, 90),  # the first was read to its end
+        ({0: 50, 1: 90}, {0: 10, 1: 10}, 90),  # both were
+        ({1: 90}, {1: 3}, 0),  # the first has records, but nothing of it is committed
+        ({}, {}, 0),
+    ],
+)
+def test_least_time_is_that_of_the_partitions_with_more_records(
+    reached: dict[int, int], committed: dict[int, int], least: int
+) -> None:
+    first, second = ({("in", partition): value for partition, value in of.items()} for of in (reached, committed))
+    assert least_time(first, second, {("in", 0): 10, ("in", 1): 10}) == least
+
+
+def test_empty_partition_holds_no_time_back() -> None:
+    assert least_time({("in", 1): 90}, {("in", 1): 3}, {("in", 0): 0, ("in", 1): 10}) == 90
 
 
 # ---- the index of timers ---------------------------------------------------------------------------------------------
