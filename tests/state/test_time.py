@@ -193,6 +193,7 @@ def test_windows_and_timers_equal_a_plain_loop_after_kills(timed: Timed, where: 
     else:
         timed.engine = where
     timed.load_times(3_000)
+    # T3: a late record after a restart is late as before.
     for step, when, number in (
         ("before_flush", "behind", "3"),
         ("send_offsets", "behind", "3"),
@@ -216,6 +217,48 @@ def test_changed_window_is_refused_until_its_state_begins_empty(timed: Timed) ->
     assert "was a State per tumbling window of 0:01:00 when it was kept, and is a State per tumbling" in refused
     eos_of(timed, "state", "begin", "counting:app", "add", "--wait", "30", "--yes")
     timed.run()
+
+
+GROWS = """
+from datetime import timedelta
+import eos
+from eos import State, Timers
+
+app = eos.App({id!r})
+
+@app.process({source!r}, to={out!r})
+def count(value: str, seen: State[int]) -> str:
+    seen.set(seen.get(0) + 1)
+    return f"{{seen.get()}}"
+"""
+TIMERS = """
+@app.on_timer(count, "quiet")
+def quiet(key: str, seen: State[int]) -> str:
+    return f"quiet after {seen.get()}"
+"""
+
+
+@pytest.mark.parametrize("where", ["memory", "lmdb"])
+def test_timers_are_added_to_a_function_with_state(timed: Timed, where: str) -> None:
+    """T16, T8: its state continues, and its timers are restored by a later run."""
+    timed.state_dir = timed.state_dir if where == "lmdb" else ""
+    program, loads = timed.folder / "counting.py", iter(range(9))
+    program.write_text(GROWS.format(**vars(timed)))
+
+    def load(seconds: int) -> None:
+        with eos.transaction({"bootstrap.servers": timed.servers, "transactional.id": f"{timed.id}-load"}) as txn:
+            txn.send(timed.source, f"{next(loads)}", key="k", timestamp_ms=START_MS + seconds * 1_000)
+
+    load(0)
+    timed.run()
+    code = program.read_text().replace("seen: State[int])", "seen: State[int], due: Timers)")
+    body = 'seen.set(seen.get(0) + 1)\n    due.set("quiet", after=timedelta(seconds=10))'
+    program.write_text(code.replace("seen.set(seen.get(0) + 1)", body) + TIMERS)
+    load(1)
+    timed.run()
+    load(30)
+    timed.run()
+    assert timed.outputs() == {"k": ["1", "2", "quiet after 2", "3"]}
 
 
 SILENT = """

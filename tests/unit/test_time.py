@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import eos
 from eos import App, ListState, MapState, Out, Record, State, Timer, Timers, Window, hopping, sessions, tumbling
+from eos.app.layers import Layer
 from eos.app.lineage import check_route
 from eos.cli import topology
 from eos.errors import ConfigurationError, IllegalState, PoisonRecord
@@ -171,6 +172,41 @@ def test_closed_window_is_never_opened_again() -> None:
     ran = run(windowed(tumbling(seconds=10)), [*events, END, END])
     assert texts(ran) == [("a", "0-10 1 1", 9), ("b", "30-40 1 1", 39)]
     assert [(s.key, s.value, s.timestamp) for s in ran.to("late")] == [(b"a", b"7", 5_000)]
+
+
+def test_keys_that_begin_alike_have_windows_of_their_own() -> None:
+    """T7: closing the window of `k` leaves those of `k2` and of a key that ends like a window's name."""
+    window, other = b"k", b"k" + b"\0" * 8
+    app = windowed(tumbling(seconds=10))
+    values = [
+        Record("in", 0, n, ms, key, b"1") for n, (key, ms) in enumerate([(window, 0), (b"k2", 10_000), (other, 0)])
+    ]
+    ran = run(app, [*values[:1], *values[2:], values[1], END])
+    assert sorted((sent.key, sent.value) for sent in ran.to("out")) == [
+        (window, b"0-10 1 1"),
+        (other, b"0-10 1 1"),
+        (b"k2", b"10-20 1 1"),
+    ]
+
+
+def test_closing_a_window_reads_only_its_own_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T15: the number of reads does not depend on the number of keys."""
+    reads: list[bytes] = []
+    get = Layer.get
+    monkeypatch.setattr(Layer, "get", lambda self, cell: reads.append(cell) or get(self, cell))
+    app = App("reads")
+
+    @app.process("in", window=tumbling(seconds=10), grace=timedelta(0))
+    def add(value: int, total: State[int]) -> None:
+        total.set(total.get(0) + value)
+
+    needed = []
+    for keys in (10, 1_000):
+        events = [(0, f"k{n}", 15 if n else 5, 1) for n in range(keys)]
+        run(app, [*records(*events[:1]), *records(*events[1:])])
+        needed.append(sum(b"k0" in cell for cell in reads))
+        reads.clear()
+    assert needed[0] == needed[1] > 0
 
 
 def test_window_function_may_send_updates_too() -> None:
