@@ -23,7 +23,7 @@ AT_ROOT = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md"
 
 # Sections of the Python reference with their names. For the names in MEMBERS only the listed members, else all.
 MEMBERS = {
-    "App": ["process", "process_batch", "on_start", "on_stop"],
+    "App": ["process", "process_batch", "on_timer", "on_close", "on_merge", "on_start", "on_stop"],
     "TransactSession": ["stop", "stopping_on_signals", "pause", "lag", "topics", "assignment", "taken", "committed"],
     "Transaction": ["records", "send", "dead_letter", "commit", "abort"],
     "plain.Transactions": ["begin"],
@@ -34,10 +34,11 @@ PYTHON = {
     "Functions and their records": ["App", "Record", "Out", "run"],
     "Records that fail": ["stop", "skip", "dlq", "retry"],
     "State": ["State", "MapState", "ListState"],
+    "Time": ["Timers", "Timer", "Window", "tumbling", "hopping", "sessions"],
     "Your own loop": ["TransactSession", "Transaction", "Settings"],
     "Transactions without input": ["transaction", "plain.Transactions", "plain.PlainTransaction", "plain.Delivery"],
     "Errors": [name for name in eos.__all__ if isinstance(getattr(errors, name, None), type)],
-    "Tests": ["testing.run", "testing.Ran", "testing.Sent", "testing.Session", "testing.sweep"],
+    "Tests": ["testing.run", "testing.advance", "testing.Ran", "testing.Sent", "testing.Session", "testing.sweep"],
     "Spark": [
         f"spark_connector.{name}"
         for name in ("spark_session", "read_committed", "exactly_once_sink", "exactly_once_write")

@@ -243,6 +243,12 @@ RUN_BY: dict[str, dict[str, str]] = {
         **dict.fromkeys(("counter.py", "shop.py", "towns.py", "renamed.py"), "here"),
         "test_counter.py": "broker/test_pages.py",
     },
+    "docs/howto/time.md": {
+        **dict.fromkeys(
+            ("carts.py", "stations.py", "sales.py", "visits.py", "days.py", "payments.py"), "unit/test_time_page.py"
+        ),
+        **dict.fromkeys(("test_carts.py", "test_sales.py"), "broker/test_pages.py"),
+    },
     "docs/howto/clusters.md": {"models.py": "here"},
     "docs/howto/joins.md": {"named.py": "here", "test_named.py": "broker/test_pages.py"},
     "docs/howto/own-loop.md": dict.fromkeys(
@@ -351,7 +357,8 @@ def test_calls_of_large_examples_fit_the_signatures(named: str, monkeypatch: pyt
 
 
 def test_examples_of_user_pages_pass_strict_mypy(tmp_path: Path) -> None:
-    for page in (README, *(HOWTO / f"{name}.md" for name in ("functions", "own-loop", "state", "joins", "spark"))):
+    checked_pages = ("functions", "own-loop", "state", "time", "joins", "spark")
+    for page in (README, *(HOWTO / f"{name}.md" for name in checked_pages)):
         files = {name: text for name, text in files_of(page).items() if not name.startswith("test_")}
         assert files
         for name, text in files.items():

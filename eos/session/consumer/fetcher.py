@@ -37,7 +37,7 @@ class Follower(Protocol):
 
     @property
     def topics(self) -> Collection[str]:
-        """Topics that only this follower writes: an input record never causes an error about one of them."""
+        """Topics that only this follower writes; errors about them are classified separately."""
 
     def forget(self, revoked: Collection[Partition]) -> None:
         """Drop these partitions. They may include partitions that come back at once or that never started."""

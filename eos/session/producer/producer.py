@@ -51,8 +51,8 @@ class TransactionalProducer:
     """Drives one transactional.id: start, then begin/send/flush/send_offsets/commit or abort, replace, close. It is the
     Sink of the records that are fed to it (eos/records.py).
 
-    `changelogs`: topics that no function writes; an input record never causes an error about one of them. With
-    `reports` every record's delivery is reported to the callback of its `send`.
+    `changelogs`: topics that no function writes; errors about them are classified separately
+    (eos/kafka/client/failures.py). With `reports` every record's delivery is reported to the callback of its `send`.
     """
 
     def __init__(
