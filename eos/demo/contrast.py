@@ -86,7 +86,7 @@ def run(servers: str, directory: Path, total: int, progress: Callable[[int], Non
             if _written(servers) > _committed(servers):
                 break
             if kills == MAX_ATTEMPTS:
-                raise NotProven(f"{kills} times SIGKILL did not make the at-least-once loop repeat a record")
+                raise NotProven(f"{kills} SIGKILLs did not make the at-least-once loop repeat a record")
         loop.start()
         while (code := loop.exit_code()) is None:
             progress(_committed(servers))

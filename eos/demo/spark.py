@@ -136,7 +136,7 @@ def _kill_in_mid_batch(show: Show, driver: Child, witness: Witness) -> Killed:
                 "red",
             )
             return Killed(hit, batches)
-    raise NotProven(f"{MAX_ATTEMPTS} times SIGKILL did not hit an open transaction of the query: {driver.log_path}")
+    raise NotProven(f"{MAX_ATTEMPTS} SIGKILLs did not hit an open transaction of the query: {driver.log_path}")
 
 
 def _wait_for(driver: Child, probe: object) -> None:
