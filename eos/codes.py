@@ -1,4 +1,4 @@
-"""Kafka's error codes: the name of each, as Kafka spells it, and which of them a client answers by asking again."""
+"""Kafka's error codes: the name of each, as Kafka spells it, and which of them make a client repeat its request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 
 from kafka import errors as kafka_errors
 
-# Where kafka-python has a name of an older Kafka, or none. From `Errors.java` of Kafka 4.4.0.
+# Codes for which kafka-python has an older Kafka's name, or no name. From `Errors.java` of Kafka 4.4.0.
 _NAMES = {
     -1: "UNKNOWN_SERVER_ERROR",
     0: "ok",

@@ -107,7 +107,7 @@ def log_final_error(message: str, **fields: Any) -> None:
         handler.handle(record)
 
 
-def enable_again() -> None:
+def reenable_loggers() -> None:
     """Enable our loggers again after logging.config.dictConfig or fileConfig, which disable existing loggers."""
     for name, found in list(logging.root.manager.loggerDict.items()):
         if isinstance(found, logging.Logger) and name.partition(".")[0] == logger.name:

@@ -19,7 +19,7 @@ Doing = Literal["starting", "polling", "handling", "calling", "stopping", "stopp
 
 
 class Pulse:
-    """The thread's activity, since when, and when it last moved; times are by `clock`.
+    """Holds the thread's activity, when it began, and when the thread last moved; times are by `clock`.
 
     A thread moves when it polls, hands out records or repeats a call. A thread that does not move for longer than its
     limits allow is stuck. The value is one tuple, so that a reader never sees half of an update.
@@ -47,12 +47,13 @@ class Pulse:
 
     @property
     def now(self) -> tuple[Doing, str, float, float]:
-        """(activity, name of the call or "", since, last moved)."""
+        """Return the activity, the name of the call or "", the time of its start, and the time of the last move."""
         return self._now
 
 
 class Histogram:
-    """Counts per upper bound in seconds (inclusive, as Prometheus reads `le`), and one above the last bound."""
+    """Holds one count per upper bound in seconds (inclusive, as Prometheus reads `le`), and one for values above the
+    last."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -99,7 +100,7 @@ class Counters:
     rebuilds_by_cause: dict[str, int] = field(default_factory=dict)
     """`timeout`, `group`, or the call whose outcome was unknown."""
     rebalances: Mapping[str, int] = field(default_factory=dict)
-    """How often the group `assigned` or `revoked` partitions, or they were `lost`."""
+    """How often the group `assigned` or `revoked` partitions, or partitions were `lost`."""
     commit_seconds: Histogram = field(default_factory=lambda: Histogram(COMMIT_BOUNDS_S))
     """Time from sending the offsets until the commit is answered."""
     end_to_end_seconds: Histogram = field(default_factory=lambda: Histogram(END_TO_END_BOUNDS_S))
@@ -134,7 +135,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A session's place in its group. Only the session's own thread may take one."""
+    """Describes a session as a member of its group. Only the session's own thread may create one."""
 
     is_member: bool
     """Whether the group coordinator knows the member."""

@@ -66,7 +66,7 @@ class ShutdownExpired(Interruption):
 def took_too_long(expired: ShutdownExpired) -> Temporary:
     """Return the error with which such a run ends."""
     return Temporary(
-        f"the stop took too long ({expired}): the open transaction was given up, and its records will be handled again"
+        f"the stop took too long ({expired}): the open transaction was abandoned, and its records will be handled again"
     )
 
 
@@ -86,7 +86,8 @@ class StopSignals:
     def __init__(self, stoppable: Stoppable, timeout_s: float) -> None:
         self._stoppable, self._timeout_s = stoppable, timeout_s
         self._handlers = Handlers(self._on_signal)
-        # The previous owner's timer. None: no signal arrived, though the code may have requested a stop.
+        # The timer that was set before ours, to be restored. None until a signal arrives, even if the code requested a
+        # stop.
         self._timer: tuple[float, float] | None = None
 
     def __enter__(self) -> StopSignals:

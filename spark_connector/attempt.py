@@ -103,7 +103,7 @@ class Recent:
     def tries(self) -> bool:
         return self.small and not self.pause_left
 
-    def note(self, small: bool, tried: bool, by_driver: bool) -> None:
+    def record_batch(self, small: bool, tried: bool, by_driver: bool) -> None:
         self.small = small
         if by_driver:
             self.pause = self.pause_left = 0
@@ -127,7 +127,7 @@ class Connected:
 
     @classmethod
     def to(cls, options: Options) -> Connected:
-        """Connect and read the topics. Raise errors that `translated` converts."""
+        """Connect and read the topics. Raise errors that `translate` converts."""
         wire, timeout_s = Wire(options.connection, options.timeout_s), options.timeout_s
         try:
             targets = Targets(wire, options.topics, timeout_s)
@@ -245,7 +245,9 @@ class Attempt:
             return None
         most = self._options.driver_bytes
         with planned_for_the_sink(self._df):
-            return gather(self._df, targets, self._options.topic, self._packers(cores), most, self._driver_takes(most))
+            return gather(
+                self._df, targets, self._options.topic, self._most_packers(cores), most, self._driver_takes(most)
+            )
 
     def _driver_takes(self, of_each: int) -> int:
         """Return how many bytes of rows all tasks together may bring to the driver.
@@ -290,7 +292,7 @@ class Attempt:
             raise Stopped(Answer.RESTART, poison)
         _check(results, granted)
         small = sum(result.bytes for result in results) < self._options.driver_bytes
-        recent.note(small, tried, by_driver=not self._tasks_write)
+        recent.record_batch(small, tried, by_driver=not self._tasks_write)
         return results
 
     def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:
@@ -307,7 +309,7 @@ class Attempt:
         from pyspark.sql.pandas.types import from_arrow_schema
 
         job = self._job(targets, len(targets) if cores is None else min(len(targets), cores))
-        packed = route(self._df, targets, self._options.topic, job.shares, self._packers(cores))
+        packed = route(self._df, targets, self._options.topic, job.shares, self._most_packers(cores))
         rows = packed.mapInArrow(writer(job), from_arrow_schema(RESULT)).collect()
         return [Result.decode(text) for (text,) in rows]
 
@@ -325,7 +327,7 @@ class Attempt:
         )
 
     @staticmethod
-    def _packers(cores: int | None) -> int | None:
+    def _most_packers(cores: int | None) -> int | None:
         """Return the maximum number of tasks that pack a batch: a few times the number that run at once, not more,
         since each task has an overhead."""
         return None if cores is None else cores * _PACKERS_PER_CORE

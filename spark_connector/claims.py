@@ -59,17 +59,17 @@ class Claims:
         self._lock = threading.Lock()
         self._attempt: Identity | None = None
         self._granted: dict[int, tuple[str, str | None]] = {}  # the task and the call that the share is granted to
-        self._poison: str | None = None
+        self._refusal_reason: str | None = None
 
     def begin(self, attempt: Identity) -> None:
         with self._lock:
-            self._attempt, self._granted, self._poison = attempt, {}, None
+            self._attempt, self._granted, self._refusal_reason = attempt, {}, None
 
     def end(self) -> tuple[frozenset[int], str | None]:
         """End the attempt; return the granted shares, and why they must not be committed, if there is a reason."""
         with self._lock:
             self._attempt = None
-            return frozenset(self._granted), self._poison
+            return frozenset(self._granted), self._refusal_reason
 
     def claim(self, attempt: Identity, share: int, who: str, call: str | None = None) -> str | None:
         """Claim a share; return None if it is granted, else the reason in one sentence.
@@ -79,19 +79,19 @@ class Claims:
         with self._lock:
             if attempt != self._attempt:
                 return f"epoch {attempt.epoch} of producer {attempt.producer_id} is over"
-            if self._poison is not None:
-                return f"this epoch is given up: {self._poison}"
+            if self._refusal_reason is not None:
+                return f"this epoch is given up: {self._refusal_reason}"
             if share not in self._granted:
                 self._granted[share] = who, call
             elif call is None or self._granted[share][1] != call:
-                self._poison = f"share {share} was claimed by {self._granted[share][0]} and again by {who}"
-            return self._poison
+                self._refusal_reason = f"share {share} was claimed by {self._granted[share][0]} and again by {who}"
+            return self._refusal_reason
 
     @property
     def poison(self) -> str | None:
         """Return why the current epoch must not be committed, or None if it may be."""
         with self._lock:
-            return self._poison
+            return self._refusal_reason
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class ClaimServer:
                 await asyncio.sleep(_PAUSE_S)
 
     def _tell(self, error: OSError) -> None:
-        """Log one line in ten seconds: without file descriptors each attempt to accept fails."""
+        """Log at most one line every ten seconds: without file descriptors each attempt to accept fails."""
         if self._waits.tick():
             log.warning("tasks' claims wait", error=str(error))
 

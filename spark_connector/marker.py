@@ -2,7 +2,7 @@
 
 Owns the marker's record, the rule that compares a batch with it (`decide`, a pure function), and the reading of the
 compacted topic `__eos_sinks`. The marker is written in the same transaction as the batch's rows, so it exists exactly
-when they do. It must never take a record of an open or aborted transaction for a marker.
+when they do. It must never treat a record of an open or aborted transaction as a marker.
 
 The reader goes to the high watermark, not only to the last stable offset. A hanging transaction of another producer in
 the same partition holds the last stable offset back. A reader that stopped there could miss its own newest marker and
@@ -49,7 +49,7 @@ _FETCH_WAIT_MS = 100
 class Marker:
     """The last batch of a sink that is in Kafka.
 
-    `query`: the id of the streaming query (kept in its checkpoint), or "" for a batch write. `batch`: its number, or
+    `query`: the id of the streaming query (stored in its checkpoint), or "" for a batch write. `batch`: its number, or
     the caller's batch_id. `offsets`: a digest of the batch's source offsets. `adopted`: the last adopt_at that was
     used. `topics`: the topics that the batch was written to, None in a marker of version 1. `run`: the id of the
     query's run, which a restart changes, then `/` and the id of the call of the sink.

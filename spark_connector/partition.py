@@ -2,7 +2,7 @@
 
 Owns the sequence numbers and the resends, by Kafka's own rules. At most five requests are in flight. An unacknowledged
 batch is sent again byte for byte, the lowest sequence first, to the current leader of the partition. It must never
-encode a batch a second time, and never take a response for another batch's.
+encode a batch a second time, and never treat the response to one batch as the response to another.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class PartitionWriter:
         """Resend until the oldest unacknowledged batch is acknowledged.
 
         Later batches were refused for their sequence, or are unacknowledged themselves. All are sent again in order;
-        the broker recognises those that it has.
+        the broker recognises those that it already has.
         """
         deadline = time.monotonic() + self._delivery_timeout_s
         backoff = _BACKOFF_S

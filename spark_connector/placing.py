@@ -34,8 +34,9 @@ class Places:
     """The targets of a sink, and the rule that assigns a row to one.
 
     `topics`: (name, number of partitions) in the order of the targets: target i is a partition of the first topic,
-    later targets belong to the next ones. A row with a column `topic` goes to that topic, else to the first. A row with
-    a `partition` goes there, others to the partition of their key, and rows without a key to one chosen by their value.
+    later targets belong to the next ones. A row goes to the topic in its column `topic`, or else to the first topic. In
+    the topic it goes to the partition in its column `partition`, or else to the partition of its key. A row without a
+    key goes to a partition chosen by its value.
     """
 
     topics: tuple[tuple[str, int], ...]

@@ -70,8 +70,8 @@ def gather(
 ) -> pa.RecordBatch | None:
     """Return all rows, packed as one share in order, for a small batch that a second stage of tasks would slow down.
 
-    Returns None if a task has more than `most_bytes`, or more than its part of `most_in_all`, and stopped there; or if
-    the number of tasks is unknown.
+    Returns None if a task stopped because it had more than `most_bytes`, or more than its part of `most_in_all`. It
+    also returns None if the number of tasks is unknown.
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 

@@ -108,7 +108,8 @@ def run_app(run: Run, spark: SparkSession) -> None:
 
 
 def _wait_for_abort(batches: _Batches) -> None:
-    """Wait until the sink aborts, which follows the end of the JVM; else readers would wait for the timeout."""
+    """Wait until the sink aborts, which happens when the JVM ends. Without the abort, readers would wait until the
+    transaction times out."""
     deadline = time.monotonic() + _ABORT_S
     while batches.is_writing and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -198,7 +199,7 @@ def _source(run: Run, spark: SparkSession, topics: list[str], most: int) -> Data
         starting_offsets=begin,
         max_records=most,
         settings=_client_settings(run.settings),
-        # The names under which the cluster's ACLs know the query's readers.
+        # The group ids that the cluster's ACLs grant to the query's readers.
         options={"groupIdPrefix": f"{run.app.id}-spark", **options},
     )
 
@@ -296,7 +297,7 @@ def _follow(query: StreamingQuery, batches: _Batches) -> None:
         ended, trace = error_of(error, batches.failure)
         print(trace, end="", file=sys.stderr)
         if isinstance(ended, Fenced) and batches.failure is None and not _is_replaced(batches.write):
-            # This run has fenced the other one, which exits with 79. If both did, neither would continue.
+            # This run has fenced the other one, which exits with 79. If both runs exited, neither would continue.
             raise Temporary(f"{ended}; that one does not have the transactional.id") from None
         raise ended from None
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _FORGOTTEN_AT_ONCE = 10_000  # markers of old writes
-_INIT_S = 10.0  # from another run's note of a batch in the checkpoint to its init
+_INIT_S = 10.0  # the time from another run's note of a batch in the checkpoint to that run's init
 _ASK_AGAIN_S = 0.25
 RESTARTS = 3  # of a batch inside one call; an exception from foreachBatch ends the query
 
@@ -89,7 +89,8 @@ class Stream:
             with _Once.of(self._servers, name, current.run).in_batch(batch):
                 progress = sink.deliver(df, _MicroBatch(key, batch, current, self._adopt_at, sink.topics))
             if progress is None:
-                # Its rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it ran.
+                # The batch's rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it
+                # ran.
                 df.write.format("noop").mode("overwrite").save()
                 return
             to_spark_metrics(df, current.execution, progress)
@@ -331,7 +332,7 @@ class _Sink:
             session = df.sparkSession.conf
 
             def setting(name: str) -> str | None:
-                # Settings of Spark SQL belong to the session, the others to the application.
+                # Settings of Spark SQL belong to the session, and all others belong to the application.
                 return session.get(name, None) if name.startswith("spark.sql.") else configuration.get(name)
 
             refuse_unsafe(setting)

@@ -170,11 +170,11 @@ class _Share:
         self._in_flight: dict[int, PartitionWriter] = {}  # partitions with requests in flight, the oldest first
         self._waiting: dict[int, list[pa.RecordBatch]] = {}
         self._waiting_bytes: dict[int, int] = {}
-        self._kept_bytes = 0
+        self._buffered_bytes = 0
 
     def write(self, rows: pa.RecordBatch) -> None:
         """Send the rows, or keep them until there are more for their partitions."""
-        if self._kept_bytes > _KEPT_BYTES:
+        if self._buffered_bytes > _KEPT_BYTES:
             self._send_all()
         for target, held in split(rows, numbers(rows, TARGET)):
             if target % self._job.shares != self.number:
@@ -182,7 +182,7 @@ class _Share:
             if target >= len(self._job.targets):
                 raise Stopped(Answer.REFUSED, self._refusal(held))
             size = held.nbytes
-            self._kept_bytes += size
+            self._buffered_bytes += size
             self._waiting.setdefault(target, []).append(held)
             self._waiting_bytes[target] = self._waiting_bytes.get(target, 0) + size
             if self._waiting_bytes[target] >= _WAITING_BYTES:
@@ -202,7 +202,7 @@ class _Share:
     def _send_all(self) -> None:
         for target in list(self._waiting):
             self._send(target)
-        self._kept_bytes = 0
+        self._buffered_bytes = 0
 
     def _send(self, target: int) -> None:
         pieces, size = self._waiting.pop(target), self._waiting_bytes.pop(target)

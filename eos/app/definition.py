@@ -103,7 +103,7 @@ class App:
         return {changelog_of(self.id, route) for route in self.stateful}
 
     def match_topics(self, there: Iterable[str]) -> dict[str, Route]:
-        """Return the topics among `there` that `take_in` would add, sorted, with their functions."""
+        """Return the topics among `there` that `add_topics` would add, sorted, with their functions."""
         found: dict[str, Route] = {}
         # This never includes a destination of the App: a pattern that matches one is refused at its definition.
         for topic in sorted(set(there) - self.routes.keys() - self.changelogs):
@@ -175,7 +175,7 @@ class App:
 
         The annotation of the first parameter chooses what the function gets. A second parameter annotated `Record` gets
         the record: `def f(order: Order, record: Record)`. A single parameter `Record[Order]` gets the record with its
-        value decoded. Further parameters annotated `State[T]`, `MapState[K, V]` or `ListState[T]` are state, kept by
+        value decoded. Further parameters annotated `State[T]`, `MapState[K, V]` or `ListState[T]` are state, stored by
         the record's key and committed with outputs and offsets (docs/howto/state.md).
 
         `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...); see docs/howto/failures.md.

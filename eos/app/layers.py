@@ -145,7 +145,7 @@ class Layer:
     def __init__(self, below: LowerCells) -> None:
         self._below = below
         self.changed: dict[bytes, Value] = {}
-        # `changed` by row and field, once a row was read in order.
+        # `changed` by row and field, after a row has been read in order.
         self._rows: dict[bytes, Overlay[Value]] | None = None
         self._bounds: dict[bytes, Bounds] = {}  # of rows that were read in order
 

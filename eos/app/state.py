@@ -286,7 +286,7 @@ class MapState(_KeyedState, MutableMapping[K, V]):
         self._seen: dict[bytes, tuple[Any, bytes | None]] = {}
         self._own: Overlay[Any] = Overlay()  # field -> the value that the function set, or _ABSENT
         self._defaults: dict[bytes, list[Default]] = {}
-        self._bounds: Bounds | None = None  # known once the map was read in order
+        self._bounds: Bounds | None = None  # known after the map has been read in order
 
     def _below(self, field: bytes) -> tuple[Any, bytes | None]:
         if field not in self._seen:

@@ -246,7 +246,8 @@ class Stores:
         return run
 
     def batch(self, function: Callable[..., Any]) -> Callable[[list[Record], Callable[[Any], list[Any]]], list[Any]]:
-        """Return a function that calls one of many records with the states of their keys, for each partition in turn.
+        """Return a function that calls a batch function with records and the states of their keys, one partition after
+        the other.
 
         The same key in another partition has its own state. Either all changes of the calls count, or none.
         """
@@ -279,7 +280,7 @@ class Stores:
         times: Mapping[int, int],
         written: list[_Changed],
     ) -> list[Any]:
-        """Call the function with records of which each key has one time, and write the changes to `seen`."""
+        """Call the function with records, at one time for each key, and write the changes to `seen`."""
         of_key = {record.key: record for record in records}
         suffixes = {key: self.locate(record)[1] for key, record in of_key.items()}
         nows = {key: times.get(id(record), 0) for key, record in of_key.items()}
@@ -305,10 +306,9 @@ class Stores:
     def concurrent(
         self, function: Callable[..., Awaitable[Any]]
     ) -> Callable[[Record, Any, Finish, Layer, int], Awaitable[tuple[Any, list[Any]]]]:
-        """Return a function that calls an async one of a single record, at a time of its task.
-
-        Changes are returned with the outputs and not written. `seen`: the cells with the changes of the key's earlier
-        records.
+        """Return a function that calls an async function with one record and its state, at a time of the record's task.
+        It returns the changes with the outputs and does not write them. The function that it returns takes `seen`, the
+        cells with the changes of the key's earlier records.
         """
 
         async def run(record: Record, given: Any, finish: Finish, seen: Layer, now: int) -> tuple[Any, list[Any]]:

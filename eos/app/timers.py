@@ -140,7 +140,7 @@ class Timers:
             raise TypeError(f"the timer {name} needs one of at= and after=")
         due_ms = self._due_after(task, name, after, clock) if at is None else to_ms(at, f"at= of the timer {name}")
         if due_ms >= NEVER:
-            raise ValueError(f"the timer {name} is due after {due_ms} ms since the epoch, which is too late")
+            raise ValueError(f"the timer {name} is due {due_ms} ms after the epoch, which is too late")
         self._changes[name] = clock, max(due_ms, 0)
 
     def _due_after(self, task: TimedTask, name: str, after: object, clock: bool) -> int:

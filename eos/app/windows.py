@@ -1,7 +1,7 @@
 """Defines windows: spans of event time for which a function keeps state of its own per key.
 
-A window's state is kept under a key of its own, the record's key followed by the window's start, and a timer closes it
-(eos/app/timers.py). This module must never do I/O.
+A window's state is stored under a key of its own, the record's key followed by the window's start, and a timer closes
+it (eos/app/timers.py). This module must never do I/O.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Window(NamedTuple):
 
 
 def windowed_key(key: bytes, start_ms: int) -> bytes:
-    """Return the key under which the state of a window is kept."""
+    """Return the key under which the state of a window is stored."""
     return key + _START.pack(start_ms)
 
 
@@ -52,7 +52,7 @@ def split_windowed_key(stored: bytes) -> tuple[bytes, int]:
 
 @dataclass(frozen=True)
 class FixedWindows:
-    """Windows of one size that begin every so often: tumbling if they do not overlap, else hopping."""
+    """Windows of one size that begin at regular intervals: tumbling if they do not overlap, otherwise hopping."""
 
     size_ms: int
     every_ms: int
@@ -73,8 +73,8 @@ class FixedWindows:
 class Session(NamedTuple):
     """Holds an open session window of a key: the times of its first and its last record.
 
-    `id_ms`: the time of the record that opened it, under which its state is kept; it stays the same when an earlier
-    record moves `first_ms`.
+    `id_ms`: the time of the record that opened it, under which its state is stored; this time stays the same when an
+    earlier record moves `first_ms`.
     """
 
     id_ms: int
@@ -122,7 +122,7 @@ def tumbling(size: timedelta | None = None, *, offset: timedelta = timedelta(0),
 
 
 def hopping(size: timedelta, every: timedelta, *, offset: timedelta = timedelta(0)) -> FixedWindows:
-    """Return windows of one size of which another begins `every` so often; they overlap.
+    """Return overlapping windows of one size. A new window begins every `every`.
 
     A record belongs to size / every windows, at most 1,000, and its function is called for each of them. `offset`: as
     for `tumbling`. Raises ConfigurationError.
@@ -140,7 +140,7 @@ def hopping(size: timedelta, every: timedelta, *, offset: timedelta = timedelta(
 
 
 def sessions(gap: timedelta | None = None, **parts: float) -> SessionWindows:
-    """Return windows that end when a key had no record for a gap: `sessions(minutes=30)`.
+    """Return windows that end when a key has had no record for a gap: `sessions(minutes=30)`.
 
     A record that comes exactly one gap after the last one begins another window. A record between two windows that is
     less than a gap away from both merges them. Raises ConfigurationError.

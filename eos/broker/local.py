@@ -147,9 +147,9 @@ class LocalKafka:
         """Send SIGKILL and wait until the JVM has ended, its sockets are closed and its ports are free.
 
         On a single node of 4.x, a commit acknowledged a few milliseconds before may hang forever after `start`: the
-        restarted coordinator takes a partition without a leader for a deleted one, skips its marker and marks the
-        transaction as complete (KAFKA-20734; 3 of 5 kills right after a commit on 4.3.1, 0 of 5 on 3.9.2). Wait until
-        the commit is visible before the kill, or use three nodes.
+        restarted coordinator treats a partition without a leader as deleted, skips its marker and marks the transaction
+        as complete (KAFKA-20734; 3 of 5 kills right after a commit on 4.3.1, 0 of 5 on 3.9.2). Wait until the commit is
+        visible before the kill, or use three nodes.
         """
         self._node(i).kill()
 

@@ -208,8 +208,8 @@ class Node:
     def failure_reason(self) -> str:
         """Return why the node ended: the first ERROR of its log since the launch, or the last line the JVM printed.
 
-        Later errors are ignored because they come from the shutdown after a failed start, and so are reports about slow
-        events.
+        Later errors are ignored, because they come from the shutdown after a failed start. Reports about slow events
+        are ignored too.
         """
         lines = _lines(self.log_path, self._log_start)
         for number, line in enumerate(lines):
@@ -241,7 +241,8 @@ def jvm_options() -> list[str]:
 
 
 def class_archive_path(java: Path, jars: Sequence[Path]) -> Path:
-    """Return the path of the class archive for this Java and these jars. A JVM rejects the archive of others."""
+    """Return the path of the class archive for this Java and these jars. A JVM rejects an archive of another Java or of
+    other jars."""
     release = java.resolve().parent.parent / "release"
     of_java = release.read_bytes() if release.exists() else bytes(java.resolve())
     key = hashlib.sha256(b"\0".join([of_java, *map(bytes, jars)])).hexdigest()[:16]

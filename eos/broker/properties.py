@@ -83,9 +83,9 @@ def _replication(nodes: int) -> dict[str, object]:
         "default.replication.factor": copies,
         "min.insync.replicas": in_sync,
     }
-    # The session timeout decides how soon the cluster notices a killed node, and how long a node restarted at once is
-    # rejected, because the controller waits for the old session to time out. On a single node only the latter matters.
-    # The heartbeat interval must be at most half of the session timeout.
+    # The session timeout decides how soon the cluster notices a killed node. It also decides how long the controller
+    # rejects a node that is restarted at once, because it waits for the old session to time out. On a single node only
+    # the second effect matters. The heartbeat interval must be at most half of the session timeout.
     session_ms, heartbeat_ms = (3000, 500) if nodes == 1 else (6000, 1000)
     settings |= {"broker.session.timeout.ms": session_ms, "broker.heartbeat.interval.ms": heartbeat_ms}
     return settings

@@ -113,7 +113,7 @@ def _program_options(
 
 
 USAGE, INTERNAL, TEMPORARY = 64, 70, 75
-# Depending on its version typer bundles click or uses the installed one: this is its base error in both cases.
+# Depending on its version, typer bundles click or uses the installed click. This is click's base error in both cases.
 _ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 

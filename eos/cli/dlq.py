@@ -213,7 +213,7 @@ def _load_replay_settings(
             "--from earliest takes all dead letters: it cannot be used with --letter, --exception or --file"
         )
     settings = load_settings(bootstrap_servers, set_)
-    refuse_ids(settings, f"eos dlq {command}", "the App's id with -dlq-replay")
+    refuse_ids(settings, f"eos dlq {command}", "the App's id with the suffix -dlq-replay")
     return settings
 
 

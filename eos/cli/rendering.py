@@ -86,4 +86,4 @@ def bytes_from_json(value: object) -> bytes | None:
             return base64.b64decode(value["base64"], validate=True)
         except binascii.Error as error:
             raise ValueError(f"invalid base64: {error}") from error
-    raise ValueError('expected a text, null or {"base64": TEXT}')
+    raise ValueError('expected a string, null or {"base64": TEXT}')

@@ -72,7 +72,7 @@ def reset(
 ) -> None:
     """Move a group's committed offsets. Refuses while the group has members, and asks for confirmation."""
     if from_ and skip:
-        raise UsageError("--from and --skip exclude each other")
+        raise UsageError("--from and --skip cannot be used together")
     if with_state:
         if target is None or not from_ or skip or topic or accept_changelog:
             raise UsageError("--with-state restarts the whole App: it needs MODULE:APP and --from, and nothing else")
@@ -202,7 +202,7 @@ def update_metadata(move: Move, skipping: bool, accept_changelog: bool) -> Move:
     """
     found = parse_metadata(move.metadata)
     tally = lineage.tally_of(move.metadata)
-    if accept_changelog and (found or not move.metadata):  # metadata of another program stays
+    if accept_changelog and (found or not move.metadata):  # metadata that another program wrote stays as it is
         found[notes.KEY] = notes.ACCEPTED
     if tally is not None and move.after != move.before:
         del found[lineage.KEY]

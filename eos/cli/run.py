@@ -91,7 +91,7 @@ def run(
             command += ["--until-end"] if until_end else []
             command += [word for item in flags.items() if item[0] != "eos.instance" for word in ("-X", "=".join(item))]
             watched = source_folders(target) if reload else []
-            _warn_of_random_host_name(loaded)  # here, because workers get an explicit --instance
+            _warn_of_random_host_name(loaded)  # warn here, because the worker processes get an explicit --instance
             return _supervise(command, loaded, workers, address, show, watched, started)
         app = load_app(target)
         _warn_of_random_host_name(loaded)

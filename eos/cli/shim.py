@@ -172,7 +172,7 @@ def _check(options: Options) -> None:
     if options.journal is not None and not options.protect:
         raise UsageError("--journal needs protection: remove --no-protect")
     if options.require_protection and not options.protect:
-        raise UsageError("--require-protection and --no-protect exclude each other")
+        raise UsageError("--require-protection and --no-protect cannot be used together")
 
 
 def _create_jobs(options: Options, history: History, cleanup: ExitStack) -> Iterator[Job]:

@@ -140,9 +140,9 @@ def begin(
     offsets = GroupOffsets(settings, loaded.id, route.sources)
     offsets.require_no_members(wait)
     plan = EmptyStates(settings, loaded, route, offsets)
-    for name in plan.fresh:
+    for name in plan.starting_empty:
         print(f"{name} of {function} will begin empty")
-    for name in plan.gone:
+    for name in plan.removed:
         print(f"{name} of {function} will be deleted")
     print(f"{plan.topic}: {plan.entries} entries to delete; noted in the metadata of {plan.partitions} offsets")
     if dry_run:

@@ -179,7 +179,7 @@ def send(
     if key_separator == "":
         raise UsageError("--key-separator: must be at least one character")
     if key is not None and key_separator is not None:
-        raise UsageError("--key and --key-separator exclude each other")
+        raise UsageError("--key and --key-separator cannot be used together")
     settings = load_settings(bootstrap_servers, set_)
     # Read before the transaction begins: slow typing on stdin must not exceed its timeout.
     given = [*map(os.fsencode, values)] if values else [line.rstrip(b"\n") for line in sys.stdin.buffer]
@@ -219,9 +219,9 @@ def tail_(
 ) -> None:
     """Show the committed records of a topic with partition, offset, time, key, value and headers."""
     if follow and until_end:
-        raise UsageError("--follow and --until-end exclude each other")
+        raise UsageError("--follow and --until-end cannot be used together")
     if from_beginning and last is not None:
-        raise UsageError("--from-beginning and --last exclude each other")
+        raise UsageError("--from-beginning and --last cannot be used together")
     _check_name(topic)
     settings = load_settings(bootstrap_servers, set_)
     held = tail.topic_offsets(settings, topic, _TIMEOUT_S)

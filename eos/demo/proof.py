@@ -78,7 +78,8 @@ def exactly_once_rows(expected: Expectation, found: Found) -> list[Row]:
 
 
 def check_lineage(expected: Expectation, found: Found) -> Report:
-    """Return the checker's report; an output's source is the flight that its key names, its copy its topic's index."""
+    """Return the checker's report; an output's source is the flight that its key names, and its copy number is the
+    index of its topic."""
     flights, outputs = found.flights, found.outputs
     row_of = {key: row for row, key in enumerate(flights.keys)}
     rows = np.array([row_of.get(key, -1) for key in outputs.keys], np.int64)
@@ -125,7 +126,8 @@ def compare_minutes(expected: Expectation, outputs: Log) -> Row:
 
 
 def fault_rows(found: Found, kills: int, pauses: int, contrast: Contrast) -> list[Row]:
-    """Return the rows about the faults, without which the others prove nothing: the faults hit and do damage."""
+    """Return the rows that show that the faults hit open transactions and do damage; without them the other rows prove
+    nothing."""
     return [
         at_least_one("SIGKILLs inside an open transaction", kills),
         at_least_one("pauses beyond the transaction's timeout", pauses),

@@ -38,7 +38,7 @@ _BATCHES = 6  # about this many for any number of flights: a kill must come betw
 _JVM_EXIT_TIMEOUT_S = 60.0
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
-Totals = tuple[int, int, int]  # flights, minutes, late ones
+Totals = tuple[int, int, int]  # flights, minutes, late flights
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _kill_in_mid_batch(show: Show, driver: Child, witness: Witness) -> Killed:
         _wait_for(driver, lambda: witness.has_records_of(TRANSACTIONAL_ID))
         jvms = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()
-        # After all processes of the driver have ended, a commit on its way has arrived.
+        # Once all the driver's processes have ended, any commit in flight has reached the broker.
         psutil.wait_procs(jvms, _JVM_EXIT_TIMEOUT_S)
         if hit := witness.find_open_transaction_by(TRANSACTIONAL_ID, attempt):
             batches = _batches(driver)
@@ -136,7 +136,7 @@ def _kill_in_mid_batch(show: Show, driver: Child, witness: Witness) -> Killed:
                 "red",
             )
             return Killed(hit, batches)
-    raise NotProven(f"{MAX_ATTEMPTS} times SIGKILL did not hit an open transaction of the query: {driver.log_path}")
+    raise NotProven(f"{MAX_ATTEMPTS} SIGKILLs did not hit an open transaction of the query: {driver.log_path}")
 
 
 def _wait_for(driver: Child, probe: object) -> None:

@@ -33,7 +33,7 @@ _TOPICS = (
     *(NewTopic(name, topics.PARTITIONS) for name in (topics.FLIGHTS, BY_AIRLINE, BY_DAY)),
     NewTopic(CHANGELOG, topics.PARTITIONS, config=_COMPACT),
 )
-_TRANSACTIONS = 3_000  # approximately, in both steps: small ones, so that work is left when the kills come
+_TRANSACTIONS = 3_000  # approximate number for both steps; small transactions, so that work is left when the kills come
 _FIRST_KILL_AT, _SECOND_KILL_AT = 0.1, 0.3  # fractions of the flights to sum
 _EXAMPLE = "delays_by_day"
 

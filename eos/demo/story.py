@@ -257,7 +257,7 @@ def _print_verdict(show: Show, rows: list[Row], faults: Faults, loop: contrast.C
     if wrong:
         raise NotProven(f"not exactly once, or not shown to be: {'; '.join(wrong)}")
     show.console.print(
-        f"[bold green]Exactly once[/], shown in {show.total_s:.0f} s. Faults needed until each hit an open "
+        f"[bold green]Exactly once[/], shown in {show.total_s:.0f} s. Attempts until each fault hit an open "
         f"transaction: {_times(faults.kill.attempts, 'SIGKILL')}, {_times(faults.pause.attempts, 'SIGSTOP')} "
         f"(at-least-once loop: {_times(loop.kills, 'SIGKILL')}).",
         soft_wrap=True,

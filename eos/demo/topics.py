@@ -66,7 +66,7 @@ def _delete(admin: AdminClient, created: list[str], groups: Sequence[str]) -> No
     futures = [*admin.delete_topics(created).values()]
     futures += admin.delete_consumer_groups(list(groups)).values()
     for future in futures:
-        with contextlib.suppress(KafkaException, TimeoutError):  # missing already, or the cluster has ended
+        with contextlib.suppress(KafkaException, TimeoutError):  # already deleted, or the cluster has ended
             future.result(5.0)
 
 
@@ -135,7 +135,7 @@ class Follower:
     def committed(self) -> int:
         """Return the count, at most a fifth of a second old."""
         if time.monotonic() - self._asked_at > 0.2:
-            with contextlib.suppress(KafkaException):  # a coordinator that does not exist yet: the old count stays
+            with contextlib.suppress(KafkaException):  # there is no coordinator yet: the old count stays
                 found = self._consumer.committed(self._wanted, timeout=5.0)
                 self._answer = max(self._answer, sum(max(0, one.offset) for one in found))
             self._asked_at = time.monotonic()

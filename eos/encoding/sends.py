@@ -76,7 +76,7 @@ def make_send(
     )
 
 
-# Structs and an enum that nobody means to encode as JSON.
+# Structs and an enum that a user never means to encode as JSON.
 NEVER_SENT: Final = frozenset({Record, Out, Keep})
 
 

@@ -367,7 +367,8 @@ class Handler:
         return self.fire_waiting(txn)
 
     def _waiting(self) -> Iterator[tuple[Route, Partition, TaskCells, DueTimers, int]]:
-        """Yield the functions, tasks and timers that are due without a further record, and up to which time."""
+        """Yield each function and task whose timers are due although no record arrived, with the time up to which they
+        fire."""
         for timed in self._timed.values():
             idle_ms = timed.timing.idle_ms
             for partition, task in list(self._tasks_of(timed).items()):
@@ -389,7 +390,7 @@ class Handler:
         return self._fire(txn, self._timed[route], (record.topic, record.partition), task, task.timers, now_ms)
 
     def _fire_overdue(self, txn: Feeds, timed: Route, records: list[Record]) -> Halt | None:
-        """Fire the timers that functions of these records set to a time that has passed."""
+        """Fire the timers that functions of these records set to a time already past."""
         tasks = self._tasks_of(timed)
         for place in dict.fromkeys((record.topic, record.partition) for record in records):
             task = tasks.get(place)
@@ -472,7 +473,7 @@ class Handler:
             return error
         where = _where(record)
         temporary = Temporary(
-            f"{route.name} ran out of room on {where}: {_named(class_name(error), error)}",
+            f"{route.name} ran out of resources on {where}: {_named(class_name(error), error)}",
             remedy="the record counts as unread; give the process more of what it names (memory, files, threads, disk)",
         )
         temporary.__cause__ = error

@@ -17,15 +17,15 @@ _LARGEST = 2_000
 class SliceSizes:
     """Sizes of the slices in which a worker handles records.
 
-    A batch function gets at most `batch_most` records, an `async def` runs on at most `concurrent_most` at once. Slices
-    of other functions adapt to about 5 ms, so that a slow function still ends its transaction in time."""
+    A batch function gets at most `batch_most` records, and an `async def` runs on at most `concurrent_most` at once.
+    Slices of other functions adapt to about 5 ms, so that a slow function still ends its transaction in time."""
 
     def __init__(self, batch_most: int, concurrent_most: int) -> None:
         self.batch_most, self._concurrent_most = batch_most, concurrent_most
         self._single = 1
 
     def most_of(self, route: Route | None) -> int:
-        """Return the size of the next slice for one route; None for records of several."""
+        """Return the size of the next slice. `route` is None if the records belong to several routes."""
         return self.together(route, self._single)
 
     def together(self, route: Route | None, single: int) -> int:

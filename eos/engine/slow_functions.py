@@ -34,7 +34,7 @@ class _Attempt:
     sentence: str
     who: Mapping[str, object]
     spans: dict[Partition, tuple[int, int]]  # first and last offset of the records
-    is_one_call: bool  # one call was too slow; else only several calls together
+    is_one_call: bool  # one call was too slow; otherwise only several calls together were
     is_group: bool  # that call handled several records
 
     @property

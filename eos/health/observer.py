@@ -1,7 +1,8 @@
 """Makes the status of a worker in this process: the one source of the live line, the metrics and the page.
 
 The worker's thread calls `tick` (after a transaction, and when idle); any thread may call `status`. It must never make
-the worker wait: it reads plain numbers, and samples the values that only the worker's thread can read twice a second.
+the worker wait: it reads plain numbers, and twice a second it samples the values that only the worker's thread can
+read.
 """
 
 from __future__ import annotations

@@ -167,12 +167,13 @@ HOLDS_SEVERAL = _HoldsSeveral()
 
 
 def looks_like_a_pair(items: Sequence[Any], out_type: type[Any]) -> bool:
-    """Return whether a tuple is a key and a value, as other libraries return them; the caller raises a hint then."""
+    """Return whether a tuple is a key and a value, as other libraries return them; the caller then logs a hint."""
     return len(items) == 2 and isinstance(items[0], (str, bytes)) and type(items[1]) is not out_type
 
 
 def _call_of(item: Any, record: Any, target: Target, latest_ms: int = 0) -> Call:
-    """Return the arguments of `produce`. Raises _Unusual, even for an output that keeps a field of a missing record."""
+    """Return the arguments of `produce`. Raises _Unusual, also if the output keeps a field of its record and there is
+    none."""
     topic, destinations, passing, out_type, keep, value_of, key_of, _ = target
     value, key, timestamp, partition, headers = item, keep, keep, -1, None
     if type(item) is out_type:

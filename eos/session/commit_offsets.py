@@ -1,6 +1,5 @@
-"""The offsets that a transaction commits, with their metadata.
-
-Decides when unchanged offsets are committed again, and owns the notes of them (eos/kafka/admin/group_history.py).
+"""Chooses the offsets that a transaction commits, with their metadata. Decides when unchanged offsets are committed
+again, and owns the notes about committed offsets (eos/kafka/admin/group_history.py).
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class CommitOffsets:
     def to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
         """Return the offsets that the open transaction commits.
 
-        These are the next offset of each partition that it took records of, the unchanged one of each partition that a
-        participant writes for, `new_starts` (of the group consumer), and all other ones if they have been due for
-        `patience_s`."""
+        These are the next offset of each partition of which it took records, the unchanged offset of each partition for
+        which a participant writes, `new_starts` (of the group consumer), and all other offsets once they have been due
+        for `patience_s`."""
         offsets = dict(new_starts) | self._positions.offsets()
         changed = {partition for participant in self._participants for partition in participant.changed_partitions()}
         unmoved = changed - offsets.keys()

@@ -50,7 +50,7 @@ class Loop:
         self._stopping = parts.stopping
         self._recovery = Recovery(parts)
         self.group, self.now = parts.group, parts.world.now
-        self._last: Transaction | None = None  # the last one that began; its phase tells how far it is
+        self._last: Transaction | None = None  # the last transaction that began; its phase shows its progress
         self._failure: CallFailed | None = None  # of a send in the open transaction
         self._commit: Commit | None = None  # started, and its outcome is not noted yet
         self._is_in_turn = False  # see _turn
@@ -164,7 +164,7 @@ class Loop:
             try:
                 self._producer.abort(self.now() + _CLOSE_ABORT_S)
             except CallFailed as failure:
-                # The broker aborts it at its timeout, or our successor's init does.
+                # The broker aborts it at its timeout, or our successor's init aborts it.
                 log.warning("abort at close failed", error=str(failure), **self._producer.who())
         self._producer.close()
         self._committer.close()

@@ -58,13 +58,13 @@ class Trouble:
     taken: int
     """Records that the transaction took."""
     last: Record | None
-    """The last of them."""
+    """The last record that it took."""
     offsets: Mapping[Partition, int]
     """The offsets of its commit. If the group has committed them, it succeeded."""
     open_s: float = 0.0
-    """For how long it was open."""
+    """How long it was open."""
     handling_s: float = 0.0
-    """For how long of that its records were handled, without the time for which sends waited."""
+    """The part of that time in which its records were handled, without the waits of sends."""
     delivered: float = 1.0
     """The share of its outputs that arrived."""
     first: CallFailed = field(init=False)
@@ -74,7 +74,7 @@ class Trouble:
     is_counted: bool = False
     """Whether the breaker has counted it."""
     too_slow: str = ""
-    """What took too long, in a sentence, if it failed because of that."""
+    """The part that took too long, in a sentence, if it failed because of that."""
     next_is_smaller: bool = False
     """Whether the next transaction takes fewer records after one that was too slow."""
 

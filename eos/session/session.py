@@ -246,7 +246,7 @@ class TransactSession:
         return sum(known) if lags and len(known) == len(lags) else None
 
     def snapshot(self) -> Snapshot:
-        """Return this session's place in its group, for eos.health."""
+        """Return this session's state in its group, for eos.health."""
         consumer, assignment = self.group_consumer, self.group_consumer.assignment
         unlocated, restoring = len(assignment.unlocated), len(assignment.restoring)
         return Snapshot(consumer.member.is_known, unlocated, restoring, consumer.lags())

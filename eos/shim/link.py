@@ -49,7 +49,8 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 _WRITE_BUFFER_BYTES = 32 * 1024
 # The minimum: at the end of a TLS connection asyncio reads its buffers once, up to twice 256 KiB, and drops the rest.
 _READ_BYTES = 512 * 1024
-# While memory is tight: a paused side costs the bytes of its last read. Not with TLS, for the reason above.
+# The read size while memory is tight, because a paused side holds the bytes of its last read. TLS keeps _READ_BYTES,
+# for the reason above.
 _TIGHT_READ_BYTES = 16 * 1024
 # The size in memory of a request that waits for its response.
 _EXCHANGE_BYTES = 320
@@ -488,9 +489,9 @@ class _Side(asyncio.BufferedProtocol):
         if self._unhandled is not None:
             return False  # only with TLS, which closes now; `connection_lost` handles the rest
         if self is self._link.upstream or not self._link.has_request:
-            return (
-                False  # a broker ends both directions at once: asyncio closes this side, and then the link the client
-            )
+            # A broker ends both directions at once: asyncio closes this side, and the link then closes the client's
+            # side.
+            return False
         self.other.write_end()
         # A client that has stopped sending may still read. TLS has no such state.
         return self._transport is not None and self._transport.get_extra_info("sslcontext") is None

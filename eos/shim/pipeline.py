@@ -1,7 +1,8 @@
 """Define the interface of a job, and run frames through the jobs that want them.
 
 The pipeline owns the list of jobs per (API, version). A frame that no job wants is forwarded as bytes. Requests pass
-the jobs from the client's side to the broker's side, responses the other way. It must never do I/O.
+the jobs from the client's side to the broker's side, and responses pass them in the opposite order. It must never do
+I/O.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ class Traffic:
 class Pipeline:
     """Run frames through jobs.
 
-    `whole_limit` bounds collected responses and Produce requests, `control_limit` other requests, in bytes.
+    `whole_limit` bounds collected responses and Produce requests, and `control_limit` bounds other requests; both are
+    in bytes.
     """
 
     def __init__(self, jobs: Sequence[Job], whole_limit: int, control_limit: int = CONTROL_BYTES) -> None:

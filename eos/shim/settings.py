@@ -43,9 +43,9 @@ class ShimSettings:
 
     `upstream` are the first brokers to connect to. `listen` is the first local port and the others follow it (port 0
     takes free ones). Clients get `advertise` instead of `listen` (a name or a mapped port: the n-th local port is
-    advertised as its port + n). `tls` is for clients, `upstream_tls` for brokers. `largest_frame` bounds requests and
-    responses, `largest_control` requests other than Produce that are read whole. `most_per_address` is three quarters
-    of `most_connections` by default, which leaves a quarter for other addresses.
+    advertised as its port + n). `tls` is for clients, and `upstream_tls` is for brokers. `largest_frame` bounds
+    requests and responses, and `largest_control` bounds requests other than Produce that are read whole.
+    `most_per_address` is three quarters of `most_connections` by default, which leaves a quarter for other addresses.
     """
 
     upstream: tuple[Address, ...]
@@ -105,12 +105,12 @@ def server_tls(certificate: str | None, key: str | None, client_ca: str | None =
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(_readable(certificate), None if key is None else _readable(key))
+        context.load_cert_chain(_require_file(certificate), None if key is None else _require_file(key))
     except (ssl.SSLError, OSError) as error:
         raise ConfigurationError(f"the TLS certificate {certificate} cannot be used: {error}") from error
     if client_ca is not None:
         try:
-            context.load_verify_locations(_readable(client_ca))
+            context.load_verify_locations(_require_file(client_ca))
         except (ssl.SSLError, OSError) as error:
             raise ConfigurationError(f"the client CA {client_ca} cannot be used: {error}") from error
         context.verify_mode = ssl.CERT_REQUIRED
@@ -131,15 +131,15 @@ def client_tls(wanted: bool, ca: str | None, certificate: str | None, key: str |
     if not (wanted or ca or certificate):
         return None
     try:
-        context = ssl.create_default_context(cafile=None if ca is None else _readable(ca))
+        context = ssl.create_default_context(cafile=None if ca is None else _require_file(ca))
         if certificate is not None:
-            context.load_cert_chain(_readable(certificate), None if key is None else _readable(key))
+            context.load_cert_chain(_require_file(certificate), None if key is None else _require_file(key))
     except (ssl.SSLError, OSError) as error:
         raise ConfigurationError(f"TLS to the brokers cannot be set up: {error}") from error
     return context
 
 
-def _readable(path: str) -> str:
+def _require_file(path: str) -> str:
     if not Path(path).is_file():
         raise ConfigurationError(f"{path} does not exist")
     return path

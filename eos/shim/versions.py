@@ -2,7 +2,7 @@
 
 The module owns the layout of these responses. Without it, a client and brokers of a newer Kafka would use versions that
 the shim cannot read, and the client would lose every connection. The job is always in the pipeline. It must never offer
-a version that the broker does not.
+a version that the broker does not offer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lets some state of a function begin empty on purpose: `eos state begin`, while the group has no members.
 
-A worker exits with 78 if a function was renamed or has other states than it kept. This command confirms such a change.
-It deletes the entries of removed states, so that they do not come back under a new state of the same name. After a
-crash at any step the function is refused as before; the same command then completes the change.
+A worker exits with 78 if a function was renamed or has other states than those that it stored. This command confirms
+such a change. It deletes the entries of removed states, so that they do not come back under a new state of the same
+name. After a crash at any step the function is refused as before; the same command then completes the change.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Leftovers(NamedTuple):
 class EmptyStates:
     """Plans and carries out `eos state begin`, a change of one function's states.
 
-    The states in `fresh` begin empty; the entries of the states in `gone` are deleted. Nothing changes before
-    `carry_out`. Raises ConfigurationError, InputGone, Temporary, Unavailable, NotAuthorised, and UsageError if the
-    function's states have not changed.
+    The states in `starting_empty` begin empty; the entries of the states in `removed` are deleted. Nothing changes
+    before `carry_out`. Raises ConfigurationError, InputGone, Temporary, Unavailable, NotAuthorised, and UsageError if
+    the function's states have not changed.
     """
 
     def __init__(self, settings: Settings, app: App, route: Route, offsets: GroupOffsets, world: World = REAL) -> None:
@@ -55,13 +55,13 @@ class EmptyStates:
         self._moves = offsets.plan(UNCHANGED)
         notes.check_not_interrupted(move.metadata for move in self._moves)
         spans = {} if self._fit.missing else tail.topic_offsets(settings, self.topic, _REQUEST_TIMEOUT_S, world)
-        self._check_whole(spans)
+        self._require_complete_changelog(spans)
         kept: dict[str, str] = {}
         self._left = {partition: self._look(partition, span, kept) for partition, span in sorted(spans.items())}
         have = notes.current_header(app.id, route).stores
-        self.gone = sorted(name for name, shape in kept.items() if have.get(name) != shape)
-        self.fresh = sorted(name for name, shape in have.items() if kept.get(name) != shape)
-        if not self.gone and not self.fresh and all(map(self._is_known, self._moves)):
+        self.removed = sorted(name for name, shape in kept.items() if have.get(name) != shape)
+        self.starting_empty = sorted(name for name, shape in have.items() if kept.get(name) != shape)
+        if not self.removed and not self.starting_empty and all(map(self._is_known, self._moves)):
             raise UsageError(
                 f"the states of {route.name} have not changed ({', '.join(have)}): there is no state to empty",
                 remedy="`eos reset MODULE:APP --from earliest --with-state` empties them and handles the input again",
@@ -83,7 +83,7 @@ class EmptyStates:
             return False
         return True
 
-    def _check_whole(self, spans: Mapping[int, tail.OffsetRange]) -> None:
+    def _require_complete_changelog(self, spans: Mapping[int, tail.OffsetRange]) -> None:
         """Raise an error if a part of the changelog is lost; new offset metadata would hide the loss."""
         ends = {}
         for move in self._moves:
@@ -97,7 +97,8 @@ class EmptyStates:
                 raise error
 
     def _look(self, partition: int, span: tail.OffsetRange, kept: dict[str, str]) -> _Leftovers:
-        """Find the entries of states that the function does not have, and add the kind of each kept state to `kept`."""
+        """Find the entries of states that the function does not have, and add the kind of each stored state to
+        `kept`."""
         have, found, header = notes.current_header(self._app_id, self._route).stores, dict[bytes, None](), None
         if span.low < span.stable:
             starts, ends = {partition: span.low}, {partition: span.stable}

@@ -106,7 +106,7 @@ def create_missing(
         fits[fit.topic] = fit
         if fit.tombstones_s < _SHORT_TOMBSTONES_S:
             log.warning(
-                "changelog keeps tombstones for a short time, a worker that was stopped for longer restores all of it",
+                "changelog keeps tombstones too briefly",
                 topic=fit.topic,
                 delete_retention_ms=round(fit.tombstones_s * 1000),
             )

@@ -58,7 +58,7 @@ class InFolder:
     ) -> InFolder | None:
         """Open the task's most recently written folder, which needs the least restoring.
 
-        Returns None if another process owns it. With `whichever`, open another folder of the task instead: a process
+        Returns None if another process owns it. With `any_folder`, open another folder of the task instead: a process
         that is suspended but alive keeps its own.
         """
         try:

@@ -155,7 +155,7 @@ def check_partitions(beside: OffsetNote, source: str, partitions: int) -> None:
     if beside.partitions != partitions:
         raise ConfigurationError(
             f"the state of {beside.function} cannot be found: {source} and its changelog had {beside.partitions} "
-            f"partitions when it was kept, and have {partitions} now, so keys are in other partitions",
+            f"partitions when it was stored, and have {partitions} now, so keys are in other partitions",
             remedy=f"{REBUILD}, or write the source's records to a topic with as many partitions as before",
         )
 
@@ -186,7 +186,7 @@ def next_header(app: str, route: Route, where: str, before: bytes | None) -> Hea
     for name, shape in now.stores.items():
         if (was := found.stores.get(name, shape)) != shape:
             raise ConfigurationError(
-                f"the state {name} of {route.name} was a {was} when it was kept, and is a {shape} now",
+                f"the state {name} of {route.name} was a {was} when it was stored, and is a {shape} now",
                 remedy=f"give the new one another name, or delete the old one with {_begin_command(route)}",
             )
     check_stores(route, found.stores)
@@ -230,7 +230,7 @@ def never_committed(function: str, source: tuple[str, int], changelog: str) -> I
     """Return the error for a source partition without a committed offset whose changelog is not empty."""
     where = format_position(*source)
     return InputGone(
-        f"{where} has no committed offset, but the changelog {changelog} holds state of {function}: starting by "
+        f"{where} has no committed offset, but the changelog {changelog} holds state of {function}: starting at "
         "auto.offset.reset would handle records again that this state already includes",
         remedy=f"set its offset (`eos reset --group ... --topic {source[0]} --from ... --accept-changelog`), or "
         "delete the changelog's topic to begin without state",

@@ -79,14 +79,14 @@ class Restoring:
     ) -> None:
         self._settings, self._topic, self._function, self._world = settings, topic, route.name, world
         self._expiring = route.ttls
-        self._open_values, self._tombstones_s = open_values, tombstones_s
+        self._open_values, self._tombstone_retention_s = open_values, tombstones_s
         self._left = {partition: _Partition(min_end) for partition, min_end in partitions.items()}
         self._ends: dict[int, int] = {}  # of the partitions that are being read
         self._ready: dict[int, Values] = {}
         self._client: Any = None
         self._began = world.now()
         self._progress_log = log.Reminder(world.now, _LOG_INTERVAL_S)
-        self._waits_log = log.Reminder(world.now)
+        self._wait_log = log.Reminder(world.now)
         self._next_check = 0.0
         self._bytes = 0  # read and not yet written
         self._read = self._keys = 0
@@ -188,7 +188,7 @@ class Restoring:
         if (reason := changelog.explain_unsettled(where, offsets, min_end)) is not None:
             self._keep_waiting(partition, progress, reason)
             return
-        start = changelog.find_start(values.position, values.as_of, offsets, self._tombstones_s, now, accepts)
+        start = changelog.find_start(values.position, values.as_of, offsets, self._tombstone_retention_s, now, accepts)
         if start is None:
             raise changelog.beginning_removed(where, offsets.low)
         if not start.keeps:
@@ -213,19 +213,19 @@ class Restoring:
             return dict.fromkeys(partitions, error)
 
     def _keep_waiting(self, partition: int, progress: _Partition, reason: EosError) -> None:
-        """Raise `why` after the partition has waited for long enough.
+        """Raise `reason` after the partition has waited for long enough.
 
         A partition without a leader waits for as long as it takes, like an input partition.
         """
         now = self._world.now()
         if type(reason) is not progress.waiting_error:
             progress.waiting_error, progress.waiting_since = type(reason), now
-        # Missing records are waited for only until a new leader knows its end.
+        # Wait for missing records only until a new leader knows its end.
         more_s = 0 if isinstance(reason, InputGone) else self._settings.transaction_timeout_ms / 1000
         if not isinstance(reason, Unavailable) and now > progress.waiting_since + _SETTLE_TIMEOUT_S + more_s:
             raise reason
         log.debug("changelog not ready", topic=self._topic, partition=partition, reason=reason)
-        if self._waits_log.tick():
+        if self._wait_log.tick():
             log.warning("state restore waiting", function=self._function, partition=partition, reason=reason)
 
     def _read_ready(self) -> Generator[None]:

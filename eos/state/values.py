@@ -21,7 +21,7 @@ class Values(Protocol):
     """Gives access to the committed values of one task.
 
     Each value of a timed store begins with a time: the time of its write if the store has a time-to-live
-    (eos/app/expiry.py), the due time of a timer (eos/app/timers.py).
+    (eos/app/expiry.py), or the due time of a timer (eos/app/timers.py).
     """
 
     position: int

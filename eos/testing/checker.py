@@ -362,7 +362,7 @@ def order(joined: Joined) -> Verdict:
 
 
 def atomic(joined: Joined) -> Verdict:
-    """Check that each input has all of its copies, or none, across all output topics.
+    """Check that each input has either all of its copies or none, across all output topics.
 
     Only inputs with several outputs are examined.
     """
@@ -388,7 +388,7 @@ def atomic(joined: Joined) -> Verdict:
 
 
 def atomic_transactions(joined: Joined) -> Verdict:
-    """Check that all outputs of each transaction in `Inputs.transaction` are visible, or none."""
+    """Check that either all outputs of each transaction in `Inputs.transaction` are visible, or none of them."""
     transaction = joined.inputs.transaction
     if transaction is None:
         raise ValueError("the inputs do not name the transactions that handled them")
@@ -419,7 +419,7 @@ def atomic_transactions(joined: Joined) -> Verdict:
 def offsets_match_outputs(
     joined: Joined, committed: Mapping[TopicPartition, int], log_end: Mapping[TopicPartition, int] | None = None
 ) -> Verdict:
-    """Check that all inputs below the committed offset have a visible output, and none at or above it.
+    """Check that all inputs below the committed offset have a visible output, and that no input at or above it has one.
 
     A partition without a committed offset counts as committed at its beginning. With `log_end` it also checks that no
     committed offset exceeds the end of its input partition, where the group would skip future records.

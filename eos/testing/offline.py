@@ -94,7 +94,7 @@ def run(app: App, steps: Iterable[Record | tuple[Any, ...] | Advance], *, order:
     """
     app.check()
     if order not in typing.get_args(Order):
-        raise ConfigurationError(f'order={order!r} does not exist: it is "given" or "shuffled"')
+        raise ConfigurationError(f'order must be "given" or "shuffled", not {order!r}')
     draw = random.Random(seed) if order == "shuffled" else None
     offsets: defaultdict[str, int] = defaultdict(int)
     given: list[Step] = []

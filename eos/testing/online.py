@@ -37,7 +37,7 @@ def run_on(
     """Run the App on the records on a real broker, and return the visible results.
 
     It creates the App's topics, writes the records, runs the App until they are handled, reads the outputs, and removes
-    the topics. `records` are given as for `eos.testing.run`; a Record's partition and timestamp are kept, the broker
+    the topics. `records` are given as for `eos.testing.run`; a Record keeps its partition and timestamp, and the broker
     assigns its offset. Topics have one partition unless a record needs more. `Ran.sent` is in order per topic and
     partition. Raises the errors of a worker (PoisonRecord, ...), ConfigurationError if one of the topics exists, and
     Unavailable.
@@ -60,7 +60,7 @@ def run_on(
         wanted[record.topic] = max(wanted[record.topic], record.partition + 1)
     with _temporary_topics(loaded, wanted, app.chained, [*app.changelogs, places]) as client:
         _load(loaded, app.id, given)
-        # wait: the worker takes the readable end at its start for the end of the input
+        # wait, because the worker treats the readable end at its start as the end of the input
         _wait_for_ends(client, loaded, app.topics)
         worker = Worker(app, loaded, until_end=True)
         worker.run()

@@ -207,7 +207,8 @@ def every_case(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the result of one case. `wrong`: every reason why it does not count as exactly once; empty if it does.
+    """Holds the result of one case. `wrong`: every reason why it does not count as exactly once; empty if there is
+    none.
 
     `way`: whether the shim protects, on which side of it the faults were, and the eos.* settings of the sweeper.
     """
@@ -450,7 +451,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def recorded_outcomes() -> list[tuple[Any, ...]]:
-    """Return the results of this process's sweepers as plain values, which another process's `summary` reads."""
+    """Return the results of this process's sweepers as plain values, which another process's `summary_lines` reads."""
     return [
         (*astuple(each.case), each.mode, list(each.wrong), each.starts, each.seconds, str(each.log))
         for each in _outcomes
@@ -458,7 +459,7 @@ def recorded_outcomes() -> list[tuple[Any, ...]]:
 
 
 def summary_lines(found: Iterable[Sequence[Any]], width: int) -> list[str]:
-    """Return the lines of the table of `recorded` results."""
+    """Return the lines of the table of results from `recorded_outcomes`."""
     outcomes = [
         Outcome(Case(*case), mode, tuple(wrong), None, starts, seconds, Path(log))
         for *case, mode, wrong, starts, seconds, log in found

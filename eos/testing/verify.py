@@ -356,9 +356,9 @@ def _explain_removal(removals: Mapping[Partition, int], compacted: Collection[st
 def _joined_verdicts(
     inputs: Inputs, covered: NDArray[np.bool_], marks: Marks, complete: NDArray[np.bool_]
 ) -> list[Verdict]:
-    """Return the verdicts of the checker's own rules, with the number of outputs of an input from the marks.
+    """Return the verdicts of the checker's rules; the marks give each input's number of outputs.
 
-    `whole` (one per mark): none of its input's outputs can have been removed.
+    `complete` (one per mark): no output of its input can have been removed.
     """
     kept = inputs.take(np.flatnonzero(covered).astype(np.int64))
     index = {topic: number for number, topic in enumerate(kept.topics)}

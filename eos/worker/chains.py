@@ -40,7 +40,7 @@ def check_own(settings: Settings, app: App, world: World = REAL) -> None:
                 f"the topic {topic} between functions of {app.id} holds records, and the group {app.id} has no offset "
                 "there: records of another App would be handled together with the records that these functions write",
                 remedy=f"`eos reset MODULE:APP --topic {topic} --from latest` leaves them out, `--from earliest` "
-                "handles them; to handle an App's input again keep its id and use `--from earliest --with-state`",
+                "handles them; to reprocess an App's input, keep its id and use `--from earliest --with-state`",
             )
 
 

@@ -72,7 +72,7 @@ class DeadLetter:
 
     @property
     def app(self) -> str:
-        """Return the id of the App that wrote the dead letter; "" if it is not noted."""
+        """Return the id of the App that wrote the dead letter; "" if the headers do not name it."""
         return self.notes.get("app", "")
 
     @property

@@ -57,7 +57,7 @@ class IdlePartitions:
             return
         (began, job), self._query = self._query, None
         if isinstance(job.error, Unavailable):
-            log.debug("ends of silent partitions unavailable", error=str(job.error))
+            log.debug("end offsets of idle partitions unavailable", error=str(job.error))
         elif job.error is not None:
             raise job.error
         else:

@@ -39,7 +39,7 @@ def load_app(target: str) -> App:
         raise_if_interrupted(error)
         raise ImportFailed(f"{name} could not be imported: {type(error).__name__}: {safe_str(error)}") from error
     finally:
-        log.enable_again()
+        log.reenable_loggers()
     found = getattr(module, attribute, None)
     if not isinstance(found, App):
         path, taken = path or Path(f"{name.replace('.', '/')}.py"), getattr(module, "__file__", None)

@@ -147,7 +147,7 @@ class NewTopics:
         for topic in topics:
             self._unknown[topic] += 1
             if self._unknown[topic] == _LOOKS:
-                log.warning("a topic that matches a pattern is not known to every broker with its leaders", topic=topic)
+                log.warning("matching topic not known to all brokers", topic=topic)
         return any(self._unknown[topic] < _LOOKS for topic in topics)
 
     def _try_to_create_topics(self, letters: dict[str, str]) -> set[str]:

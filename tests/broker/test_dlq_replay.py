@@ -109,7 +109,7 @@ def shop(kafka: LocalKafka, names: Names, tmp_path: Path) -> Shop:
     return Shop(kafka, names, tmp_path)
 
 
-def test_replay_handles_dead_letters_once_and_the_next_one_the_failures(
+def test_next_replay_handles_only_the_failures_of_the_last_one(
     shop: Shop,
 ) -> None:
     shop.send(shop.source, [("a", "good", []), ("b", "bad 1", [("trace", b"t")]), ("c", "bad 2", [])])

@@ -136,7 +136,7 @@ def source_of(message: Message) -> lineage.Source:
     return lineage.decode(dict(headers)[lineage.HEADER])
 
 
-def test_verify_passes_a_killed_run_and_names_each_damage(run: Run, names: Callable[[str], str]) -> None:
+def test_verify_passes_a_killed_run_and_names_each_kind_of_damage(run: Run, names: Callable[[str], str]) -> None:
     killed = run.worker("-X", "eos.lineage=true", "-X", "eos.transaction.max.records=100")
     try:
         wait_until("some committed outputs", lambda: run.committed() > 1_000, timeout=60)

@@ -422,7 +422,7 @@ def test_instance_inside_its_init_is_not_our_timeout(producer: Start, topic: str
     init.result()
 
 
-def test_instance_that_died_inside_its_init_is_our_timeout(
+def test_instance_killed_in_its_init_counts_as_our_own_timeout(
     broker: LocalKafka, producer: Start, topic: str, ask: Ask, names: Callable[[str], str]
 ) -> None:
     with HoldingProxy.before(broker) as proxy:

@@ -463,7 +463,7 @@ def test_commit_after_transaction_timeout_is_answered_as_by_broker(kafka: LocalK
     assert told == ["_FENCED", "_FENCED"]
 
 
-def test_broker_without_support_is_forwarded_with_one_warning(kafka392: LocalKafka, names: Names) -> None:
+def test_requests_to_broker_without_support_pass_with_one_warning(kafka392: LocalKafka, names: Names) -> None:
     topic, name = create_topic(kafka392.bootstrap_servers, names("out")), names("id")
     with running(kafka392.bootstrap_servers, "--protect") as shim:
         (line,) = shim.named("protection unavailable")

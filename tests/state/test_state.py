@@ -562,7 +562,7 @@ def test_incompatible_state_is_reported_before_the_first_record(counting: Counti
     code = source.read_text()
     source.write_text(code.replace("eos.State[str]", "eos.MapState[str, int]"))
     counting.load(20)
-    assert "the state last of count was a State when it was kept, and is a MapState[str] now" in counting.run(ends=78)
+    assert "the state last of count was a State when it was stored, and is a MapState[str] now" in counting.run(ends=78)
     source.write_text(code)
     admin.create_partitions([NewPartitions(counting.source, PARTITIONS + 1)])[counting.source].result(30)
 
@@ -572,7 +572,7 @@ def test_incompatible_state_is_reported_before_the_first_record(counting: Counti
     assert refused()
     # The changelog gets more partitions too, so keys would start again in another partition.
     admin.create_partitions([NewPartitions(counting.changelog, PARTITIONS + 1)])[counting.changelog].result(30)
-    assert "and its changelog had 3 partitions when it was kept, and have 4" in counting.run(ends=78)
+    assert "and its changelog had 3 partitions when it was stored, and have 4" in counting.run(ends=78)
 
 
 @pytest.mark.deep

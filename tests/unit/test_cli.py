@@ -77,7 +77,7 @@ def test_version_option_prints_all_versions(here: Path, pure_python: str) -> Non
     assert f"librdkafka {libversion()[0]}, hot loop {'compiled' if compiled else 'in Python'}" in ended.stdout
 
 
-def test_missing_command_shows_help_and_ends_with_usage(here: Path) -> None:
+def test_missing_command_shows_help_and_exits_with_usage_error(here: Path) -> None:
     ended = program(here)
     assert ended.returncode == 64
     assert "Usage:" in ended.stdout + ended.stderr

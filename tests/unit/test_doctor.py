@@ -76,7 +76,7 @@ def test_failed_check_does_not_hide_hanging_transactions(
     assert cluster.asked == [["in"], [OFFSETS_LOG]], "a missing topic would make the others unknown"
 
 
-def test_missing_offsets_log_is_skipped_and_hidden_one_unknown(
+def test_doctor_skips_missing_offsets_log_and_reports_hidden_one(
     target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fresh = Cluster(monkeypatch, **{OFFSETS_LOG: GONE, TRANSACTION_LOG: GONE})

@@ -422,7 +422,7 @@ def header(**more: object) -> bytes:
         # A map's fields are not a single value, and number fields are not text.
         (
             header(stores={"seen": "MapState[str]"}),
-            r"seen of count was a MapState\[str\] when it was kept, and is a State",
+            r"seen of count was a MapState\[str\] when it was stored, and is a State",
         ),
         (header(app="shop-count"), r"belongs to the App shop-count, but App shop would write to it"),
         (header(function="counts"), r"belongs to the function counts, but function count would write to it"),
@@ -462,7 +462,9 @@ def test_keeper_refuses_state_without_a_committed_offset(monkeypatch: pytest.Mon
 def test_keeper_refuses_partitions_that_grew_with_their_changelog(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = OffsetNote("count", 7, 3)
     check_partitions(beside, "in", 3)
-    with pytest.raises(ConfigurationError, match="in and its changelog had 3 partitions when it was kept, and have 4"):
+    with pytest.raises(
+        ConfigurationError, match="in and its changelog had 3 partitions when it was stored, and have 4"
+    ):
         check_partitions(beside, "in", 4)
 
 
@@ -813,7 +815,7 @@ def test_changelog_with_short_tombstone_retention_is_warned(
         fit = changelog.ChangelogFit("shop-count-changelog", 1, tombstones_s=tombstones_s)
         monkeypatch.setattr(changelog, "check_fit", lambda *_, fit=fit: fit)
         changelog.create_missing(SETTINGS, "shop", app_of().stateful)
-    (line,) = [line for line in caplog.messages if "changelog keeps tombstones for a short time" in line]
+    (line,) = [line for line in caplog.messages if "changelog keeps tombstones too briefly" in line]
     assert "topic=shop-count-changelog delete_retention_ms=3599000" in line
 
 

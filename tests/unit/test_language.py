@@ -30,6 +30,20 @@ BANNED = re.compile(
 )
 """Words of earlier texts over which readers stumbled: use `again`, `this many`, `succeed`, `unavailable`, `logged`."""
 
+EXPLAINED = re.compile(r"(?:^|(?<=[.:;]\s)|(?<=\n))`([a-z_]\w*)`(?: \([^)]*\))?: ")
+"""A parameter that a docstring explains: its name in backticks, at the start of a sentence, and a colon."""
+
+FOREIGN = {
+    "_ALL_BROKERS_DOWN",
+    "oauth_cb",
+    "rd_kafka_enq_once_del_source",
+    "rd_kafka_txn_handle_EndTxn",
+    "protocol_data",
+    "c_rehash",
+    "__eos_sinks",
+}
+"""Names of other programs, of their answers and of topics, which docstrings mention in backticks."""
+
 
 class Text(NamedTuple):
     path: str
@@ -117,3 +131,38 @@ def test_test_names_are_short() -> None:
     ]
     assert len(names) > 1_000
     assert [str(one) for one in names if len(one.text) > LONGEST_TEST_NAME] == []
+
+
+def names_in(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    every = function.args
+    parameters = [*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg]
+    return {one.arg for one in parameters if one is not None}
+
+
+def test_explained_parameters_of_a_docstring_exist() -> None:
+    examined, wrong = 0, []
+    for path in PRODUCT:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            for name in EXPLAINED.findall(ast.get_docstring(node) or ""):
+                examined += 1
+                if name not in names_in(node):
+                    wrong.append(str(Text(relative(path), node.lineno, name)))
+    assert examined > 50
+    assert wrong == []
+
+
+def test_names_in_docstrings_exist() -> None:
+    known = set(FOREIGN)
+    for path in PRODUCT:
+        for node in ast.walk(tree_of(path)):
+            for field in ("id", "attr", "arg", "name", "module"):
+                known.update(re.findall(r"\w+", str(getattr(node, field, ""))))
+    named = [
+        Text(text.path, text.line, name)
+        for text in docstrings(PRODUCT)
+        for name in re.findall(r"`([a-z_]\w*_[a-z]\w*)(?:\(\))?`", text.text)
+    ]
+    assert len(named) > 200
+    assert [str(one) for one in named if one.text not in known] == []

@@ -107,7 +107,7 @@ def test_result_of_an_earlier_check_does_not_count(member: Member) -> None:
     assert member.poll() == []
 
 
-def test_slow_poll_with_a_callback_makes_nothing_missing(member: Member) -> None:
+def test_callback_in_a_slow_poll_leaves_no_partition_missing(member: Member) -> None:
     member.late_answer()
     for has in ((0, 1, 2), (0, 1), (0,), (0, 3), (0, 3, 4)):
         member.given(*has)

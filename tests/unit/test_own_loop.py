@@ -69,7 +69,7 @@ def test_aborted_records_are_handed_out_again_without_outputs() -> None:
     assert (session.transactions, session.aborts) == (1, 2)
 
 
-def test_broken_loop_commits_nothing_of_open_transaction() -> None:
+def test_break_out_of_the_loop_does_not_commit_the_open_transaction() -> None:
     with eos.testing.Session([("in", "a"), ("in", "b")], size=1) as session:
         for txn in session:
             for record in txn.records:

@@ -359,7 +359,7 @@ def test_exhausted_process_is_not_a_record_failure(policy: Policy, full: Excepti
     assert halt is not None
     assert isinstance(halt.error, Temporary)
     assert halt.error.__cause__ is full
-    assert "ran out of room on in[0]@1" in str(halt.error)
+    assert "ran out of resources on in[0]@1" in str(halt.error)
     assert (halt.handled, len(txn.sends), txn.skipped, txn.dead_letters) == ((0, 0, 0, 0) if batch else (1, 1, 0, 0))
 
 

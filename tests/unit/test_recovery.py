@@ -42,7 +42,7 @@ def taken(action: Action, fails: dict[Step, Action] | None = None) -> tuple[str,
 
 
 @pytest.mark.parametrize("action", Action)
-def test_action_has_its_steps_or_stops(action: Action) -> None:
+def test_action_has_steps_or_stops_the_worker(action: Action) -> None:
     if action in STEPS:
         assert taken(action)[0] == STEPS[action]
     else:

@@ -80,7 +80,7 @@ def test_wrong(name):
 """
 
 
-def test_late_test_is_retried_and_a_wrong_one_is_not(tmp_path: Path) -> None:
+def test_timed_out_test_is_rerun_but_a_failed_one_is_not(tmp_path: Path) -> None:
     (tmp_path / "test_dummy.py").write_text(TESTS.replace("DIRECTORY,", f"{str(tmp_path)!r},"))
     command = [sys.executable, "-m", "pytest", "-q", "-rfR", "-p", "no:cacheprovider", "-c", os.devnull]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}

@@ -125,7 +125,7 @@ def touch(step: str, data: st.DataObject, seen: MapState[Any, list[int]], now: d
         assert (list(seen), len(seen)) == (sorted(now), len(now))
 
 
-def test_map_keeps_in_place_changes_but_not_of_failed_record() -> None:
+def test_map_stores_in_place_changes_except_of_a_failed_record() -> None:
     def visit(page: str, seen: MapState[str, list[int]], total: State[int]) -> str:
         total.set(total.get(0) + 1)
         for _, times in seen.range():

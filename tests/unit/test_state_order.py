@@ -225,7 +225,7 @@ def walked(shape: Shape, entries: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if not shape.once])
-def test_ordered_access_walks_no_more_with_many_entries(shape: str) -> None:
+def test_ordered_access_visits_as_few_entries_in_a_large_state(shape: str) -> None:
     few, many = walked(SHAPES[shape], 200), walked(SHAPES[shape], 4_000)
     assert few == many
     assert few[0] < 20 * 400

@@ -43,7 +43,7 @@ def test_signal_ends_a_loop_that_waits_for_records(number: signal.Signals) -> No
 def test_second_signal_aborts_the_open_transaction() -> None:
     script = Script()
     with (
-        pytest.raises(Temporary, match=r"requested a second time.*: the open transaction was given up"),
+        pytest.raises(Temporary, match=r"requested a second time.*: the open transaction was abandoned"),
         TransactSession(SETTINGS, ["in"], world=script.world) as session,
         session.stopping_on_signals(),
     ):

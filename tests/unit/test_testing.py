@@ -72,7 +72,7 @@ def test_seed_decides_shuffled_order_and_given_is_default() -> None:
         "x",
         "y",
     ]
-    with pytest.raises(ConfigurationError, match="order='sorted' does not exist"):
+    with pytest.raises(ConfigurationError, match="not 'sorted'"):
         seen_by(app, "sorted", 7)
 
 

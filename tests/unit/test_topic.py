@@ -46,7 +46,7 @@ def test_undecided_records_wait_and_are_returned_in_order() -> None:
     assert marked(lane, 4) == [(2, "committed"), (5, "open")]
 
 
-def test_stable_end_is_not_queried_once_all_is_passed() -> None:
+def test_stable_end_is_not_queried_after_all_records_are_read() -> None:
     def asked() -> int:
         raise AssertionError
 
@@ -158,9 +158,9 @@ def test_headers_of_eos_are_shown_as_text() -> None:
         (("send", "..", "x"), "'..' is not a topic name"),
         (("create", "ok", "a/b"), "'a/b' is not a topic name"),
         (("send", "t", "x", "--header", "nothing"), "--header nothing: expected NAME=VALUE"),
-        (("send", "t", "k:x", "--key", "k", "-K", ":"), "--key and --key-separator exclude each other"),
-        (("tail", "t", "--follow", "--until-end"), "--follow and --until-end exclude each other"),
-        (("tail", "t", "--from-beginning", "-n", "3"), "--from-beginning and --last exclude each other"),
+        (("send", "t", "k:x", "--key", "k", "-K", ":"), "--key and --key-separator cannot be used together"),
+        (("tail", "t", "--follow", "--until-end"), "--follow and --until-end cannot be used together"),
+        (("tail", "t", "--from-beginning", "-n", "3"), "--from-beginning and --last cannot be used together"),
     ],
 )
 def test_wrong_command_is_refused_before_a_query(

@@ -25,8 +25,8 @@ class Async:
     ) -> None:
         self._function, self._decode, self._finish, self._normalise = function, decode, finish, normalise
         self._is_generator = inspect.isasyncgenfunction(underlying(function))
-        # Results of records after a failed one, with those records. These records are handed out again. Keeping their
-        # results avoids a second call, and so a second external effect. Holding the records prevents reuse of their
+        # The results of records after a failed one, each with its record. Those records are handed out again, and a
+        # stored result avoids a second call with a second external effect. Holding the records prevents reuse of their
         # ids.
         self._ahead: list[tuple[Record, concurrent.Outcome]] = []
         self.feed = feed_from(self.each)

@@ -85,7 +85,7 @@ class Keyed:
         ]
         for outcome in concurrent.run_all(waiting) if waiting else ():
             if isinstance(outcome, BaseException):
-                raise outcome  # not an exception of the function: the chain keeps those
+                raise outcome  # the function did not raise it: `_chain` stores the function's exceptions as outcomes
         for number, record in enumerate(records):
             outcome = known[id(record)]
             if isinstance(outcome, BaseException):

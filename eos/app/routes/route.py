@@ -57,9 +57,9 @@ class Route:
     `outputs(record)` returns what to send for one record. A route with `batch` also has `outputs_batch(records)` for
     many records; its `outputs` runs a batch of one, to find the record that fails. `feed(records, sink)` does the same
     for many records and sends each output directly: it is the hot path, with nothing between the function and the
-    client. `each(records)` yields the outputs record by record, as `outputs` returns them. With `concurrent` (an `async
-    def`), `feed` and `each` run the function on all records at once and keep their order. Results of records after a
-    failed one are kept for the next call with these records.
+    client. `each(records)` returns an iterator with one item per record: the sequence of Sends that `outputs` returns
+    for it. With `concurrent` (an `async def`), `feed` and `each` run the function on all records at once and keep their
+    order. Results of records after a failed one are kept for the next call with these records.
 
     All but `feed` raise the exceptions of the function, DecodeError for a value that does not fit the annotation, and
     TypeError or ValueError for a result that cannot be sent: these are about the record. A ConfigurationError (an
@@ -98,7 +98,7 @@ class Route:
     outputs_batch: Callable[[list[Record]], list[Send]]
     each: Each
     handlers: dict[str, Route]
-    """Its timer functions by the name of the timer; "" closes its windows."""
+    """Its timer functions by the name of the timer; the function of the name "" closes its windows."""
     tally: Tally | None
     """Counts its late records and duplicates, if it uses time."""
     discard: Callable[[Record], None] | None
@@ -125,8 +125,8 @@ class Route:
         timer_names: set[str] | None = None,
         merge: Callable[..., object] | None = None,
     ) -> None:
-        """`gives`: the route is a timer function, and this is what its first parameter gets. `timer_names`: the timers
-        that have a function, which a function shares with its timer functions. `merge`: see App.on_merge.
+        """`gives`: what the first parameter of a timer function gets; None for other functions. `timer_names`: the
+        timers that have a function, which a function shares with its timer functions. `merge`: see App.on_merge.
         """
         self.passing, self.stores, self.with_record = passing, stores, with_record
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
@@ -212,7 +212,7 @@ class Route:
         """Return the same route for one engine.
 
         Outputs get the input's headers with the `passing` names, unless an Out has its own header of that name. A batch
-        function's outputs have no single input and get none. `cells_of`: returns where its state is kept.
+        function's outputs have no single input and get none. `cells_of`: returns the cells with its state.
         """
         parts = {part: getattr(self, part) for part in self._PARTS}
         return Route(**(parts | {"passing": frozenset(passing), "cells_of": cells_of}))

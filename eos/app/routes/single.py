@@ -1,4 +1,4 @@
-"""Functions of one record, called on one after the other; with or without state."""
+"""Runs functions that take one record, one record after the other, with or without state."""
 
 from __future__ import annotations
 

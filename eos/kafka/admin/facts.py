@@ -1,8 +1,8 @@
 """Gathers the facts about a cluster that preflight checks, within a deadline.
 
-Uses the same kind of client as the worker, so that it reaches and sees exactly what the worker does. It judges
-nothing (eos/kafka/admin/preflight.py does). It changes nothing, except by the functions that create, delete or extend
-topics. A fact that we are not authorised to see is None, not an error.
+Uses the same kind of client as the worker, so that it sees the cluster exactly as the worker sees it. It judges nothing
+(eos/kafka/admin/preflight.py does). It changes nothing, except by the functions that create, delete or extend topics. A
+fact that we are not authorised to see is None, not an error.
 """
 
 from __future__ import annotations
@@ -173,13 +173,15 @@ def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: flo
 
     `client` is any client of confluent-kafka with `list_topics`. `deadline` is a World.now()."""
     patience = world.now() + NEW_TOPIC_S
-    while (missing := _missing(client, servers, topics, max(1.0, deadline - world.now()))) and world.now() < patience:
+    while (
+        missing := _describe_missing_topic(client, servers, topics, max(1.0, deadline - world.now()))
+    ) and world.now() < patience:
         world.sleep(0.1)
     if missing:
         raise Unavailable(missing)
 
 
-def _missing(client: Any, servers: str, topics: Iterable[str], timeout_s: float) -> str:
+def _describe_missing_topic(client: Any, servers: str, topics: Iterable[str], timeout_s: float) -> str:
     """Return a sentence about the first topic that the queried broker does not know; "" if it knows all."""
     try:
         found = client.list_topics(timeout=timeout_s)
@@ -201,7 +203,7 @@ def _missing(client: Any, servers: str, topics: Iterable[str], timeout_s: float)
 def find_leaderless(client: Any, topic: str, timeout_s: float) -> frozenset[int]:
     """Return the topic's partitions without a leader. Raise Unavailable.
 
-    Any broker may answer, whereas `describe_topic` asks a certain one that may be down."""
+    Any broker may answer, whereas `describe_topic` asks one particular broker, which may be down."""
     found = cluster_metadata(client, "the cluster", timeout_s).topics.get(topic)
     return frozenset() if found is None else frozenset(p.id for p in found.partitions.values() if p.leader < 0)
 

@@ -98,7 +98,7 @@ def write_notes(settings: Settings, group: str, partitions: Collection[Partition
     if not count:
         brokers = len(facts.cluster_metadata(client, settings.bootstrap_servers, _REQUEST_TIMEOUT_S).brokers)
         facts.create_topics(settings, {topic: PARTITIONS}, brokers, config=CONFIG, world=world)
-        count = facts.describe_topic(client, topic).partitions or PARTITIONS  # a broker may not know of it yet
+        count = facts.describe_topic(client, topic).partitions or PARTITIONS  # a broker may not know the new topic yet
     failed: list[KafkaError] = []
 
     def delivered(error: KafkaError | None, _: Message) -> None:
@@ -196,7 +196,7 @@ def offsets_expired(group: str, found: Mapping[Partition, int], reset: str) -> I
         f"group {group} has handled {format_position(topic, number)}{more} before (noted on {since}), but has no "
         "committed offset now: the brokers delete the offsets of a group without members after "
         "offsets.retention.minutes, or somebody deleted them. "
-        f"Starting by auto.offset.reset={reset} would {effect}",
+        f"Starting at auto.offset.reset={reset} would {effect}",
         remedy="choose where it starts: `eos reset MODULE:APP --from ...`, or `eos reset --group "
         f"{group} --topic {topic} --from ...`",
     )

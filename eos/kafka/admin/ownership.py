@@ -29,7 +29,7 @@ class Identity(NamedTuple):
 
 
 class Progress(Enum):
-    """States how far the current transaction has certainly come."""
+    """States the progress that the current transaction has certainly made."""
 
     NOTHING = "nothing was sent"
     SENT = "passed to the client: it may have arrived, and the answer been lost"
@@ -86,8 +86,8 @@ def judge(situation: Situation, answer: TransactionalIdState | None) -> Owner:
         return Owner.NEWER
     if situation.age_ms >= situation.timeout_ms and situation.progress is not Progress.NOTHING:
         return Owner.OWN_TIMEOUT
-    # A working newer instance leaves another state. So a newer instance died in its init, or is still in it, or our
-    # clock stopped because a virtual machine was paused.
+    # A working newer instance would leave a different state behind. So a newer instance died in its init, or is still
+    # in it, or our clock stopped because a virtual machine was paused.
     return Owner.ABORTED_EARLY if situation.progress is Progress.ACKNOWLEDGED else Owner.UNKNOWN_TIMEOUT
 
 
@@ -101,7 +101,7 @@ def has_newer_epoch(mine: Identity, answer: TransactionalIdState | None) -> bool
 def _has_older_epoch(answer: TransactionalIdState, mine: Identity) -> bool:
     """Return True if the answer has an older epoch than ours.
 
-    It comes from an isolated broker that has not noticed yet that it is no longer the coordinator."""
+    Such an answer comes from an isolated broker that does not know yet that it is no longer the coordinator."""
     return answer.producer_id == mine.producer_id and answer.epoch < mine.epoch
 
 
@@ -116,7 +116,7 @@ def settle(
 
     While the coordinator aborts a transaction, this queries without a limit: the markers wait for the leaders of their
     partitions, possibly for minutes, and until then no transaction can begin. After that, a transactional.id that stays
-    busy for `patience_s` is used by another instance: NEWER. One that has an older epoch for that long is ours: MINE.
+    busy for `patience_s` is used by another instance: NEWER. An id that has an older epoch for that long is ours: MINE.
     `describe` may raise: the caller waits for an unreachable coordinator.
     """
     deadline: float | None = None

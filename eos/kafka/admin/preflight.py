@@ -168,8 +168,8 @@ def _check_internal_topic(name: str, prefix: str, facts: Facts, without: str) ->
                 Level.FAILED,
                 f"{name} cannot be created: {prefix}.replication.factor={copies} with {facts.brokers} "
                 f"broker{'s' if facts.brokers > 1 else ''}, so {without}",
-                f"start more brokers, or set {prefix}.replication.factor={facts.brokers} on them (and on a single one "
-                "transaction.state.log.min.isr=1)",
+                f"start more brokers, or set {prefix}.replication.factor={facts.brokers} on them (with a single "
+                "broker, also transaction.state.log.min.isr=1)",
                 ConfigurationError,
             )
             return

@@ -200,7 +200,8 @@ class GroupOffsets:
         return {(tp.topic, tp.partition): tp.offset for tp in found if tp.offset >= 0}
 
     def _ends(self, partitions: Sequence[Partition], spec: Any) -> dict[Partition, int]:
-        """Return the offset of `spec` for each partition; for `latest` the last stable offset, the end for workers."""
+        """Return the offset of `spec` for each partition; for `latest`, the last stable offset, which is the end of the
+        input for workers."""
         asked = {TopicPartition(*p): spec for p in partitions}
         answers = self._client.list_offsets(
             asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_REQUEST_TIMEOUT_S

@@ -2,7 +2,7 @@
 
 Owns the readers and the rule for a record's mark. It joins no group, commits nothing and creates no topic. Two readers
 together show whether a record is committed, aborted or open. A record that the read_uncommitted reader returned and the
-read_committed one skipped is aborted. A record at or after the last stable offset is open (or follows one that is).
+read_committed one skipped is aborted. A record at or after the last stable offset is open (or follows an open record).
 """
 
 from __future__ import annotations
@@ -352,7 +352,8 @@ def read_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[MarkedR
 
 
 def read_batches_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[list[MarkedRecord]]:
-    """Yield the same in one list per read, which may be empty. The caller may remove partitions from `ends`."""
+    """Yield the same records in one list per read; a list may be empty. The caller may remove partitions from
+    `ends`."""
     deadline, begun = reader.now() + _NO_PROGRESS_S, len(ends)
     while left := {partition: end for partition, end in ends.items() if reader.at(partition) < end}:
         before = {partition: reader.at(partition) for partition in left}

@@ -102,7 +102,7 @@ def find_open(admin: ClusterAdmin, topics: Iterable[str] | None = None) -> list[
 def abort_hanging(admin: ClusterAdmin, hanging: OpenTransaction) -> None:
     """Write the abort marker of a hanging transaction, after checking once more that it hangs.
 
-    Raise Temporary if it no longer does, and ConfigurationError if it did not hang at the first check."""
+    Raise Temporary if it no longer hangs, and ConfigurationError if it did not hang at the first check."""
     if hanging.verdict is not Verdict.HANGING:
         raise ConfigurationError(
             f"{format_position(*hanging.partition)}: {hanging.reason}; it must not be aborted from here"
@@ -139,7 +139,8 @@ def explain_unstable_offsets(settings: Settings, group: str, world: World = REAL
         return Cause(f"its transaction cannot be queried ({error})", FIND_HANGING)
     if not found:
         return Cause("no transaction is open on the group's offsets now; is its coordinator running?", "eos doctor")
-    # Other groups share the partition. A hanging transaction is the likelier cause: the others end by themselves.
+    # Several groups share this partition. Prefer a hanging transaction as the cause: every other transaction ends by
+    # itself.
     return _describe_cause(min(found, key=lambda t: t.verdict is not Verdict.HANGING))
 
 

@@ -121,11 +121,11 @@ def _explain_certificate(settings: Settings, reason: str) -> Unavailable | None:
         wrong, remedy = _CERTIFICATE_ERRORS[error.verify_code]
         return Unavailable(f"the certificate of {host}:{port} {wrong} ({error.verify_message})", remedy=remedy)
     except OSError:
-        return None  # the broker is gone: librdkafka's own message remains
+        return None  # the broker is unreachable, so librdkafka's own message is kept
 
 
 def unreachable(settings: Settings, reason: str) -> Unavailable:
-    """Return the error for a cluster that does not answer, or that advertises addresses which do not."""
+    """Return the error for a cluster that does not answer, or whose advertised addresses do not answer."""
     servers = settings.bootstrap_servers
     if (broker := _BROKER_ADDRESS.search(reason)) and broker[1] not in _bootstrap_addresses(servers):
         return _unreachable_as_advertised(servers, [f"{broker[1]} ({reason})"])

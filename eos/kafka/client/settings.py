@@ -26,8 +26,8 @@ from eos.kafka.client import librdkafka_names
 
 MINIMUM_RETRY_BACKOFF_MS = 50  # below it the duration of a call does not show whether it was retried
 RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}  # librdkafka's
-# After a slow call the next transaction waits for the statistics. 100 costs 0.1 % of a processor more than 200 with 8
-# partitions and 0.6 % with 500; 50 costs twice that.
+# After a slow call the next transaction waits for the statistics. With 8 partitions, 100 ms costs 0.1 % more of a
+# processor than 200 ms; with 500 partitions, 0.6 % more. 50 ms costs twice that.
 STATISTICS_INTERVAL_MS = 100
 _MISSPELLING_CUTOFF = 0.9  # similarity from which a variable counts as a misspelt variable of eos
 # librdkafka accepts a protocol before an address, but only one of these.
@@ -244,8 +244,9 @@ PRODUCER_DEFAULTS: dict[str, Any] = {
     # machine a healthy commit can take longer than librdkafka's 100.
     "retry.backoff.ms": 250,
     # librdkafka's idempotent producer has one request per partition in flight and spins as soon as more are due
-    # (confluentinc/librdkafka#4989). The end of a transaction does not wait for it, but sends the records held back:
-    # with much more than 10 ms those have left the processor's cache (docs/engineering/measurements.md).
+    # (confluentinc/librdkafka#4989). The end of a transaction does not wait for the delay, but sends the records held
+    # back. With much more than 10 ms, these records have left the processor's cache by then
+    # (docs/engineering/measurements.md).
     "linger.ms": 10,
     # Below message.timeout.ms, so that a missing topic is reported as such and not as a timeout.
     "topic.metadata.propagation.max.ms": 5_000,
@@ -285,7 +286,7 @@ class Settings:
             raise ConfigurationError(f"{name}={self.values[name]} {_reason(error)}") from error
 
     def __getitem__(self, name: str) -> Any:
-        """Return an option of eos (typed), or a Kafka setting as given or by its default in eos. Raise KeyError for
+        """Return an option of eos (typed), or a Kafka setting as configured, or eos's default. Raise KeyError for
         others."""
         if name in self._options:
             return self._options[name]

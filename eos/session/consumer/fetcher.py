@@ -37,7 +37,7 @@ class Follower(Protocol):
 
     @property
     def topics(self) -> Collection[str]:
-        """Topics that only this follower writes: an error about one of them is never an input record's."""
+        """Topics that only this follower writes; errors about them are classified separately."""
 
     def forget(self, revoked: Collection[Partition]) -> None:
         """Drop these partitions. They may include partitions that come back at once or that never started."""
@@ -47,8 +47,8 @@ class Follower(Protocol):
     ) -> Collection[Partition]:
         """Take over these partitions, which start at the given offsets; return those that are ready to be read.
 
-        The fetcher calls this again for the others a moment later. Meanwhile it polls the group and reads the
-        partitions that are ready. `uncommitted`: those of which the group has committed no offset."""
+        The fetcher calls this again a moment later for the partitions that are not ready. Meanwhile it polls the group
+        and reads the ready ones. `uncommitted`: those of which the group has committed no offset."""
 
 
 class Fetcher:
@@ -186,7 +186,7 @@ class Fetcher:
             revoked = set(assignment.revoked)
             for follower in self._followers:
                 follower.forget(revoked)
-            assignment.note_reported(revoked)  # after the reports, so that an interrupted one is repeated
+            assignment.note_reported(revoked)  # after the reports, so that an interrupted report is repeated
         consumer.start_offsets.locate(assignment)
         if starts := assignment.restoring:
             new = {p for p, start in starts.items() if start.offset < 0}

@@ -58,7 +58,7 @@ class Handover:
     revoked: set[Partition] = field(default_factory=set)
     """Partitions whose revocation the participants do not know of yet."""
     rebalances: dict[str, int] = field(default_factory=dict)
-    """How often the group `assigned` or `revoked` partitions, or they were `lost`."""
+    """How often the group `assigned` or `revoked` partitions, or partitions were `lost`."""
 
 
 class GroupConsumer:
@@ -155,9 +155,9 @@ class GroupConsumer:
         try:
             guard.call(self.consumer.close, timeout_s=_CLOSE_S)
         except CallHung:
-            # Seen twice with librdkafka 2.16 (its issue 4884) after many interrupts: it closed its group while the
-            # revocation callback called it to give the partitions back, and that call waits for an answer that never
-            # comes. The process is about to end anyway. (If the call waits with the interpreter's lock, nothing helps.)
+            # Seen twice with librdkafka 2.16 (its issue 4884) after many interrupts: librdkafka was closing its group
+            # when the revocation callback called back into it to give up the partitions; that call never returns. The
+            # process is about to end anyway. (If the call waits with the interpreter's lock, nothing helps.)
             log.warning("consumer close timed out", group=self.group, timeout_s=_CLOSE_S)
         except (KafkaException, RuntimeError) as error:
             log.debug("consumer close failed", error=describe_error(error), group=self.group)
@@ -174,7 +174,7 @@ class GroupConsumer:
         self._world.background("eos-retire", lambda: self.close(False))
 
     def _latch(self, error: BaseException) -> None:
-        """Keep an error of a callback for the next `poll`, or for the one that runs."""
+        """Keep an error of a callback for the next `poll`, or for the `poll` that is running."""
         self._latched = self._latched or error
 
     def _take_statistics(self, text: str) -> None:
@@ -321,7 +321,7 @@ class GroupConsumer:
     # ---- the open transaction ---------------------------------------------------------------------------------
 
     def begin_transaction(self) -> None:
-        """Note that a transaction begins, which took no records yet."""
+        """Note that a transaction begins, and has taken no records yet."""
         self.lost_reason = None
 
     def raise_if_lost(self) -> None:

@@ -1,4 +1,4 @@
-"""The lag of a session, and partitions whose records do not arrive: from its consumer's statistics."""
+"""Computes a session's lag, and finds partitions whose records do not arrive, from its consumer's statistics."""
 
 from __future__ import annotations
 

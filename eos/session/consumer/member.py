@@ -112,7 +112,7 @@ class Member:
         return all(m.get("member_id") in self._ids for m in ours)
 
     def leave(self) -> None:
-        """Leave the group for good. A dynamic member left when its consumer was closed."""
+        """Leave the group for good. A dynamic member has already left, when its consumer was closed."""
         if self._instance_id is None:
             return
         try:

@@ -12,10 +12,10 @@ import math
 # has nothing to send during a poll. With fewer records, the overhead of each call dominates.
 _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
 # A smaller transaction ends too fast for a prefetch to pay off. A poll also serves the group's callbacks, which should
-# run after the commit: a partition that is revoked before it makes the transaction abort.
+# run after the commit: a partition that is revoked before the commit makes the transaction abort.
 _PREFETCH_FROM = 2_000
-# Maximum numbers of records and bytes to prefetch during a flush or a commit: as many as 20 ms fetch, and as the
-# processor's last cache keeps until they are handled (32 MB took a tenth more time with 1 KB values:
+# Maximum numbers of records and bytes to prefetch during a flush or a commit: as many as arrive in 20 ms and stay in
+# the processor's last cache until they are handled (32 MB took a tenth more time with 1 KB values:
 # docs/engineering/measurements.md).
 _PREFETCH, _PREFETCH_BYTES = 20_000, 4 << 20
 # Inputs of this size are rarely the reason for a slow transaction: at 64 KB/s they are sent within a second. A cluster
@@ -40,7 +40,7 @@ class Pacing:
         self._last_timed_out = False  # since a timeout, no transaction committed
         self._records_of_few_bytes = 1  # inputs of _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
-        self._unsearched = 0  # the refused record is among the next this many
+        self._records_left_to_search = 0  # the number of next records among which the refused one is; 0: no search
         self._began_at = 0.0
         self._gathering_since = 0.0
         self._pause_until = 0.0
@@ -112,9 +112,9 @@ class Pacing:
         three quarters of it.
         """
         self.aborts_in_a_row, self._last_timed_out = 0, False
-        self._unsearched = max(0, self._unsearched - taken)
-        if self._unsearched:
-            self.limit = max(1, self._unsearched // 2)
+        self._records_left_to_search = max(0, self._records_left_to_search - taken)
+        if self._records_left_to_search:
+            self.limit = max(1, self._records_left_to_search // 2)
         elif open_s < self._timeout_s / 2:
             # Grow slowly after a timeout: a quota limits the average, so the next transaction may be throttled again.
             fast = self.limit < self._records_of_few_bytes or (
@@ -131,7 +131,7 @@ class Pacing:
         its records were handled too slowly. Return whether the next transactions can take fewer records at all.
 
         The next one takes half of the records that would have arrived. A small one whose outputs all arrived is
-        repeated once with the same records: then the cluster was slow, however few they are.
+        repeated once with the same records: the cluster was slow, and fewer records would not have helped.
         """
         share = 1.0 if delivered is None else min(1.0, delivered)
         limit = int(taken * share / 2)
@@ -151,9 +151,9 @@ class Pacing:
 
     def search_refused(self, taken: int) -> None:
         """Search for the record that the broker refuses among the `taken` ones, by halves and without a pause."""
-        self._unsearched, self.limit = taken, max(1, taken // 2)
+        self._records_left_to_search, self.limit = taken, max(1, taken // 2)
         self._pause_until = 0.0
 
     def stop_search(self) -> None:
-        self._unsearched = 0
+        self._records_left_to_search = 0
         self._pause_until = 0.0

@@ -226,7 +226,7 @@ class Positions(Generic[R]):
 
         An offset below one that this member saw committed does not move the consumer back: those outputs are visible.
         (On old brokers a late TxnOffsetCommit can move the group back; the next commit repairs it.) A partition without
-        a committed offset starts again where the transaction did, because the transaction did not commit.
+        a committed offset starts again where the transaction started, because the transaction did not commit.
         """
         for partition, offset in stable.items():
             if offset is not None and partition in self.committed:

@@ -191,15 +191,15 @@ class EndOfInput:
     readable at the start, and the resulting records in the input topics that the session itself writes (`chained`)."""
 
     def __init__(self, queries: ClusterQueries, settings: Settings, chained: Collection[str], world: World) -> None:
-        self._targets, self._world, self._next_look = queries.stable_ends(), world, 0.0
+        self._targets, self._world, self._next_query_at = queries.stable_ends(), world, 0.0
         self._settings, self._chained = settings, sorted(chained)
         self._rounds = len(chained)  # a record passes each chained topic at most once
 
     def query_reached(self, queries: ClusterQueries) -> bool:
         """Query whether the end is reached. Return False without a query if the last one is recent."""
-        if self._world.now() < self._next_look:
+        if self._world.now() < self._next_query_at:
             return False
-        self._next_look = self._world.now() + _END_LOOK_S
+        self._next_query_at = self._world.now() + _END_LOOK_S
         # Try only once: another member's open transaction may keep its offsets unstable up to its timeout. Meanwhile
         # this member must go on polling, or it could not take over that member's partitions.
         committed = queries.try_committed(list(self._targets))

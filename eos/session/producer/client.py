@@ -51,7 +51,7 @@ class Client:
         configuration.setdefault("logger", log.client_logger)
         configuration |= {
             "stats_cb": self._take_statistics,
-            # A callback per record costs 20 %; errors are kept, deliveries are counted.
+            # A callback per record costs 20 %; so errors are kept, and deliveries are counted.
             "delivery.report.only.error": not reports,
             "on_delivery": self.take_delivery,
         }
@@ -125,7 +125,8 @@ class Client:
         self.delivery_errors, self.delivery_error = 0, None
 
     def call_timed(self, call: Call, function: Callable[[], None]) -> None:
-        """Call the function and add its duration to the evidence: it shows whether a request was retried inside."""
+        """Call the function and add its duration to the evidence: the duration shows whether a request was retried
+        inside."""
         with self._evidence_lock:
             self.evidence.begin_call()
         began = self.world.now()
@@ -148,8 +149,9 @@ class Client:
             # A call hangs in the client, perhaps for ever. Its callbacks no longer matter, but must not pile up.
             _drain(self.producer)
         producer = self.producer
-        # The client and its producer's callbacks refer to each other. Left to the garbage collector, which a worker
-        # keeps from running, its threads and connections would stay, and its statistics pile up: megabytes.
+        # The client and its producer's callbacks refer to each other. If they were left to the garbage collector, which
+        # a worker keeps from running, the client's threads and connections would stay, and megabytes of statistics
+        # would pile up.
         del self.producer
         try:
             producer.purge()
@@ -167,7 +169,7 @@ class Client:
 
 
 def size_of(key: bytes | str | None, value: bytes | str | None) -> int:
-    """Return the bytes of a record, without its headers."""
+    """Return the size of a record in bytes, without its headers."""
     return len(key or b"") + len(value or b"")
 
 

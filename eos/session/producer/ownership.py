@@ -36,9 +36,9 @@ _SEPARATE_IDS = (
 
 
 class TransactionalIdOwnership:
-    """`describe_loss`: returns who took over, and the numbers of both, from the producer and the coordinator's answer.
-    `query_group`: asks the group, where the coordinator's answer is not conclusive, whether no other member has our
-    place."""
+    """`describe_loss`: returns who took over, and the producer ids and epochs of both, from the producer and the
+    coordinator's answer. `query_group`: asks the group, where the coordinator's answer is not conclusive, whether no
+    other member is in our place."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TransactionalIdOwnership:
         self._pulse = pulse or Pulse(world.now)
         self._lost: str | None = None
         self._interrupted: tuple[TransactionalProducer, str, bool] | None = None  # arguments of a settling
-        self._settled_at: dict[str, Identity] = {}  # where `settle` last found an id that is still ours
+        self._settled_at: dict[str, Identity] = {}  # the identity at which `settle` last found each id still ours
         self._answers = log.Reminder(world.now, at_once=True)
 
     def raise_if_lost(self) -> None:
@@ -71,14 +71,14 @@ class TransactionalIdOwnership:
     def confirm(self, producer: TransactionalProducer, reason: str) -> None:
         """Raise Fenced before our init if a newer instance has the id.
 
-        There is no query where our own client may have taken the next epoch: that would look like a newer instance.
+        No query is sent if our own client may have taken the next epoch, which would look like a newer instance's.
         """
         if producer.epoch_may_have_advanced:
             return
         fenced = producer.state is State.FENCED  # then `settle` knows since when
         mine = self._settled_at.get(producer.transactional_id) if fenced else None
         mine = mine or producer.poll_identity()
-        if mine is None:  # a client younger than its first statistics
+        if mine is None:  # the client has not emitted statistics yet
             return
         answer = self._query(producer, lambda admin: _describe(admin, producer))
         if not ownership.has_newer_epoch(mine, answer):
@@ -91,7 +91,7 @@ class TransactionalIdOwnership:
         self._settle(producer, reason, empty_transaction_is_ours=True)
 
     def settle(self, producer: TransactionalProducer, reason: str) -> Owner:
-        """Return who owns the id after a call was fenced. Raises Fenced if a newer instance does, or may."""
+        """Return who owns the id after a call was fenced. Raises Fenced if a newer instance owns it, or may own it."""
         return self._settle(producer, reason, empty_transaction_is_ours=False)
 
     def _settle(self, producer: TransactionalProducer, reason: str, empty_transaction_is_ours: bool) -> Owner:

@@ -41,8 +41,8 @@ _FRESH_S = 10.0  # wait for new statistics on a busy machine; an outdated epoch 
 _OVERDUE_S = 2.0  # how late statistics may be: on a busy machine a replacement takes longer
 _STATISTICS_POLL_S = 0.02
 # Pause before a transaction whose first request is AddOffsetsToTxn. If it arrives while the previous transaction's
-# markers are written, it is refused and sent again after retry.backoff.ms. Of 200 transactions back to back on a busy
-# machine that happened to 32; with this pause to 0 and 3.
+# markers are written, it is refused and sent again after retry.backoff.ms. On a busy machine that happened to 32 of 200
+# transactions back to back. With this pause it happened to 0 and 3 of 200.
 _MARKERS_S = 0.010
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the delivery report of the record that made it fail
 
@@ -51,8 +51,8 @@ class TransactionalProducer:
     """Drives one transactional.id: start, then begin/send/flush/send_offsets/commit or abort, replace, close. It is the
     Sink of the records that are fed to it (eos/records.py).
 
-    `changelogs`: topics that no function writes; an error about one of them is not an input record's. With `reports`
-    every record's delivery is reported to the callback of its `send`.
+    `changelogs`: topics that no function writes; errors about them are classified separately
+    (eos/kafka/client/failures.py). With `reports` every record's delivery is reported to the callback of its `send`.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class TransactionalProducer:
         return produce
 
     def on_produce_error(self, error: Exception, send: Send) -> None:
-        """Send a record after all whose produce() raised inside a feed. Raises CallFailed if that is impossible."""
+        """Send a record whose produce() raised inside a feed. Raises CallFailed if that is impossible."""
         topic, value, key, partition, timestamp_ms, headers = send
         if not isinstance(error, (BufferError, KafkaException)):
             raise self._fail("produce", Action.BUG, error) from error  # the App's checks let nothing else pass
@@ -451,7 +451,7 @@ class TransactionalProducer:
         return confirmed / self._produced if self._produced else 1.0
 
     def poll_identity(self, timeout_s: float = _IDENTITY_S, fresh: bool = False) -> Identity | None:
-        """Return producer id and epoch from the statistics; poll until they arrive. Return None if they never do.
+        """Return producer id and epoch from the statistics; poll until they arrive. Return None if none arrive.
 
         `fresh`: only from statistics emitted after this call. An abort of records that timed out makes librdkafka take
         the next epoch by itself (KIP-360), and the epoch known before would look like a predecessor's.

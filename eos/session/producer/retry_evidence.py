@@ -7,9 +7,9 @@ error. A new producer with the same transactional.id has a new epoch, so the cop
 This module says when that is needed. Its rules were measured for every kind of cut:
 
 - Time: a call that needed a retry cannot be faster than the retry backoff. librdkafka retries AddPartitionsToTxn and
-  TxnOffsetCommit after a fixed 500 ms, EndTxn and AddOffsetsToTxn after retry.backoff.ms (from 80 % of it, its jitter,
-  to retry.backoff.max.ms). A faster call was not retried, however far the broker is. A slower one is undecided, because
-  the broker may be far or busy.
+  TxnOffsetCommit after a fixed 500 ms, and EndTxn and AddOffsetsToTxn after retry.backoff.ms (from 80 % of it, its
+  jitter, to retry.backoff.max.ms). A faster call was not retried, however far the broker is. A slower one is undecided,
+  because the broker may be far or busy.
 - librdkafka's statistics of the coordinator's connection: disconnects, requests that timed out, and more EndTxn
   requests than transactions.
 - For an undecided call, statistics emitted after it returned. They clear the call if they count exactly as many of its
@@ -192,7 +192,7 @@ class RetryEvidence:
             self._note("a request to the transaction coordinator timed out")
 
     def _objection(self, call: str, now: Statistics) -> str:
-        """Return why statistics emitted after a slow call do not clear it, or "" if they do."""
+        """Return why statistics emitted after a slow call do not clear it, or "" if they clear it."""
         expected = self._ended if call == "commit" else self._offsets_sent
         for request in REQUESTS[call]:
             sent = now.count(request)

@@ -85,8 +85,8 @@ class AddressBook:
 def _needles(address: Address) -> Iterator[bytes]:
     """Return the encodings of an address in a message: the host's length, the host, and the port.
 
-    With the length, `kafka:9092` is not found in `my-kafka:9092`. It is compact or not, and the port has 16 bits in the
-    raft APIs.
+    With the length, `kafka:9092` is not found in `my-kafka:9092`. The length is compact or not, and the port has 16
+    bits in the raft APIs.
     """
     host, port = address
     for flexible in (True, False):

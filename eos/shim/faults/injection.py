@@ -93,7 +93,7 @@ ANSWER_TIMEOUT_S = 30.0
 
 
 async def _exchange(upstream: Address, context: ssl.SSLContext | None, frame: bytes) -> bytes:
-    """Return the frame of the response. Raises OSError or IncompleteReadError without one."""
+    """Return the frame of the response. Raises OSError or IncompleteReadError if none arrives."""
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(*upstream, ssl=context)
         try:

@@ -79,7 +79,7 @@ class Event:
         elif self.api or self.when != "answered" or self.outcome or self.transactional_id:
             raise ConfigurationError(f"rule = {self.rule}: can be combined only with nth")
         if self.when not in ("arrives", "answered"):
-            raise ConfigurationError(f"when = {self.when}: must be arrives or answered")
+            raise ConfigurationError(f"when = {self.when}: must be 'arrives' or 'answered'")
         if self.nth < 1:
             raise ConfigurationError(f"nth = {self.nth}: must be at least 1")
 

@@ -1,7 +1,7 @@
 """Answer /livez, /readyz and /metrics of a shim, on the threads of eos/probes.py.
 
 The module owns the responses. Threads can report a hanging event loop: /livez runs a function on the loop, and returns
-503 if the loop does not. It must never be reachable through the ports of clients.
+503 if the loop does not run it in time. It must never be reachable through the ports of clients.
 """
 
 from __future__ import annotations

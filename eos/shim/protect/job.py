@@ -80,7 +80,7 @@ class ProtectJob(Job):
         self._journal, self._required = journal, required
         self._unavailable_reason: str | None = None  # the logged reason why it is off
         self._old_brokers: set[str] = set()  # brokers that lacked EndTxn v5 in their last response
-        # Protection started after clients did. Unknown transactional.ids are older and are forwarded unchanged.
+        # Protection started later than some clients. Unknown transactional.ids are older and are forwarded unchanged.
         self._started_late = False
         for pair in journal.restored_pairs if journal else ():
             self.machine.restore(pair)

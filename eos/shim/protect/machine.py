@@ -241,8 +241,8 @@ class Machine:
     def renew(self, name: str, virtual: Identity, connection: int) -> Identity | None:
         """Return the next identity of a client (KIP-360) if the shim knows it without the broker, else None.
 
-        The end of a transaction returned an identity that is still unused. A repeated request gets the same one,
-        because the first response was lost or the request is late.
+        That is the unused identity which the last EndTxn returned. A repeated request gets it again: its first response
+        was lost, or the request is late.
         """
         known = self._known.get(name)
         if known is None or not self.can_renew(name, virtual):

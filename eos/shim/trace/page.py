@@ -111,7 +111,7 @@ def _diagram(transaction: Transaction) -> str:
 
 
 def _fold(steps: Sequence[Step]) -> tuple[list[Step | None], Sequence[Step]]:
-    """Return the rows to draw, and the rest: the first and last rows, with None for a gap between them."""
+    """Return the rows to draw (the first and last ones, with None for the gap between them) and the rows left out."""
     if len(steps) <= _ROWS_DRAWN:
         return list(steps), []
     half = _ROWS_DRAWN // 2

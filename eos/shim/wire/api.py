@@ -27,8 +27,9 @@ DESCRIBE_TRANSACTIONS = 65
 SHARE_FETCH = 78
 SHARE_ACKNOWLEDGE = 79
 
-# UNKNOWN_PRODUCER_ID. No broker answers EndTxn with it. Protection does after an abort, for clients that then request
-# their next identity themselves. Readers of EndTxn responses must treat it as an end of the transaction, not an error.
+# UNKNOWN_PRODUCER_ID. No broker answers EndTxn with it. Protection answers with it after an abort, for clients that
+# then request their next identity themselves. Readers of EndTxn responses must treat it as an end of the transaction,
+# not an error.
 ABORTED_UNKNOWN_PRODUCER_ID = 59
 
 # The newest version of each API that clients are offered: those of Kafka 4.4.0, including an unstable one

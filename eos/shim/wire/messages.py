@@ -25,7 +25,7 @@ CodeOf = Callable[[str | bytes, int], int]
 Codes = int | CodeOf  # one for all partitions, or a function of topic and partition
 
 
-# Smaller requests have room for few elements and are not checked first. Nearly all requests are smaller.
+# Smaller requests have room for few elements and are decoded without this check. Nearly all requests are smaller.
 _UNCHECKED_BYTES = 256
 
 

@@ -33,7 +33,7 @@ class Walk:
         self._advance(None)
 
     def feed(self, data: Piece) -> None:
-        """Read the next piece. Raises Malformed if the layout does."""
+        """Read the next piece. Raises Malformed if the layout raises it."""
         pos, end = 0, len(data)
         while pos < end and not self.is_complete:
             wants = self._wants

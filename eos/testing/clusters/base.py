@@ -195,7 +195,7 @@ class Cluster(ABC):
         self.wait_in_sync()
 
     def running(self, i: int) -> bool:
-        """Return whether the node is up; a paused or cut-off node is."""
+        """Return whether the node is up. A paused or cut-off node counts as up."""
         self._check(i)
         return i not in self._down
 
@@ -233,7 +233,7 @@ class Cluster(ABC):
         return self._query_node(f"{name} has a coordinator", lambda server: find_coordinator(server, name, kind))
 
     def controller(self) -> int:
-        """Return the active controller, the leader of the metadata quorum; Metadata names any broker instead."""
+        """Return the active controller, the leader of the metadata quorum; a Metadata response may name any broker."""
         return self._query_node("there is an active controller", find_controller)
 
     def wait_ready(self, nodes: Iterable[int], timeout_s: float = READY_TIMEOUT_S) -> None:
@@ -379,7 +379,7 @@ class Cluster(ABC):
 
 
 def collect_late(seen: Metadata, topics: Iterable[str], who: str, problems: list[str]) -> int:
-    """Add the parts that `who` reports as not in sync to `late`; return the number of partitions reported."""
+    """Add the parts that `who` reports as not in sync to `problems`; return the number of partitions reported."""
     known = {topic for topic, _ in seen.partitions}
     problems += [f"{who} does not know {topic}" for topic in topics if topic not in known]
     problems += [f"{topic}-{partition} at {who}" for topic, partition in seen.not_in_sync()]

@@ -261,7 +261,7 @@ class ContainerCluster(Cluster):
                 remove=True,
             )
         except docker.errors.ImageNotFound as error:
-            raise NotSupported(f"a network cut needs iptables from the image {BASE_IMAGE}: make image") from error
+            raise NotSupported(f"a network cut needs iptables from the image {BASE_IMAGE}: run `make image`") from error
         except docker.errors.ContainerError as error:
             raise NotSupported(f"iptables does not work in containers here: {str(error)[-200:]}") from error
 

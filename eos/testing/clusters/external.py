@@ -74,7 +74,9 @@ class ExternalCluster(Cluster):
     _kill = _stop = _launch = _pause = _resume = _partition = _heal = _no_fault
 
     def server(self, i: int) -> NoReturn:
-        raise NotSupported(f"nodes cannot be distinguished at {self.bootstrap_servers}: its node ids are its own")
+        raise NotSupported(
+            f"the nodes at {self.bootstrap_servers} cannot be addressed by index: the cluster chooses its own node ids"
+        )
 
     def log(self, i: int) -> NoReturn:
         raise NotSupported(f"a node's log needs a cluster of our own, not {self.bootstrap_servers}")

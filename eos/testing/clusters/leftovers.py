@@ -76,7 +76,8 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return the process's start time in the system's ticks; None if it does not exist or is only not reaped yet.
+    """Return the process's start time in the system's ticks; None if it does not exist, or has ended and is not reaped
+    yet.
 
     Without /proc only its existence is known: "-".
     """

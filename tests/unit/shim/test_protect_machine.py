@@ -402,7 +402,7 @@ def test_described_epoch_during_a_clients_end_is_its_own(client: Client, committ
     assert client.machine.identity_to_show("t", real(8), f"Complete{ours}") == V
 
 
-def test_described_outdated_epoch_is_below_the_clients(client: Client) -> None:
+def test_describe_shows_an_outdated_epoch_below_the_clients_own(client: Client) -> None:
     client.machine.note_init("t", Identity(4100, 0), A)
     client.machine.note_end("t", client.machine.check_end("t", Identity(4100, 0), A, True, "end"), Identity(4100, 1))
     assert client.machine.identity_to_show("t", Identity(4100, 0), "Empty") == Identity(4100, -1)

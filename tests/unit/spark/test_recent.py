@@ -15,7 +15,7 @@ from spark_connector.run import Run, sink
 def note(recent: Recent, small: bool, gives_up: bool = False) -> bool:
     """Note one batch, and return whether the driver tried it."""
     tried = recent.tries
-    recent.note(small, tried, by_driver=tried and not gives_up)
+    recent.record_batch(small, tried, by_driver=tried and not gives_up)
     return tried
 
 
