@@ -11,7 +11,7 @@ DOCS := $(VENV)/.docs
 # Where it is set, each of the thousands of processes that the suites start compiles the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-state demo-spark dist docs reference check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-state-order bench-restore bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
+.PHONY: demo demo-state demo-spark dist docs reference check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-windows bench-state-order bench-restore bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
 	$(BIN)/eos demo
@@ -118,6 +118,10 @@ bench-peers: $(STAMP) $(QUIX)/.installed
 # Counting by key, with state, beside the same two.
 bench-state: $(STAMP) $(QUIX)/.installed
 	$(BIN)/python -m benchmarks.peers.count --quix-python $(QUIX)/bin/python
+
+# Windows that are final once, beside the same two; and what deduplication costs.
+bench-windows: $(STAMP) $(QUIX)/.installed
+	$(BIN)/python -m benchmarks.peers.windows --quix-python $(QUIX)/bin/python
 
 # Lists and maps of one key that are read in order, without a broker.
 bench-state-order: $(STAMP)

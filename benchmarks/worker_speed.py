@@ -56,16 +56,29 @@ def shapes() -> dict[str, list[str]]:
     return loops
 
 
-def load(bootstrap: str, topic: str, count: int, size: int, keys: int = 10_000) -> None:
-    """`count` records of `size` bytes (12-byte keys, values that are JSON) into a new topic."""
+def load(bootstrap: str, topic: str, count: int, size: int, keys: int = 10_000, span_ms: int = 0) -> None:
+    """Write `count` records of `size` bytes (12-byte keys, values that are JSON) into a new topic.
+
+    Their timestamps are the last `span_ms` in order, or the time of sending if it is 0.
+    """
+    begin_ms = int(time.time() * 1000) - span_ms
     create(bootstrap, topic)
-    producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 20, "queue.buffering.max.messages": 500_000})
+    producer = Producer(
+        {
+            "bootstrap.servers": bootstrap,
+            "linger.ms": 20,
+            "queue.buffering.max.messages": 500_000,
+            "enable.idempotence": True,  # in order
+        }
+    )
     rest = b',"text":"%s"}'
     rest %= b"x" * (size - len(rest) + len(b"%s") - len(b'{"n":') - 10)
     for number in range(count):
+        time_ms = begin_ms + number * span_ms // count if span_ms else 0
         while True:
             try:
-                producer.produce(topic, b'{"n":1%09d' % number + rest, b"key-%08d" % (number % keys))
+                value, key = b'{"n":1%09d' % number + rest, b"key-%08d" % (number % keys)
+                producer.produce(topic, value, key, timestamp=time_ms)
                 break
             except BufferError:
                 producer.poll(0.1)

@@ -1,11 +1,13 @@
-// The job of count.py on Kafka Streams with exactly_once_v2: count the records of each key, send the count.
+// The job of count.py on Kafka Streams with exactly_once_v2: count the records of each key, send the count. With
+// WINDOW_MS that of windows.py: count in tumbling windows, and send the final count of each.
 //
-// java StreamsCount BOOTSTRAP SOURCE TARGET COUNT GROUP THREADS DIRECTORY CACHE_BYTES
+// java StreamsCount BOOTSTRAP SOURCE TARGET COUNT GROUP THREADS DIRECTORY CACHE_BYTES [WINDOW_MS]
 // prints: records, seconds from the first record to the commit that covers the last one, seconds of the second half.
 // With a cache an output is sent for each key and commit, without one for each record. What is restored goes to the
 // standard error: "restored", records so far, seconds since the first of them.
 
 import java.nio.charset.StandardCharsets;
+import java.time.Duration;
 import java.util.Properties;
 import java.util.concurrent.atomic.AtomicLong;
 import java.util.concurrent.atomic.LongAdder;
@@ -16,7 +18,11 @@ import org.apache.kafka.common.serialization.Serdes;
 import org.apache.kafka.streams.KafkaStreams;
 import org.apache.kafka.streams.StreamsBuilder;
 import org.apache.kafka.streams.processor.StateRestoreListener;
+import org.apache.kafka.streams.kstream.KGroupedStream;
+import org.apache.kafka.streams.kstream.KStream;
 import org.apache.kafka.streams.kstream.Materialized;
+import org.apache.kafka.streams.kstream.Suppressed;
+import org.apache.kafka.streams.kstream.TimeWindows;
 import org.apache.kafka.streams.state.Stores;
 
 public final class StreamsCount {
@@ -41,20 +47,25 @@ public final class StreamsCount {
         settings.put("default.value.serde", Serdes.ByteArraySerde.class.getName());
         settings.put("processing.exception.handler.global.enabled", "true");
         StreamsBuilder builder = new StreamsBuilder();
-        builder.<byte[], byte[]>stream(arguments[1])
+        KGroupedStream<byte[], byte[]> grouped = builder.<byte[], byte[]>stream(arguments[1])
                 .peek((key, value) -> {
                     if (first.get() == 0) {
                         first.compareAndSet(0, System.nanoTime());
                     }
                     handled.increment();
                 })
-                .groupByKey()
-                .count(Materialized.<byte[], Long>as(Stores.persistentKeyValueStore("counts"))
-                        .withKeySerde(Serdes.ByteArray())
-                        .withValueSerde(Serdes.Long()))
-                .toStream()
-                .mapValues(counted -> Long.toString(counted).getBytes(StandardCharsets.US_ASCII))
-                .to(arguments[2]);
+                .groupByKey();
+        KStream<byte[], Long> counts = arguments.length > 8
+                ? grouped.windowedBy(TimeWindows.ofSizeWithNoGrace(Duration.ofMillis(Long.parseLong(arguments[8]))))
+                        .count(Materialized.with(Serdes.ByteArray(), Serdes.Long()))
+                        .suppress(Suppressed.untilWindowCloses(Suppressed.BufferConfig.unbounded()))
+                        .toStream()
+                        .selectKey((window, counted) -> window.key())
+                : grouped.count(Materialized.<byte[], Long>as(Stores.persistentKeyValueStore("counts"))
+                                .withKeySerde(Serdes.ByteArray())
+                                .withValueSerde(Serdes.Long()))
+                        .toStream();
+        counts.mapValues(counted -> Long.toString(counted).getBytes(StandardCharsets.US_ASCII)).to(arguments[2]);
         try (KafkaStreams streams = new KafkaStreams(builder.build(), settings);
                 Admin admin = Admin.create(settings)) {
             streams.setGlobalStateRestoreListener(new Restored());

@@ -1,7 +1,7 @@
 """The job of count.py on Quix Streams with exactly-once; runs in a virtual environment of its own, without eos.
 
-`python quix_count.py BOOTSTRAP SOURCE TARGET COUNT GROUP DIRECTORY` prints records, seconds from the first record
-to the end of run() (which commits what is left), seconds of the second half.
+`python quix_count.py BOOTSTRAP SOURCE TARGET COUNT GROUP DIRECTORY [WINDOW_MS]` prints records, seconds from
+the first record to the end of run() (which commits what is left), seconds of the second half.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 from quixstreams import Application
 
 
-def main(bootstrap: str, source: str, target: str, count: int, group: str, directory: str) -> None:
+def main(bootstrap: str, source: str, target: str, count: int, group: str, directory: str, window_ms: str = "") -> None:
     app = Application(
         broker_address=bootstrap,
         consumer_group=group,
@@ -27,20 +27,27 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, direc
     marks: list[float] = []
     handled = 0
 
-    def counted(value: bytes, state: Any) -> bytes:
+    def mark(value: bytes) -> None:
         nonlocal handled
         handled += 1
         if handled == 1 or handled == count // 2:
             marks.append(time.monotonic())
+
+    def counted(value: bytes, state: Any) -> bytes:
+        mark(value)
         seen: int = state.get("seen", 0) + 1
         state.set("seen", seen)
         return str(seen).encode()
 
-    app.dataframe(inputs).apply(counted, stateful=True).to_topic(outputs)
+    if window_ms:
+        windows = app.dataframe(inputs).update(mark).tumbling_window(int(window_ms)).count()
+        windows.final(closing_strategy="partition").apply(lambda found: str(found["value"]).encode()).to_topic(outputs)
+    else:
+        app.dataframe(inputs).apply(counted, stateful=True).to_topic(outputs)
     app.run(count=count, collect=False)
     end = time.monotonic()
     print(f"{handled} {end - marks[0]:.4f} {end - marks[-1]:.4f}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:])

@@ -154,11 +154,12 @@ def compare(
     rounds: int,
     yardstick: str = "straight loop",
     keys: int = 10_000,
+    span_ms: int = 0,
 ) -> list[Line]:
     name = f"{count:,} x {size:,} B"
     source = f"in-{size}-{uuid.uuid4().hex[:6]}"
     console.print(f"{name}: loading")
-    load(bootstrap, source, count, size, keys)
+    load(bootstrap, source, count, size, keys, span_ms)
     runs: dict[str, list[Run]] = {peer.name: [] for peer in peers}
     for turn in range(rounds):
         # Each in another place each round: the disk is slower behind a neighbour's writes.

@@ -80,6 +80,13 @@ class App:
         """Return the topics that one function writes and another one reads."""
         return self.destinations & self.routes.keys()
 
+    def follows(self, route: Route) -> bool:
+        """Return whether a function with time reads what another function of the App writes.
+
+        Its time is then not that of its own records (eos/worker/watermarks.py).
+        """
+        return route.uses_time and not self.chained.isdisjoint(route.sources)
+
     @property
     def functions(self) -> list[Route]:
         """Return every function once; functions that read only by a pattern come last."""

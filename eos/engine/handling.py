@@ -143,7 +143,8 @@ class Handler:
     `passing`: names of headers, see Route. `policy`: applies to all functions in place of their own. `cells_of`:
     returns where the state of a function is kept. `tasks_of`: returns the tasks of a function, by partition.
     `silent_until_ms` returns up to which time the event time of a partition follows the clock, given how long it must
-    have been silent; 0: it does not.
+    have been silent; 0: it does not. `watermark_ms` returns the time that a partition has
+    reached whose function reads what another function of the App writes.
     """
 
     def __init__(
@@ -158,13 +159,15 @@ class Handler:
         cells_of: Callable[[Route], CellsOf] | None = None,
         tasks_of: Callable[[Route], Mapping[Partition, TaskCells]] | None = None,
         silent_until_ms: Callable[[Partition, int], int] = lambda *_: 0,
+        watermark_ms: Callable[[Partition], int] = lambda _: 0,
     ) -> None:
-        self._silent_until_ms = silent_until_ms
+        self._silent_until_ms, self._watermark_ms = silent_until_ms, watermark_ms
         self._now = now
         self._app, self._ledger, self._policy = app, ledger, policy
         self._sizes = SliceSizes(batch_most, concurrent_most)
         self._feeds: dict[Route, Feed] = {}
         self._timed: dict[Route, Route] = {}  # functions that use time, with their timer functions and tasks
+        self._following: set[Route] = set()  # those whose time is not that of their own records
         self._tasks_of: Callable[[Route], Mapping[Partition, TaskCells]] = tasks_of or (lambda _: {})
         for route in app.functions:
             if ledger is not None:
@@ -174,6 +177,8 @@ class Handler:
             self._feeds[route] = made.feed if ledger is None else self._feed_of(made.each)
             if route.uses_time:
                 self._timed[route] = made
+                if app.follows(route):
+                    self._following.add(made)
                 self._feeds |= {handler: handler.feed for handler in made.handlers.values()}
         # The failures of each record. Kept until its offset is committed, because an abort hands the
         # record out again.
@@ -320,14 +325,20 @@ class Handler:
     def fire_waiting(self, txn: Feeds) -> Halt | None:
         """Fire the timers that are due without a further record: those of the clock, those left by a transaction, and
         those of silent partitions."""
+        for timed in self._following:
+            for partition, task in self._tasks_of(timed).items():
+                task.time_ms = max(task.time_ms, self._watermark_ms(partition))
         for timed, partition, task, timers, until_ms in self._waiting():
             if (halt := self._fire(txn, timed, partition, task, timers, until_ms)) is not None:
                 return halt
         return None
 
-    def advance(self, txn: Feeds, to_ms: int) -> Halt | None:
-        """Move the time of all tasks to `to_ms`, as records of that time would, and fire all timers that are due."""
-        for timed in self._timed.values():
+    def advance(self, txn: Feeds, to_ms: int, only_following: bool = False) -> Halt | None:
+        """Move the time of all tasks to `to_ms`, as records of that time would, and fire all timers that are due.
+
+        `only_following`: leave out functions whose time is that of their own records.
+        """
+        for timed in self._following if only_following else self._timed.values():
             for partition, task in list(self._tasks_of(timed).items()):
                 task.time_ms = max(task.time_ms, to_ms)
                 if (halt := self._fire(txn, timed, partition, task, task.timers, task.time_ms)) is not None:
@@ -342,8 +353,9 @@ class Handler:
                 clock_ms = task.clock_ms()
                 if task.clock_timers.due(clock_ms, 1):
                     yield timed, partition, task, task.clock_timers, clock_ms
-                if task.timers.due(task.time_ms, 1):
-                    yield timed, partition, task, task.timers, task.time_ms
+                now_ms = max(task.time_ms, self._watermark_ms(partition) if timed in self._following else 0)
+                if task.timers.due(now_ms, 1):
+                    yield timed, partition, task, task.timers, now_ms
                 if idle_ms is None or not task.timers.due(clock_ms - idle_ms, 1):
                     continue
                 if task.timers.due(until_ms := self._silent_until_ms(partition, idle_ms), 1):

@@ -110,7 +110,7 @@ class Loop:
                     self._begin()
                 if self._open is not None:
                     self._end()
-            elif self._fetcher.query_finished():
+            elif self._fetcher.query_finished() and self._listener.may_finish():
                 return None
             self._replace_while_idle()
             self._listener.on_idle()

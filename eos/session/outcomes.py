@@ -88,6 +88,10 @@ class Listener:
         """Return whether a transaction should begin although no record waits."""
         return False
 
+    def may_finish(self) -> bool:
+        """Return whether a session with `until_end` may end its loop, which has handled everything."""
+        return True
+
     def find_new_topics(self) -> Sequence[str]:
         """Return topics to read from now on as well. Called while no transaction is open."""
         return ()

@@ -45,6 +45,7 @@ class Keeper:
     def __init__(self, app: App, settings: Settings, world: World = REAL) -> None:
         self._app_id, self._settings, self._world = app.id, settings, world
         self._routes = {route.sources[0]: route for route in app.stateful}
+        self._following = {source for source, route in self._routes.items() if app.follows(route)}
         self._topics = changelog.changelogs_of(app.id, app.stateful)
         self.topics = frozenset(self._topics.values())
         self._tasks: dict[Partition, Task] = {}  # tasks whose state is restored
@@ -118,6 +119,11 @@ class Keeper:
             return self._tasks[record.topic, record.partition]
 
         return cells
+
+    def time_ms(self, partition: Partition) -> int | None:
+        """Return the event time of a partition's task; None if its function does not use time."""
+        task = self._tasks.get(partition)
+        return task.time_ms if task is not None and task.has_timers else None
 
     def tasks_of(self, route: Route) -> Mapping[Partition, TaskCells]:
         """Return the restored tasks of a function, by partition."""
@@ -264,7 +270,7 @@ class Keeper:
         except BaseException:
             values.close()
             raise
-        return Task(values, route.ttls, self._world.unix, header.encoded(), route.uses_time)
+        return Task(values, route.ttls, self._world.unix, header.encoded(), route.uses_time, source in self._following)
 
     def _restoring_of(self, route: Route, topic: str, ends: Mapping[int, int | None]) -> Restoring:
         def values(partition: int, whichever: bool) -> Values | None:

@@ -33,7 +33,7 @@ class Task(Layer):
 
     `ttls`: milliseconds by the name of a store. `clock`: returns the current time in seconds. The task's time never
     runs ahead of it: a record with a future timestamp must not expire recent entries. `has_timers`: its function sets
-    timers, so that the task keeps its time.
+    timers, so that the task keeps its time. `follows`: its records do not move the time (eos/worker/watermarks.py).
     """
 
     timers: TimerIndex
@@ -47,6 +47,7 @@ class Task(Layer):
         clock: Callable[[], float] | None = None,
         header: bytes | None = None,
         has_timers: bool = False,
+        follows: bool = False,
     ) -> None:
         self.values: Values = InMemory() if values is None else values
         """The committed values."""
@@ -63,7 +64,7 @@ class Task(Layer):
         """True if the changelog may have aborted records after the values' position."""
         self._known_end = self.values.position
         self._own_entries = own_entries(self.values)
-        self.has_timers = has_timers
+        self.has_timers, self._follows = has_timers, follows
         if has_timers:
             self.timers = TimerIndex(EVENT_TIMERS.encode(), self.values, self.due_ms)
             self.clock_timers = TimerIndex(CLOCK_TIMERS.encode(), self.values, self.due_ms)
@@ -82,6 +83,8 @@ class Task(Layer):
         return self._bounds.get(row) or self._committed_bounds.get(row)
 
     def at(self, timestamp_ms: int) -> int:
+        if self._follows:
+            return self.time_ms
         if self._clock is not None:
             now_ms = int(self._clock() * 1000)
             timestamp_ms = min(timestamp_ms, now_ms) if timestamp_ms >= 0 else now_ms

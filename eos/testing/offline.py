@@ -8,6 +8,7 @@ refused, no transaction aborts.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import typing
 from collections import defaultdict
@@ -108,9 +109,9 @@ def run(app: App, steps: Iterable[Record | tuple[Any, ...] | Advance], *, order:
         if record.topic not in app.routes:
             raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")
     kept, ran, hooks = Collector(), Ran(topics=output_topics(app)), Hooks(app)
-    tasks = Tasks()
+    tasks = Tasks(app)
     handler = Handler(app, passing=Settings({}).passed_headers, cells_of=tasks.cells_of, tasks_of=tasks.tasks_of)
-    finished = False
+    finished, latest_ms = False, 0
     try:
         hooks.start()
         while given:
@@ -128,6 +129,12 @@ def run(app: App, steps: Iterable[Record | tuple[Any, ...] | Advance], *, order:
                 at += halt.handled
                 ran.retries += 1
             given += _internal_records(app, kept.sends[before:], offsets)
+            latest_ms = max(latest_ms, *(record.timestamp for record in part))
+            if not given:
+                # All input is handled, so functions that read what others write have reached its time.
+                before = len(kept.sends)
+                ran.retries += _settle(functools.partial(handler.advance, kept, latest_ms, only_following=True))
+                given += _internal_records(app, kept.sends[before:], offsets)
         finished = True
     finally:
         handler.end()

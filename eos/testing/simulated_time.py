@@ -6,6 +6,7 @@ import time
 from datetime import datetime
 from typing import NamedTuple
 
+from eos.app.definition import App
 from eos.app.routes import Route
 from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
@@ -43,7 +44,8 @@ class _TestTask(Task):
 class Tasks:
     """The tasks of a run, and its time."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: App) -> None:
+        self._app = app
         self._tasks: dict[tuple[str, int], _TestTask] = {}
         self.clock_ms = int(time.time() * 1000)
         self.event_ms = 0
@@ -59,7 +61,8 @@ class Tasks:
             place = record.topic, record.partition
             if (task := self._tasks.get(place)) is None:
                 values = InMemory(timed=route.timed_stores)
-                task = self._tasks[place] = _TestTask(values, route.ttls, has_timers=route.uses_time)
+                timed, follows = route.uses_time, self._app.follows(route)
+                task = self._tasks[place] = _TestTask(values, route.ttls, has_timers=timed, follows=follows)
                 task.clock = self
             return task
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from eos.worker.idle import IdlePartitions
 from eos.worker.new_topics import NewTopics
 from eos.worker.retention import Retention
 from eos.worker.spans import Spans
+from eos.worker.watermarks import ReachedTimes, Watermarks, upstream_of
 
 if TYPE_CHECKING:
     from eos.kafka.admin.facts import Topic
@@ -70,6 +72,9 @@ class Worker(Listener):
         batch_most: int = self.settings["eos.batch.max.records"]
         self._sizes = SliceSizes(batch_most, concurrent_most)
         passing = self.settings.passed_headers
+        upstream = {source for sources in upstream_of(app).values() for source in sources}
+        self._reached = ReachedTimes(upstream, self._task_time_ms) if upstream else None
+        self._watermarks = Watermarks(self.settings, app, self._position_of, world)
         self._idle = IdlePartitions(self.settings, lambda partition: self.session.find_end(partition), world)
         self._handler = Handler(
             app,
@@ -81,6 +86,7 @@ class Worker(Listener):
             cells_of=cells_of,
             tasks_of=tasks_of,
             silent_until_ms=self._idle.silent_until_ms,
+            watermark_ms=self._watermarks.time_ms,
         )
         self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
         self._found_topics = False
@@ -89,16 +95,17 @@ class Worker(Listener):
             app.topics,
             until_end=until_end,
             destinations=sorted(app.destinations),
-            participants=[one for one in (ledger, self._keeper) if one is not None],
+            participants=[one for one in (ledger, self._keeper, self._reached) if one is not None],
             listener=self,
             handled_at_once=batch_most if any(function.batch for function in app.functions) else 1,
-            with_ends=any(function.timing.idle_ms is not None for function in app.functions),
+            with_ends=bool(upstream) or any(function.timing.idle_ms is not None for function in app.functions),
             world=world,
         )
         functions = app.functions
         self._uses_time = any(function.uses_time for function in functions)
         self._single_route: Route | None = functions[0] if len(functions) == 1 else None
         self._slow_functions = SlowFunctions(self.settings)
+        self._at_end_since = math.inf  # World.now() since when all partitions are read to their ends
         self._retry_at = 0.0  # World.now() at which a failed record may be retried
         self.on_tick: Callable[[], None] = lambda: None
         """Called after each transaction, and about every 100 ms without records."""
@@ -134,6 +141,8 @@ class Worker(Listener):
                 self._keeper.prepare()
             hooks.start()
             session.start()
+            if self._reached is not None:
+                self._watermarks.start(session.watcher)
             if self._new_topics is not None and not session.until_end:
                 self._new_topics.watch(session.watcher)
             with _collecting_garbage_rarely():
@@ -182,6 +191,24 @@ class Worker(Listener):
     def _tick(self) -> None:
         self._handler.tick()
         self.on_tick()
+
+    def may_finish(self) -> bool:
+        """Wait until the windows that the whole input closes are closed, in functions that read what others write."""
+        if self._reached is None:
+            return True
+        if any(self.session.find_end(partition) is None for partition in self.session.assignment):
+            self._at_end_since = math.inf
+            return False
+        self._at_end_since = min(self._at_end_since, self._world.now())
+        return self._watermarks.is_current(self._at_end_since) and not self._handler.has_due_timers()
+
+    def _task_time_ms(self, partition: tuple[str, int]) -> int | None:
+        return None if self._keeper is None else self._keeper.time_ms(partition)
+
+    def _position_of(self, partition: tuple[str, int]) -> int:
+        """Return the offset up to which a partition was handled and committed, markers at its end included."""
+        end = self.session.find_end(partition)
+        return max(self.session.committed.get(partition, 0), end[0] if end is not None else 0)
 
     def find_new_topics(self) -> list[str]:
         names = [] if self._new_topics is None else self._new_topics.arrived()
@@ -256,6 +283,8 @@ class Worker(Listener):
                 self._spans.took(batch)
             began = self._world.now()
             halt = self._handle_batch(txn, batch)
+            if self._reached is not None:
+                self._reached.note(batch if halt is None else batch[: halt.handled])
             ended = self._world.now()
             open_s = self._handler.open_s(txn, ended)
             if self._slow_functions.is_too_slow(open_s, ended - began):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import eos
 from eos import App, ListState, MapState, Out, Record, State, Timer, Timers, Window, hopping, sessions, tumbling
+from eos.app.layers import Layer
 from eos.app.lineage import check_route
 from eos.cli import topology
 from eos.errors import ConfigurationError, IllegalState, PoisonRecord
@@ -21,6 +22,7 @@ from eos.state.tasks import Task
 from eos.state.timer_index import TimerIndex
 from eos.state.values import InMemory
 from eos.testing import Ran, advance, run
+from eos.worker.watermarks import least_time
 
 SECOND = 1_000
 EVENTS = st.lists(
@@ -170,6 +172,41 @@ def test_closed_window_is_never_opened_again() -> None:
     ran = run(windowed(tumbling(seconds=10)), [*events, END, END])
     assert texts(ran) == [("a", "0-10 1 1", 9), ("b", "30-40 1 1", 39)]
     assert [(s.key, s.value, s.timestamp) for s in ran.to("late")] == [(b"a", b"7", 5_000)]
+
+
+def test_keys_that_begin_alike_have_windows_of_their_own() -> None:
+    """T7: closing the window of `k` leaves those of `k2` and of a key that ends like a window's name."""
+    window, other = b"k", b"k" + b"\0" * 8
+    app = windowed(tumbling(seconds=10))
+    values = [
+        Record("in", 0, n, ms, key, b"1") for n, (key, ms) in enumerate([(window, 0), (b"k2", 10_000), (other, 0)])
+    ]
+    ran = run(app, [*values[:1], *values[2:], values[1], END])
+    assert sorted((sent.key, sent.value) for sent in ran.to("out")) == [
+        (window, b"0-10 1 1"),
+        (other, b"0-10 1 1"),
+        (b"k2", b"10-20 1 1"),
+    ]
+
+
+def test_closing_a_window_reads_only_its_own_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T15: the number of reads does not depend on the number of keys."""
+    reads: list[bytes] = []
+    get = Layer.get
+    monkeypatch.setattr(Layer, "get", lambda self, cell: reads.append(cell) or get(self, cell))
+    app = App("reads")
+
+    @app.process("in", window=tumbling(seconds=10), grace=timedelta(0))
+    def add(value: int, total: State[int]) -> None:
+        total.set(total.get(0) + value)
+
+    needed = []
+    for keys in (10, 1_000):
+        events = [(0, f"k{n}", 15 if n else 5, 1) for n in range(keys)]
+        run(app, [*records(*events[:1]), *records(*events[1:])])
+        needed.append(sum(b"k0" in cell for cell in reads))
+        reads.clear()
+    assert needed[0] == needed[1] > 0
 
 
 def test_window_function_may_send_updates_too() -> None:
@@ -607,6 +644,46 @@ def test_lineage_and_timers_exclude_each_other() -> None:
     (route,) = reminders().functions
     with pytest.raises(ConfigurationError, match="note has timers, windows or once=: use it without them"):
         check_route(route)
+
+
+def test_window_after_a_step_by_another_key_waits_for_all_input() -> None:
+    app = App("chain")
+
+    @app.process("in", to="by-value")
+    def turn(value: int, record: Record) -> Out:
+        return Out(value, key=f"v{value}")
+
+    @app.process("by-value", to="out", window=tumbling(seconds=10), grace=timedelta(0))
+    def add(value: int, total: State[int]) -> None:
+        total.set(total.get(0) + value)
+
+    @app.on_close(add)
+    def close(window: Window, total: State[int]) -> str:
+        return f"{window.start_ms // SECOND} {total.get()}"
+
+    events = records((0, "a", 5, 1), (0, "a", 95, 1), (1, "b", 6, 1), (1, "b", 35, 2))
+    assert texts(run(app, events)) == [("v1", "0 2", 9), ("v2", "30 2", 39)]
+
+
+@pytest.mark.parametrize(
+    ("reached", "committed", "least"),
+    [
+        ({0: 50, 1: 90}, {0: 3, 1: 3}, 50),  # both have more records
+        ({0: 50, 1: 90}, {0: 10, 1: 3}, 90),  # the first was read to its end
+        ({0: 50, 1: 90}, {0: 10, 1: 10}, 90),  # both were
+        ({1: 90}, {1: 3}, 0),  # the first has records, but nothing of it is committed
+        ({}, {}, 0),
+    ],
+)
+def test_least_time_is_that_of_the_partitions_with_more_records(
+    reached: dict[int, int], committed: dict[int, int], least: int
+) -> None:
+    first, second = ({("in", partition): value for partition, value in of.items()} for of in (reached, committed))
+    assert least_time(first, second, {("in", 0): 10, ("in", 1): 10}) == least
+
+
+def test_empty_partition_holds_no_time_back() -> None:
+    assert least_time({("in", 1): 90}, {("in", 1): 3}, {("in", 0): 0, ("in", 1): 10}) == 90
 
 
 # ---- the index of timers ---------------------------------------------------------------------------------------------

@@ -396,8 +396,15 @@ class ClusterAdmin:
 
     def metadata_by_partition(self, group: str) -> dict[Partition, str]:
         """Return the metadata of each committed offset of the group ("": none), without confluent-kafka's final NUL."""
+        return {place: metadata for place, (_, metadata) in self.committed_offsets(group).items()}
+
+    def committed_offsets(self, group: str) -> dict[Partition, tuple[int, str]]:
+        """Return each committed offset of the group with its metadata ("": none), without confluent-kafka's final NUL.
+
+        Offsets pending in a transaction do not count.
+        """
         found = self._committed(group).items()
-        return {(at.topic, at.partition): str(one.metadata or "").rstrip("\0") for at, one in found}
+        return {(at.topic, at.partition): (one.offset, str(one.metadata or "").rstrip("\0")) for at, one in found}
 
     def committed_topics(self, group: str) -> set[str]:
         """Return the topics with committed offsets of the group. Offsets pending in a transaction do not count."""
