@@ -167,6 +167,8 @@ class Handler:
         self._sizes = SliceSizes(batch_most, concurrent_most)
         self._feeds: dict[Route, Feed] = {}
         self._timed: dict[Route, Route] = {}  # functions that use time, with their timer functions and tasks
+        self._fired: list[Record] = []  # the last timers that fired in the open transaction
+        self._one_timer = False  # each transaction fires one timer only
         self._following: set[Route] = set()  # those whose time is not that of their own records
         self._tasks_of: Callable[[Route], Mapping[Partition, TaskCells]] = tasks_of or (lambda _: {})
         for route in app.functions:
@@ -226,6 +228,7 @@ class Handler:
     def begun(self) -> None:
         """Note that a transaction is open and empty."""
         self.longest = self._sending = None
+        self._fired = []
 
     def ended(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
         """Forget the failures of records that are now committed or assigned to another member."""
@@ -243,6 +246,24 @@ class Handler:
         error: Exception = (DeadLetterRefused if position in self._dead else RecordRefused)(str(failure))
         error.__cause__ = failure
         self._special[position] = error
+
+    def isolate_timers(self) -> None:
+        """Fire the next timers one per transaction, to find the one of which an output is refused."""
+        self._one_timer = True
+
+    def refused_of_timers(self, failure: Exception) -> bool:
+        """Note that an output of the timers in the aborted transaction was refused; return whether there were any."""
+        if self._fired and self._one_timer:
+            self._one_timer = False
+            self.refused(self._fired[-1], failure)
+        elif self._fired:
+            self._one_timer = True
+        return self.has_fired
+
+    @property
+    def has_fired(self) -> bool:
+        """Return whether timers fired in the open transaction, or in the one that was aborted last."""
+        return bool(self._fired)
 
     def tick(self) -> None:
         """Log the lines that the limit held back, once the interval is over; called even without records."""
@@ -386,16 +407,17 @@ class Handler:
     ) -> Halt | None:
         """Fire the timers of a task that are due, in order. Halt if the transaction is over before all have fired."""
         window_of = functools.partial(find_window, timed.timing, task)
-        while due := timers.due(until_ms, _TIMERS_AT_ONCE):
+        while due := timers.due(until_ms, 1 if self._one_timer else _TIMERS_AT_ONCE):
             if timers is task.timers:
                 task.time_ms = max(task.time_ms, due[-1][0])
             fired = [record_of(*partition, cell, due_ms, window_of) for due_ms, cell in due]
+            self._fired = fired
             for name, group in itertools.groupby(fired, key=_timer_name):
                 if (handler := timed.handlers.get(name)) is None:
                     return Halt(0, _unknown_timer(timed, name))
                 if (halt := self._run(txn, handler, list(group))) is not None:
                     return halt._replace(handled=0)
-            if txn.is_over:
+            if txn.is_over or self._one_timer:
                 return Halt(0)
         return None
 

@@ -111,6 +111,11 @@ class Listener:
         sentence = f"an output of {where} was refused: {failure}"
         raise PoisonRecord(sentence, record.topic, record.partition, record.offset) from failure
 
+    def on_refused_without_record(self, failure: CallFailed) -> None:
+        """Called if an output was refused in a transaction that took no record, and it is unknown which output it is.
+        Its transaction is aborted, and the loop goes on unless this method raises, as it does by default."""
+        raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
+
 
 class Outcomes:
     """Notifies a session's parts, participants and listener of the outcome of each transaction, and counts it."""

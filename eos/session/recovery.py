@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from eos import log
-from eos.errors import Action, CallFailed, PoisonRecord, Temporary, stop_error
+from eos.errors import Action, CallFailed, Temporary, stop_error
 from eos.kafka.client.failures import describe_rebalance
 from eos.records import Record
 from eos.session.consumer.positions import TopicPartition as Partition
@@ -202,11 +202,12 @@ class Recovery:
 
     def _isolate(self, trouble: Trouble) -> None:
         failure, last = trouble.first, trouble.last
-        if last is None:
-            raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
-        if failure.record is not None or trouble.taken == 1:
+        record = failure.record or (last if trouble.taken == 1 else None)
+        if record is not None:
             self._pacing.stop_search()
-            self._listener.on_refused(failure.record or last, failure)
+            self._listener.on_refused(record, failure)
+        elif not trouble.taken:
+            self._listener.on_refused_without_record(failure)
         else:
             self._pacing.search_refused(trouble.taken)
 

@@ -228,7 +228,14 @@ class Worker(Listener):
         self._handler.unreadable((topic, partition, offset), why)
 
     def on_refused(self, record: Record, failure: CallFailed) -> None:
-        self._handler.refused(record, failure)
+        if failure.record is None and self._handler.has_fired:
+            self._handler.isolate_timers()  # it may be an output of a timer that fired before the record
+        else:
+            self._handler.refused(record, failure)
+
+    def on_refused_without_record(self, failure: CallFailed) -> None:
+        if not self._handler.refused_of_timers(failure):
+            super().on_refused_without_record(failure)
 
     # ---- the end ----------------------------------------------------------------------------------------------
 

@@ -317,6 +317,53 @@ def later(key: str) -> str:
 """
 
 
+FAILS = """
+from datetime import timedelta
+import eos
+from eos import State, Timers
+
+app = eos.App({id!r})
+
+@app.process({source!r}, to={out!r}, on_error=eos.retry(2, then="dlq"))
+def start(value: str, seen: State[int], due: Timers) -> None:
+    seen.set(1)
+    due.set(value, after=timedelta(milliseconds=1), clock=value == "raises")
+
+@app.on_timer(start, "raises")
+def raises(key: str, seen: State[int]) -> str:
+    seen.set(2)
+    raise ValueError("on purpose")
+
+@app.on_timer(start, "large")
+def large(key: str) -> str:
+    return "x" * 3_000_000
+
+@app.on_timer(start, "works")
+def works(key: str, seen: State[int]) -> str:
+    return f"{{seen.get()}}"
+"""
+
+
+@pytest.mark.parametrize("refuses", ["client", "broker"])
+def test_failed_timers_go_to_the_dead_letter_topic_and_others_fire(timed: Timed, refuses: str) -> None:
+    """Timers of both clocks: one raises, and an output of another one is refused. A broker does not say which one."""
+    if refuses == "broker":
+        configure(timed.servers, timed.out, "max.message.bytes", "100000")
+    (timed.folder / "counting.py").write_text(FAILS.format(**vars(timed)))
+    letters = create_topic(timed.servers, f"{timed.source}.dlq")
+    with eos.transaction({"bootstrap.servers": timed.servers, "transactional.id": f"{timed.id}-load"}) as txn:
+        for number, name in enumerate(("works", "raises", "large", "works", "raises", "works")):
+            txn.send(timed.source, name, key=f"k{number}", partition=0, timestamp_ms=START_MS + number * 1_000)
+    timed.run("-X", f"message.max.bytes={1_000_000 if refuses == 'client' else 9_000_000}")
+    assert timed.outputs() == {key: ["1"] for key in ("k0", "k3")}, "the timer of the last record is not due"
+    failed = read_topic(timed.servers, letters, header="eos-timer")
+    assert sorted(zip(failed.keys, failed.headers, strict=True)) == [
+        (b"k1", b"raises"),
+        (b"k2", b"large"),
+        (b"k4", b"raises"),
+    ]
+
+
 # Suspends itself in an open transaction in which timers have fired.
 SUSPENDED = """
 import os, signal, sys
