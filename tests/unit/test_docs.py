@@ -26,7 +26,7 @@ from eos.testing.clusters import Cluster
 from eos.testing.pytest_plugin import StartCluster
 from eos.testing.sweeping import sweep
 from tests.suites.table import SUITES
-from tests.support.migrations import OURS, THEIRS
+from tests.support.migrations import OURS, THEIRS, WITH_TIME
 from tests.support.pages import files_of
 
 ROOT = Path(__file__).parents[2]
@@ -265,10 +265,11 @@ RUN_BY: dict[str, dict[str, str]] = {
     },
     **{
         f"docs/howto/migrate/{page}.md": {
-            OURS: "unit/test_migration_pages.py",
-            **({theirs: "broker/test_migrations.py"} if theirs.endswith(".py") else {}),
+            **({OURS: "unit/test_migration_pages.py"} if page in THEIRS else {}),
+            **{name: "broker/test_migrations.py" for name in (THEIRS.get(page, ""),) if name.endswith(".py")},
+            **{name: "unit/test_migration_pages.py" for name in WITH_TIME.get(page, ()) if name.endswith(".py")},
         }
-        for page, theirs in THEIRS.items()
+        for page in {**THEIRS, **WITH_TIME}
     },
 }
 # The input of each App of these files: values by topic. All records have the key "key".
