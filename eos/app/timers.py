@@ -85,6 +85,7 @@ class DueTimers(Protocol):
     """The timers of a task in order (eos/state/timer_index.py)."""
 
     next_due: int
+    least_set: int
 
     def due(self, until_ms: int, most: int) -> list[tuple[int, bytes]]: ...
 
@@ -221,8 +222,8 @@ class Due(NamedTuple):
     window: Window | None
 
 
-FindWindow = Callable[[bytes, int], Window | None]
-"""Returns the window that a timer closes, given the stored key and the due time; None for other timers."""
+FindWindow = Callable[[bytes], Window | None]
+"""Returns the window that a timer closes, given the stored key; None for other timers."""
 
 
 class _TimerHeaders(tuple[tuple[str, bytes], ...]):
@@ -240,7 +241,7 @@ def record_of(topic: str, partition: int, cell: bytes, due_ms: int, find_window:
     Its key is the timer's, its timestamp the due time, and its offset a negative number that identifies the timer.
     """
     store, stored_key, name = parse_cell(cell)
-    window = find_window(stored_key, due_ms)
+    window = find_window(stored_key)
     key = stored_key if window is None else window.key
     due = Due(cell, due_ms, stored_key, key, name.decode(), store == CLOCK_TIMERS, window)
     pairs = [("eos-timer-due", str(due_ms).encode())]

@@ -17,7 +17,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from eos import log
 from eos.app.definition import App
@@ -126,6 +126,10 @@ class Halt(NamedTuple):
     handled: int
     error: EosError | None = None
     pause_s: float | None = None
+
+
+_EARLIER_TIMER: Final = Halt(0)
+"""Stands for the end of due timers before one that is no longer the first: a timer function has set an earlier one."""
 
 
 class TimedCall(NamedTuple):
@@ -307,6 +311,8 @@ class Handler:
             error = self._special.get(_position(part[0])) if self._special else None
             if error is None:
                 fed = self._feed(txn, feed, route, part)
+                if isinstance(fed.error, TimersDue) and route.gives is not None:
+                    return _EARLIER_TIMER
                 if isinstance(fed.error, TimersDue):
                     at += fed.handled
                     halt = self._fire_before(txn, route, records[at], fed.error.now_ms)
@@ -416,7 +422,10 @@ class Handler:
             for name, group in itertools.groupby(fired, key=_timer_name):
                 if (handler := timed.handlers.get(name)) is None:
                     return Halt(0, _unknown_timer(timed, name))
-                if (halt := self._run(txn, handler, list(group))) is not None:
+                halt = self._run(txn, handler, list(group))
+                if halt is _EARLIER_TIMER:
+                    break
+                if halt is not None:
                     return halt._replace(handled=0)
             if txn.is_over or self._one_timer:
                 return Halt(0)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
+from eos.app.cells import SEEN_IDS
 from eos.app.routes import Route
 from eos.errors import ConfigurationError, InputGone
 from eos.records import format_position, parse_metadata
@@ -56,7 +58,15 @@ def make_offset_note(route: Route, end: int, partitions: int) -> OffsetNote:
 
 
 def _store_names(route: Route) -> tuple[str, ...]:
-    return tuple(sorted(store.stored_name for store in route.values))
+    return tuple(sorted(_shapes(route)))
+
+
+def _shapes(route: Route) -> dict[str, str]:
+    """Return the kind of each store by its name in the changelog, that of the ids of `once=` included."""
+    timing = route.timing
+    per = "" if timing.windows is None else f" per {timing.windows}, grace {timedelta(milliseconds=timing.grace_ms)}"
+    shapes = {store.stored_name: store.shape + per for store in route.values}
+    return shapes if timing.once is None else shapes | {SEEN_IDS: "set of ids"}
 
 
 def read_offset_note(metadata: str | None) -> OffsetNote | None:
@@ -206,9 +216,7 @@ def require_owner(app: str, route: Route, where: str, header: bytes) -> Header:
 
 
 def current_header(app: str, route: Route) -> Header:
-    windows = route.timing.windows
-    per = "" if windows is None else f" per {windows}"
-    return Header(app, route.name, route.sources, {store.stored_name: store.shape + per for store in route.values})
+    return Header(app, route.name, route.sources, _shapes(route))
 
 
 def _decode_header(header: bytes, where: str) -> Header:

@@ -20,6 +20,8 @@ class TimerIndex:
         self._store, self._values, self._due_ms = store, values, due_ms
         self.next_due = 0
         """No timer is due before this time, in milliseconds since the epoch."""
+        self.least_set = NEVER
+        """The least due time of the timers that were set after the last call of `due`."""
         self.reset()
 
     def reset(self) -> None:
@@ -33,11 +35,13 @@ class TimerIndex:
         """Note that the open transaction set this timer."""
         heapq.heappush(self._heap, (due_ms, cell))
         self.next_due = min(self.next_due, due_ms)
+        self.least_set = min(self.least_set, due_ms)
 
     def due(self, until_ms: int, most: int) -> list[tuple[int, bytes]]:
         """Return the due time and cell of at most `most` timers that are due by this time, in order."""
         if until_ms < self.next_due:
             return []
+        self.least_set = NEVER
         found: list[tuple[int, bytes]] = []
         while len(found) < most and (timer := self._pop_first()) is not None:
             if timer[0] > until_ms:

@@ -214,7 +214,10 @@ def test_changed_window_is_refused_until_its_state_begins_empty(timed: Timed) ->
     program.write_text(program.read_text().replace("tumbling(minutes=1)", "tumbling(minutes=2)"))
     timed.load_times(10)
     refused = timed.run(ends=78)
-    assert "was a State per tumbling window of 0:01:00 when it was stored, and is a State per tumbling" in refused
+    assert (
+        "was a State per tumbling window of 0:01:00, grace 0:00:10 when it was stored, and is a State per tumbling"
+        in refused
+    )
     eos_of(timed, "state", "begin", "counting:app", "add", "--wait", "30", "--yes")
     timed.run()
 

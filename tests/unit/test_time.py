@@ -19,6 +19,7 @@ from eos.app.lineage import check_route
 from eos.cli import topology
 from eos.engine.handling import Handler
 from eos.errors import ConfigurationError, IllegalState, PoisonRecord
+from eos.state import notes
 from eos.state.tasks import Task
 from eos.state.timer_index import TimerIndex
 from eos.state.values import InMemory
@@ -341,6 +342,36 @@ def test_timer_cleared_by_one_that_is_due_with_it_does_not_fire() -> None:
         return "b"
 
     assert run(app, [*records((0, "k", 0, 1)), END]).values("out") == [b"a"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "failures"), [([20], 0), ([8, 20], 0), ([20], 1)], ids=["one step", "two steps", "a retry"]
+)
+def test_timer_set_by_a_timer_function_fires_in_order(steps: list[int], failures: int) -> None:
+    """The order depends neither on how far the time moves at once nor on retries."""
+    app, left = App("order"), [failures]
+
+    @app.process("in", to="out", on_error=eos.retry(2))
+    def start(value: int, due: Timers) -> None:
+        due.set("t", after=timedelta(seconds=5))
+        due.set("u", after=timedelta(seconds=10))
+
+    @app.on_timer(start, "t")
+    def t(timer: Timer, due: Timers) -> str:
+        if timer.key == b"y" and left[0]:
+            left[0] -= 1
+            raise ValueError
+        if timer.due_ms == 5 * SECOND:
+            due.set("t", at=7 * SECOND)
+        return f"t{timer.due_ms // SECOND}"
+
+    @app.on_timer(start, "u")
+    def u(timer: Timer) -> str:
+        return f"u{timer.due_ms // SECOND}"
+
+    ran = run(app, [*records((0, "x", 0, 0), (0, "y", 0, 0)), *(advance(step * SECOND) for step in steps)])
+    fired = [f"{key}:{value}" for key, value, _ in texts(ran)]
+    assert fired == ["x:t5", "y:t5", "x:t7", "y:t7", "x:u10", "y:u10"]
 
 
 @pytest.mark.parametrize("policy", ["skip", "dlq"])
@@ -686,6 +717,26 @@ def test_least_time_is_that_of_the_partitions_with_more_records(
 
 def test_empty_partition_holds_no_time_back() -> None:
     assert least_time({("in", 1): 90}, {("in", 1): 3}, {("in", 0): 0, ("in", 1): 10}) == 90
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ({"grace": timedelta(0)}, {"grace": MINUTE}, "was a State per tumbling window of 0:01:00, grace 0:00:00 when"),
+        ({"window": None}, {"grace": MINUTE}, "the state total of add was a State when it was"),
+        ({"window": None}, {"window": None, "once": str, "within": MINUTE}, "the state @once of add is new"),
+    ],
+)
+def test_changed_use_of_time_is_refused_over_old_state(
+    before: dict[str, Any], now: dict[str, Any], message: str
+) -> None:
+    """Another grace would make a window final twice, and once= would begin without ids."""
+    old, new = App("notes"), App("notes")
+    for app, more in ((old, before), (new, now)):
+        define(app, **({"window": tumbling(MINUTE)} | more))
+    header = notes.current_header("notes", old.functions[0]).encoded()
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        notes.next_header("notes", new.functions[0], "changelog[0]", header)
 
 
 # ---- the index of timers ---------------------------------------------------------------------------------------------

@@ -266,16 +266,16 @@ def _unchanged(record: Record, topic: str | None) -> list[Send]:
     return [] if topic is None else [(topic, record.value, record.key, -1, record.timestamp, headers)]
 
 
-def find_window(timing: Timing, task: TaskCells, stored_key: bytes, due_ms: int) -> Window | None:
+def find_window(timing: Timing, task: TaskCells, stored_key: bytes) -> Window | None:
     """Return the window that a timer closes; None if the function has no windows."""
     if timing.windows is None:
         return None
     key, start_ms = split_windowed_key(stored_key)
-    end_ms = due_ms - timing.grace_ms
-    if isinstance(timing.windows, SessionWindows):
-        sessions = decode_sessions(task.get(_OPEN_SESSIONS + encode_key(key)))
-        start_ms = next(session.first_ms for session in sessions if session.id_ms == start_ms)
-    return Window(start_ms, end_ms, key)
+    if isinstance(timing.windows, FixedWindows):
+        return Window(start_ms, start_ms + timing.windows.size_ms, key)
+    sessions = decode_sessions(task.get(_OPEN_SESSIONS + encode_key(key)))
+    session = next(session for session in sessions if session.id_ms == start_ms)
+    return Window(session.first_ms, session.last_ms + timing.windows.gap_ms, key)
 
 
 class Fired:
@@ -307,6 +307,9 @@ class Fired:
         task, due, suffix = self._find(record)
         if task.due_ms(due.cell) != due.due_ms:
             return ()  # a timer that fired just before it cleared or moved it
+        timers = task.clock_timers if due.clock else task.timers
+        if timers.least_set < due.due_ms:
+            raise TimersDue(due.due_ms)  # a timer that fired just before it has set an earlier one
         outputs, states = self._call(task, suffix, record, self._give(due, task), self._made, is_periodic=True)
         self._clear(task, due)
         self._call.write(states, task)
