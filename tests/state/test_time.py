@@ -241,6 +241,7 @@ def quiet(key: str, seen: State[int]) -> str:
 """
 
 
+@pytest.mark.deep_for("memory")
 @pytest.mark.parametrize("where", ["memory", "lmdb"])
 def test_timers_are_added_to_a_function_with_state(timed: Timed, where: str) -> None:
     """T16, T8: its state continues, and its timers are restored by a later run."""
@@ -347,6 +348,7 @@ def works(key: str, seen: State[int]) -> str:
 """
 
 
+@pytest.mark.deep_for("client")
 @pytest.mark.parametrize("refuses", ["client", "broker"])
 def test_failed_timers_go_to_the_dead_letter_topic_and_others_fire(timed: Timed, refuses: str) -> None:
     """Timers of both clocks: one raises, and an output of another one is refused. A broker does not say which one."""
@@ -431,6 +433,7 @@ def close(window: Window, total: State[int]) -> str:
 DAY_MS = 86_400_000
 
 
+@pytest.mark.deep_for("0")
 @pytest.mark.parametrize("kills", [0, 2])
 def test_window_after_a_step_by_another_key_drops_nothing_of_a_backlog(timed: Timed, kills: int) -> None:
     """Read a year of flights, whose partitions the first step reads one after the other: the second sees all ages."""
