@@ -55,7 +55,7 @@ class ImportFailed(UsageError):
 
 
 class PoisonRecord(EosError):
-    """A record that its function, its decoder or the broker refused with the `__cause__`."""
+    """A record was refused by its function, its decoder or the broker. `__cause__` is the reason."""
 
     exit_code = 65
 

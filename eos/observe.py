@@ -33,8 +33,8 @@ class Pulse:
         self._now: tuple[Doing, str, float, float] = ("starting", "", now, now)
         self._thread = threading.get_ident()
 
-    def adopt(self) -> None:
-        """Watch the calling thread from now on. Other threads that work for it (on a commit) do not move it."""
+    def watch_calling_thread(self) -> None:
+        """Watch the calling thread from now on. Beats of other threads, such as a commit's, do not count."""
         self._thread = threading.get_ident()
 
     def beat(self, doing: Doing, what: str = "") -> None:

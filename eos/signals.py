@@ -63,8 +63,8 @@ class ShutdownExpired(Interruption):
     """Raised if a stop took too long or was requested twice."""
 
 
-def took_too_long(expired: ShutdownExpired) -> Temporary:
-    """Return the error with which such a run ends."""
+def stop_timeout_error(expired: ShutdownExpired) -> Temporary:
+    """Return the error that ends a run whose stop expired."""
     return Temporary(
         f"the stop took too long ({expired}): the open transaction was abandoned, and its records will be handled again"
     )

@@ -133,4 +133,7 @@ def _check(topics: tuple[str, ...], transactional_id: str, compression: str, par
     if compression not in COMPRESSIONS:
         raise ConfigurationError(f"compression {compression} is none of {', '.join(COMPRESSIONS)}")
     if partitioner not in ("murmur2", "murmur2_random"):
-        raise ConfigurationError(f"partitioner={partitioner}: the sink has only Java's own, murmur2_random")
+        raise ConfigurationError(
+            f"partitioner={partitioner} is not supported: the sink has only the Java client's partitioner, "
+            "murmur2_random"
+        )

@@ -24,7 +24,7 @@ from eos.encoding.serde import function_name
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
 from eos.kafka.admin.facts import check_topics
 from eos.kafka.client.settings import Settings
-from eos.signals import ShutdownExpired, StopSignals, took_too_long
+from eos.signals import ShutdownExpired, StopSignals, stop_timeout_error
 from spark_connector import failures, keyed
 from spark_connector.apply import OUTPUTS, Apply
 from spark_connector.java_settings import find_unused
@@ -103,7 +103,7 @@ def run_app(run: Run, spark: SparkSession) -> None:
         # The signal may have interrupted a call to the JVM, so no further call is possible.
         kill(spark)
         _wait_for_abort(batches)
-        raise took_too_long(expired) from expired
+        raise stop_timeout_error(expired) from expired
     log.info("stopped", batches=batches.completed, seconds=round(time.monotonic() - began, 1))
 
 
@@ -134,13 +134,13 @@ def check(run: Run) -> None:
     for route in run.app.stateful:
         if route.uses_time:
             raise ConfigurationError(
-                f"{route.name} has timers, windows or once=, which follow the time of a partition, and no group of "
-                "Spark knows that: use `eos run`"
+                f"{route.name} has timers, windows or once=, which need the time of a partition. Spark's groups do "
+                "not have it: use `eos run`"
             )
         if route.ttls:
             raise ConfigurationError(
-                f"{route.name} has state with ttl=, by the time of a partition, which no group of Spark knows: use "
-                "`eos run`, or delete unneeded state in the function"
+                f"{route.name} has state with ttl=, which needs the time of a partition. Spark's groups do not have "
+                "it: use `eos run`, or delete unneeded state in the function"
             )
         if run.app.stop_hooks:
             raise ConfigurationError(
@@ -306,7 +306,7 @@ def _is_replaced(write: Stream) -> bool:
     try:
         return write.is_replaced()
     except EosError as unanswered:
-        log.warning("whether another run took over cannot be asked", error=str(unanswered))
+        log.warning("check for a replacing run failed", error=str(unanswered))
         return False
 
 

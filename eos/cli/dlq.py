@@ -190,7 +190,7 @@ def drop(
     until retention removes them."""
     selection = Selection(letter or (), exception or ())
     if selection.selects_all != every:
-        raise UsageError("eos dlq drop needs --letter or --exception, or only --all")
+        raise UsageError("eos dlq drop needs --letter or --exception, or else --all alone")
     settings = _load_replay_settings("drop", selection, from_, bootstrap_servers, set_)
     loaded = _app(target, settings)
     with Settling(letters_of or loaded.id, settings) as settling:

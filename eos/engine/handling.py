@@ -483,7 +483,8 @@ class Handler:
         where = _where(record)
         temporary = Temporary(
             f"{route.name} ran out of resources on {where}: {_named(class_name(error), error)}",
-            remedy="the record counts as unread; give the process more of what it names (memory, files, threads, disk)",
+            remedy="the record counts as unread; give the process more of the resource that the error names "
+            "(memory, files, threads, disk)",
         )
         temporary.__cause__ = error
         return temporary

@@ -40,7 +40,7 @@ class CommitOffsets:
         self._history = GroupHistory(settings, settings["group.id"], world)
         self._refresh_at = world.now()  # when all offsets are to be committed again
         self._number = 0  # of the last commit that was started
-        self._stamp: dict[str, object] = {}  # its mark in the metadata of its offsets
+        self._stamp: dict[str, object] = {}  # the mark that the last started commit wrote into its offset metadata
 
     def to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
         """Return the offsets that the open transaction commits.

@@ -30,7 +30,7 @@ from eos.session.outcomes import Listener, Participant
 from eos.session.parts import Parts
 from eos.session.producer.producer import OLD_TRANSACTIONS, TransactionalProducer
 from eos.session.transaction import Transaction
-from eos.signals import ShutdownExpired, StopSignals, took_too_long
+from eos.signals import ShutdownExpired, StopSignals, stop_timeout_error
 
 _IDENTITY_S = 0.5
 
@@ -121,7 +121,7 @@ class TransactSession:
 
     def start(self) -> None:
         """Connect, fence predecessors and subscribe. Raises Unavailable after eos.startup.timeout.ms."""
-        self.pulse.adopt()
+        self.pulse.watch_calling_thread()
         deadline = self._parts.world.now() + self.settings["eos.startup.timeout.ms"] / 1000
         try:
             self._parts.fetcher.connect(self.destinations, deadline)
@@ -177,7 +177,7 @@ class TransactSession:
             with StopSignals(self, self.settings["eos.shutdown.timeout.ms"] / 1000):
                 yield
         except ShutdownExpired as expired:
-            raise took_too_long(expired) from expired
+            raise stop_timeout_error(expired) from expired
 
     def pause(self, seconds: float) -> None:
         """Begin no transaction for this many seconds; meanwhile the group is polled as usual."""

@@ -47,7 +47,8 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 # A side with more unsent bytes than this is full. The limit is small because the sockets' own buffers hold megabytes
 # and are not empty when reading resumes.
 _WRITE_BUFFER_BYTES = 32 * 1024
-# The minimum: at the end of a TLS connection asyncio reads its buffers once, up to twice 256 KiB, and drops the rest.
+# The smallest safe read size. When a TLS connection ends, asyncio reads its two 256 KiB buffers once and drops the
+# rest.
 _READ_BYTES = 512 * 1024
 # The read size while memory is tight, because a paused side holds the bytes of its last read. TLS keeps _READ_BYTES,
 # for the reason above.

@@ -271,7 +271,7 @@ class ConcurrentReader:
             return self._reading.log()
 
     def collect_outputs(self) -> Outputs:
-        """Return `log()` with its lineage, as the checker's `seen`."""
+        """Return `log()` with its lineage, in the form that the checker takes as `seen`."""
         return self.log().outputs()
 
     @property

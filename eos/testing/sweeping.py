@@ -145,7 +145,8 @@ class Case:
         Later requests may come from another producer: before 4.0 a replaced producer continues as `…-alternate`.
         """
         occurrence = STEPS[self.step]
-        # A query for a transactional id's state looks up its coordinator as well; that is enough for its producer too.
+        # Querying a transactional.id's state also sends FindCoordinator, so the rule applies four times. That also
+        # covers the producer's own lookups.
         times = 4 if self.step == "FindCoordinator" else 1
         id_pattern = f"{transactional_id}*"
         simple = {

@@ -358,7 +358,7 @@ def _joined_verdicts(
 ) -> list[Verdict]:
     """Return the verdicts of the checker's rules; the marks give each input's number of outputs.
 
-    `complete` (one per mark): no output of its input can have been removed.
+    `complete`: per mark, whether all outputs of its input must still exist (none can have been removed).
     """
     kept = inputs.take(np.flatnonzero(covered).astype(np.int64))
     index = {topic: number for number, topic in enumerate(kept.topics)}
@@ -385,7 +385,10 @@ def _joined_verdicts(
 def _missing_sentences(
     topic_partition: Partition, missing: NDArray[np.int64], fields: NDArray[Any], inputs: NDArray[np.int64], end: int
 ) -> Iterator[str]:
-    """Yield a sentence for each missing number that identifies the output as closely as its neighbours allow."""
+    """Yield a sentence for each missing output number.
+
+    It identifies the output as precisely as the neighbouring outputs allow.
+    """
     topic, partition = topic_partition
     fields = fields[np.argsort(fields["number"], kind="stable")]
     for number in missing:

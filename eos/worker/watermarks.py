@@ -134,7 +134,9 @@ class Watermarks:
         self._lock = threading.Lock()
         self._seen: dict[str, _Seen] = {}
         self._times: dict[Partition, int] = {}
-        self._passed: dict[Partition, _Seen] = {}  # the answer that each partition still has to read up to
+        self._passed: dict[
+            Partition, _Seen
+        ] = {}  # the watermark answer whose end offset each partition has not reached yet
         self._queried_at = -math.inf  # World.now() when the last answered query began
         self._client: Any = None
 

@@ -29,7 +29,7 @@ from eos.records import Record
 from eos.session.outcomes import Listener, Outcome
 from eos.session.session import TransactSession
 from eos.session.transaction import Transaction
-from eos.signals import ShutdownExpired, took_too_long
+from eos.signals import ShutdownExpired, stop_timeout_error
 from eos.worker.idle import IdlePartitions
 from eos.worker.new_topics import NewTopics
 from eos.worker.retention import Retention
@@ -155,7 +155,7 @@ class Worker(Listener):
             finished = True
         except ShutdownExpired as expired:
             hooks.abandon()
-            raise took_too_long(expired) from expired
+            raise stop_timeout_error(expired) from expired
         finally:
             self._handler.end()
             try:

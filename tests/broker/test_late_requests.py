@@ -294,7 +294,7 @@ def test_late_offset_commit_rewinds_unless_producer_is_replaced(scenario: Scenar
     indirect=True,
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_refused_late_offset_commit_on_3_9_spares_a_new_id(
+def test_late_offset_commit_refused_by_kafka_3_9_needs_no_new_id(
     scenario: Scenario,
 ) -> None:
     late_offset_commit(scenario)

@@ -45,7 +45,7 @@ def feed(made: Route, given: list[Record]) -> tuple[list[bytes | None], FeedResu
     return [send[1] for send in kept.sends], fed
 
 
-def test_async_feed_runs_records_at_once_and_keeps_output_order() -> None:
+def test_async_feed_runs_records_concurrently_and_keeps_output_order() -> None:
     at_once = most = 0
 
     async def slowest_first(record: Record) -> bytes | None:

@@ -339,7 +339,7 @@ def test_outputs_of_different_partitions_may_have_any_order():
     assert h.check(seen=None).ok
 
 
-def test_copies_in_one_partition_need_copy_order():
+def test_copies_out_of_order_in_one_partition_violate_order():
     places = {"topic": [0, 0], "partition": [0, 0]}
     inputs = Inputs(topics=("in",), topic=[0], partition=[0], offset=[5])
     outputs = Outputs(
@@ -583,7 +583,7 @@ def test_single_input_and_output_pass_all_rules():
     assert check(inputs, Outputs(topics=("out",), **one), committed={("in", 0): 1}).ok
 
 
-def test_losses_need_offsets_or_completeness():
+def test_losses_are_checked_only_with_offsets_or_complete_inputs():
     assert "no_losses" not in [v.rule for v in history(17).alone().verdicts]
     with pytest.raises(KeyError, match="was not checked"):
         history(17).alone()["no_losses"]

@@ -60,7 +60,7 @@ def right_upserts() -> list[tuple[str, dict[str, int]]]:
     return first + [(key, dict(zip(names, totals, strict=True))) for key, totals in expected.items()]
 
 
-def test_correct_totals_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_totals_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = proof(monkeypatch, right_upserts())
     assert [name for name, row in rows.items() if not row.holds] == []
 

@@ -66,7 +66,7 @@ SUMS, KEPT = "airlines and days with a wrong sum in the output", "airlines and d
 UNEVEN = "sums that skip or repeat a flight"
 
 
-def test_correct_history_holds_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_history_passes_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = proof(monkeypatch, *right())
     assert (wrong(rows), len(rows)) == (set(), 11)
 

@@ -227,7 +227,7 @@ def test_memory_error_inside_a_group_is_not_dead_lettered(way: Way) -> None:
 
 
 @pytest.mark.parametrize(("inside", "retries"), [(TimeoutError(), 2), (ValueError(), 0)])
-def test_retry_on_looks_inside_groups(inside: Exception, retries: int) -> None:
+def test_retry_on_matches_inside_exception_groups(inside: Exception, retries: int) -> None:
     group = ExceptionGroup("tasks", [KeyError("k"), ExceptionGroup("inner", [inside])])
     policy = retry(2, on=TimeoutError, then=skip, backoff_ms=0)
     for way in (plain, decoder):
@@ -235,7 +235,7 @@ def test_retry_on_looks_inside_groups(inside: Exception, retries: int) -> None:
         assert (ran.retries, ran.skipped) == (retries, 1)
 
 
-def test_dead_letter_of_a_group_lists_its_exceptions() -> None:
+def test_dead_letter_of_exception_group_lists_its_exceptions() -> None:
     group = ExceptionGroup("tasks", [ValueError("a"), KeyError("k")])
     (dead_letter,) = eos.testing.run(app_of(plain, group, on_error=dlq), [BAD]).to("in.dlq")
     assert dict(dead_letter.headers)["eos-dlq-message"] == b"tasks (2 sub-exceptions): ValueError: a; KeyError: 'k'"

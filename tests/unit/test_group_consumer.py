@@ -167,7 +167,7 @@ def test_unreadable_notes_are_waited_for(caplog: pytest.LogCaptureFixture, monke
     )
 
 
-def test_unauthorised_partitions_are_a_missing_right_of_the_topic() -> None:
+def test_unauthorised_partitions_are_reported_as_missing_topic_permission() -> None:
     with pytest.raises(NotAuthorised, match="topic in: not authorised to READ it"):
         _of(_Cluster(KafkaError.TOPIC_AUTHORIZATION_FAILED)).queries.stable_ends()
 

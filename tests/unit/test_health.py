@@ -221,7 +221,7 @@ def test_scrape_parses_and_matches_status() -> None:
     assert found["eos_commit_seconds_sum", frozenset(mine)] == pytest.approx(5.21)
 
 
-def test_workers_differ_by_label_and_unreported_ones_are_omitted() -> None:
+def test_metrics_label_each_worker_and_omit_unreported_ones() -> None:
     found = samples(full_status(), a_status(instance="j"), a_status(app="", instance="k"))
     assert {dict(labels)["worker"] for name, labels in found if name == "eos_ready"} == {"i", "j"}
 

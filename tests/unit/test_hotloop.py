@@ -414,7 +414,9 @@ passing_names = st.sampled_from([None, PASSING, frozenset({"a"})])
 @compiled
 @settings(max_examples=300)
 @given(st.lists(st.tuples(inputs, results)), st.booleans(), st.booleans(), st.booleans(), passing_names)
-def test_feed_values_matches_in_both_forms(made: Any, target: bool, decodes: bool, none: bool, passing: Any) -> None:
+def test_feed_values_of_compiled_and_python_loops_match(
+    made: Any, target: bool, decodes: bool, none: bool, passing: Any
+) -> None:
     given = {"target": target, "decodes": decodes, "none": none, "passing": passing}
     both = [Case(made, **given).run(loop) for loop in (native, python)]
     assert both[0] == both[1]
@@ -423,14 +425,14 @@ def test_feed_values_matches_in_both_forms(made: Any, target: bool, decodes: boo
 @compiled
 @settings(max_examples=300)
 @given(st.lists(st.tuples(inputs, st.tuples(st.just("list"), st.lists(usual_outs | items, max_size=3))), max_size=3))
-def test_feed_outs_matches_in_both_forms(made: Any) -> None:
+def test_feed_outs_of_compiled_and_python_loops_match(made: Any) -> None:
     assert Case(made).run_batch(native) == Case(made).run_batch(python)
 
 
 @both
 @settings(max_examples=300)
 @given(inputs, results, passing_names)
-def test_results_of_expected_types_match_the_full_rules(loop: Any, record: Record, made: Any, passing: Any) -> None:
+def test_hot_loop_results_match_route_outputs(loop: Any, record: Record, made: Any, passing: Any) -> None:
     """Compare with the rules of Route.outputs, which Spark uses. Of two errors of one output either may be raised,
     but never a record's failure in place of the App's."""
     shape, made_of = made
@@ -508,14 +510,14 @@ def test_several_outputs_are_sent_only_once_all_are_made(loop: Any) -> None:
 
 @both
 @pytest.mark.parametrize("key", ["k", b"k", Texts("k")])
-def test_pair_result_goes_to_the_full_rules(loop: Any, key: object) -> None:
+def test_pair_result_takes_the_slow_path(loop: Any, key: object) -> None:
     case = Case([(usual(b"")[0][0], ("tuple", pair)) for pair in ([key, b"v"], [key, Out(b"v")])])
     case.run(loop)
     assert [call[3] for call in case.calls if call[0] == "other"] == [(key, b"v")]
 
 
 @both
-def test_none_result_of_tombstone_goes_to_the_full_rules(loop: Any) -> None:
+def test_none_result_of_tombstone_takes_the_slow_path(loop: Any) -> None:
     """The result may be a tombstone to be forwarded."""
     tombstone = Record("in", 0, 9)
     case = Case([*usual(None, b"v"), (tombstone, ("one", [None])), (tombstone, ("list", [b"v", None]))])
@@ -528,7 +530,7 @@ def test_none_result_of_tombstone_goes_to_the_full_rules(loop: Any) -> None:
 
 @both
 @pytest.mark.parametrize("where", ["function", "produce", "on_produce_error", "other", "decode", "encode"])
-def test_base_exception_is_returned_too(loop: Any, where: str) -> None:
+def test_feed_returns_base_exceptions(loop: Any, where: str) -> None:
     """A function's SystemExit is its record's failure, a signal's exception ends the run: the caller knows which."""
     made = usual({"other": Out(b"v", topic="unnamed"), "on_produce_error": b"refuse", "encode": 5}.get(where, b"v"))
     case = Case(made, decodes=True)
@@ -578,7 +580,7 @@ def test_unusual_batch_result_sends_nothing(loop: Any) -> None:
 
 
 @both
-def test_batch_output_with_kept_time_gets_the_batchs(loop: Any) -> None:
+def test_batch_output_without_a_timestamp_gets_that_of_the_batch(loop: Any) -> None:
     case = Case([(Record("in", 0, 0), ("list", [Out(b"a", b"k"), Out(b"b", b"k", timestamp=0)]))])
     assert case.run_batch(loop) == (2, type(None), "None", case.calls)
     assert case.calls == [("produce", "out", b"a", b"k", -1, None, None, 7), ("produce", "out", b"b", b"k")]
@@ -782,7 +784,7 @@ def test_compiled_loop_is_used_without_importing_client() -> None:
     assert choice() == "True eos.hotloop._native False"
 
 
-def test_python_form_can_be_chosen() -> None:
+def test_python_loop_can_be_chosen() -> None:
     assert choice(EOS_PURE_PYTHON="1") == "False eos.hotloop.python False"
 
 

@@ -395,7 +395,7 @@ def test_start_committed_before_the_restore_is_still_checked(monkeypatch: pytest
         restore(keeper_on(monkeypatch, there), unseen)
 
 
-def test_user_without_a_home_keeps_state_in_memory(
+def test_user_without_home_directory_keeps_state_in_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def home() -> Path:
@@ -441,7 +441,7 @@ def test_keeper_refuses_a_changelog_by_its_header(monkeypatch: pytest.MonkeyPatc
         restore(keeper_on(monkeypatch, [Record("", 0, 0, key=HEADER, value=there)]))
 
 
-def test_names_of_ninety_states_are_only_in_the_header() -> None:
+def test_state_names_are_in_the_header_not_in_offset_metadata() -> None:
     """Brokers accept 4,096 bytes of offset metadata."""
     stores = tuple(Store(f"a_long_name_of_a_state_{number}", State, (int,)) for number in range(90))
     route = Route(lambda value: None, str, ("in",), (), False, stores=stores, name="count")
@@ -744,7 +744,7 @@ def test_functions_with_the_same_name_do_not_share_state() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("synced", [True, False])
-def test_folder_synced_at_close_is_kept_under_another_boot(
+def test_folder_synced_at_close_is_kept_after_a_reboot(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, synced: bool
 ) -> None:
     def opened() -> folders.InFolder:
@@ -791,7 +791,7 @@ def test_unused_folders_are_deleted(tmp_path: Path) -> None:
     used.close()
 
 
-def test_folder_deleted_while_locked_has_no_two_owners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_deleted_while_locked_never_has_two_owners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lock = fcntl.flock
 
     def deleted_first(opened: int, how: int) -> None:

@@ -63,7 +63,7 @@ def test_watcher_ignores_other_apps_with_similar_names() -> None:
     assert "payments-b" not in cluster.described, "open transactions of other groups are listed, but not described"
 
 
-def test_watcher_knows_member_without_commit_by_its_offsets() -> None:
+def test_watcher_finds_member_without_commit_by_its_pending_offsets() -> None:
     first = listed("orders-c", offsets_of="orders")
     assert looked_after(Cluster([first, listed("orders-d")], wrote=[])) == ["orders-c"]
 
@@ -73,7 +73,7 @@ def test_watcher_never_aborts_own_or_longer_named_transaction() -> None:
     assert looked_after(Cluster([listed(name) for name in names], wrote=names)) == ["orders-a-2"]
 
 
-def test_watcher_knows_session_loops_by_their_commits() -> None:
+def test_watcher_finds_session_loops_by_their_commits() -> None:
     assert looked_after(Cluster([listed("x-1"), listed("x-2")], ["x-1", "x-2"]), "orders", own="x-1") == ["x-2"]
 
 

@@ -262,7 +262,7 @@ def test_outdated_coordinator_is_queried_until_the_current_one_answers(
     assert Coordinator({0: BEHIND, 4.0: then}).settle(YOUNG) == (owner, then)
 
 
-def test_id_with_an_older_epoch_for_a_long_time_is_ours() -> None:
+def test_id_that_keeps_an_older_epoch_is_ours() -> None:
     coordinator = Coordinator({0: BEHIND})
     assert coordinator.settle(YOUNG) == (Owner.MINE, BEHIND)
     assert 10.0 <= coordinator.asked_at[-1] < 10.5

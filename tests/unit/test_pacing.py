@@ -17,7 +17,7 @@ def until(interval_s: float, gathered_s: float) -> float:
 
 
 @given(interval_ms=st.integers(1, 10_000), gathered_ms=st.integers(0, 20_000))
-def test_record_waits_one_interval_and_slow_function_gets_half(interval_ms: int, gathered_ms: int) -> None:
+def test_transaction_lasts_one_interval_less_at_most_half_for_gathering(interval_ms: int, gathered_ms: int) -> None:
     room_s = until(interval_ms / 1000, gathered_ms / 1000)
     assert interval_ms / 2 <= round(room_s * 1000, 6) <= interval_ms
     if gathered_ms <= interval_ms / 2:
@@ -28,7 +28,7 @@ def test_gathering_without_delay_leaves_the_whole_interval() -> None:
     assert round(until(0.1, 0.0), 9) == 0.1
 
 
-def test_waiting_for_a_new_producer_is_not_gathering() -> None:
+def test_wait_for_a_new_producer_does_not_count_as_gathering() -> None:
     pacing = Pacing(0.1, 5)
     pacing.begin_gathering(1_000.0)
     pacing.exclude(3.0)

@@ -58,7 +58,7 @@ async def several_later(record: Record) -> AsyncIterator[object]:
 
 
 @pytest.mark.parametrize("function", [raw, typed, out, several, later, several_later])
-def test_output_gets_the_trace_of_its_record(function: Callable[[Any], Any]) -> None:
+def test_output_gets_the_trace_headers_of_its_record(function: Callable[[Any], Any]) -> None:
     ran = eos.testing.run(app_of(function), records(HEADERS, (), [("other", b"x")]))
     each = len(ran.sent) // 3
     assert [sent.headers for sent in ran.sent] == [TRACE] * each + [[]] * each * 2

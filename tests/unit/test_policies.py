@@ -228,7 +228,7 @@ def test_dead_letter_names_modules_and_cuts_long_messages() -> None:
     assert make_dead_letter(record, ValueError("\ud800"))[5][-1] == ("eos-dlq-message", b"?")  # type: ignore[index]
 
 
-def test_first_failure_of_each_line_is_logged_with_frames(
+def test_first_failure_at_each_line_is_logged_with_frames(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def inner(value: bytes) -> bytes:
@@ -343,7 +343,7 @@ def test_configuration_error_stops_under_any_policy(policy: Policy) -> None:
     ids=lambda error: str(error)[:12] or "memory",
 )
 @pytest.mark.parametrize("batch", [False, True])
-def test_exhausted_process_is_not_a_record_failure(policy: Policy, full: Exception, batch: bool) -> None:
+def test_resource_exhaustion_is_not_a_record_failure(policy: Policy, full: Exception, batch: bool) -> None:
     def filling(record: Record) -> Out:
         if record.value == b"b":
             raise full
@@ -614,7 +614,7 @@ def test_transaction_is_open_from_its_first_output(several: bool) -> None:
     assert handler.open_s(txn, clock.now) == 0
 
 
-def test_delivery_error_is_not_the_present_records_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delivery_error_is_not_blamed_on_the_current_record(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_produce_error(error: Exception, send: Send) -> None:
         raise CallFailed("delivery", Action.POISON, error)
 
@@ -634,7 +634,7 @@ def test_refused_send_of_a_batch_names_no_record() -> None:
 
 
 @pytest.mark.parametrize("policy", [skip, dlq])
-def test_refused_record_fails_again_without_a_run(policy: Policy) -> None:
+def test_refused_record_fails_without_calling_its_function_again(policy: Policy) -> None:
     seen: list[bytes] = []
 
     def record_value(value: bytes) -> bytes:
@@ -704,7 +704,7 @@ def test_refused_dead_letter_stops_the_run() -> None:
     assert isinstance(halt.error.__cause__, DeadLetterRefused)
 
 
-def test_refused_output_is_not_an_earlier_dead_letter() -> None:
+def test_refused_output_is_not_mistaken_for_an_earlier_dead_letter() -> None:
     handler = Handler(app_of(failing(1), dlq))
     given = records(b"bad")
     assert handler.handle(Txn(), given) is None  # the dead letter was sent, but its transaction is aborted
@@ -793,7 +793,7 @@ PLANS = st.lists(st.integers(0, 4), max_size=30)  # how often each record fails;
 
 
 @given(PLANS, st.sampled_from([skip, dlq, retry(2, then=skip), retry(3, then=dlq)]), st.integers(1, 7), st.booleans())
-def test_record_has_one_outcome_in_order(plan: list[int], policy: Policy, slice_size: int, batch: bool) -> None:
+def test_each_record_has_one_outcome_in_order(plan: list[int], policy: Policy, slice_size: int, batch: bool) -> None:
     failures = [0] * len(plan)
 
     def function(record: Record) -> Out:

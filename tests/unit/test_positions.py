@@ -193,7 +193,7 @@ def test_end_after_all_records_is_committed_with_the_last_one() -> None:
     assert known.offsets() == {A: 5}
 
 
-def test_end_without_records_is_committed_once() -> None:
+def test_partition_end_without_records_is_committed_once() -> None:
     known = positions(a=3)
     known.reach_end(A, 5)
     assert known.offsets() == {A: 5}
@@ -201,7 +201,7 @@ def test_end_without_records_is_committed_once() -> None:
     assert known.offsets() == {}
 
 
-def test_committed_end_needs_no_other_commit() -> None:
+def test_committed_end_is_not_committed_again() -> None:
     known = positions(a=5)
     known.reach_end(A, 5)
     assert known.offsets() == {}
@@ -269,20 +269,20 @@ def test_returning_partition_starts_without_old_records() -> None:
     assert (len(known), known.committed[A], known.offsets()) == (0, 2, {})
 
 
-def test_unknown_outcome_that_committed_continues_after_it() -> None:
+def test_committed_unknown_outcome_continues_after_its_transaction() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
     assert known.resolve({A: 2}) == {A: 2}
     assert (known.taken, known.committed[A]) == (0, 2)
 
 
-def test_unknown_outcome_that_aborted_returns_to_the_start() -> None:
+def test_aborted_unknown_outcome_resets_positions_to_transaction_start() -> None:
     known = positions(*records(A, 6, 7), a=4)
     known.take(2)
     assert known.resolve({A: 4}) == {A: 6}
 
 
-def test_unknown_outcome_without_offset_returns_to_the_start() -> None:
+def test_unknown_outcome_without_offset_resets_positions_to_start() -> None:
     known = positions(*records(A, 4, 5), a=4)
     known.take(1)
     assert (known.resolve({A: None}), known.committed[A]) == ({A: 4}, 4)

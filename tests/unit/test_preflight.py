@@ -200,7 +200,7 @@ WEAK: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), [w[1:] for w in WEAK], ids=[w[0] for w in WEAK])
-def test_unsafe_cluster_is_warning_and_failure_with_strict(
+def test_unsafe_cluster_warns_and_fails_only_with_strict(
     changes: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = spoken(judge(NEED, facts(**changes)))
@@ -256,7 +256,7 @@ HIDDEN: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "whose", "right"), [h[1:] for h in HIDDEN], ids=[h[0] for h in HIDDEN])
-def test_unseen_durability_is_unknown_and_fails_with_strict(changes: dict[str, Any], whose: str, right: str) -> None:
+def test_unauthorised_durability_query_fails_only_with_strict(changes: dict[str, Any], whose: str, right: str) -> None:
     found = [f for f in judge(NEED, facts(**changes)) if f.check == "durability"]
     assert [(f.level, f.remedy) for f in found] == [(Level.UNKNOWN, f"add an ACL that allows {right}")]
     assert f"whether {whose} can lose acknowledged records" in found[0].sentence
@@ -296,7 +296,7 @@ UNMADE: list[tuple[str, str, dict[str, str], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("name", "broker", "better"), [u[1:] for u in UNMADE], ids=[u[0] for u in UNMADE])
-def test_unsafe_log_of_new_cluster_is_warning_and_fails_with_strict(
+def test_unsafe_log_of_new_cluster_warns_and_fails_only_with_strict(
     name: str, broker: dict[str, str], better: dict[str, str]
 ) -> None:
     changes: dict[str, Any] = {{TRANSACTION_LOG: "ids", OFFSETS_LOG: "offsets"}[name]: GONE, "broker": broker}

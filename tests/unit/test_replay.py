@@ -77,7 +77,7 @@ def test_record_headers_that_imitate_a_dead_letter_are_ignored() -> None:
     assert summary(letter) == ("orders[1]@5", "9" * 5_000, "9" * 5_000, "-", 0)
 
 
-def test_replay_function_is_the_failed_or_the_named_one() -> None:
+def test_replay_runs_the_failed_or_the_named_function() -> None:
     app = app_of()
     assert route_of(app, "returns", None).name == "total"
     assert route_of(app, "returns", "other").name == "other"

@@ -32,7 +32,7 @@ def retention(**topics: Mapping[str, str] | None) -> Retention:
     return Retention(app, {name: Topic(True, config=config) for name, config in kept.items()})
 
 
-def test_input_older_than_a_destination_keeps_is_named_with_the_setting(caplog: pytest.LogCaptureFixture) -> None:
+def test_input_older_than_destination_retention_is_named_with_setting(caplog: pytest.LogCaptureFixture) -> None:
     look = retention(out=WEEK, more={**WEEK, "retention.ms": "3600000"})
     assert not look.is_exceeded(record(3_600_000), NOW_S)
     assert caplog.messages == []

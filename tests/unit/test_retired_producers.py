@@ -98,7 +98,7 @@ def test_referenced_client_is_drained_and_collected_in_the_end(
     wait_until("the retiring thread ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
 
 
-def test_idle_client_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_an_idle_client_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's function may run for minutes, or a kept producer may be idle."""
     monkeypatch.setattr(client_module, "IDLE_INTERVAL_S", 0.01)
     monkeypatch.setattr(watchdog, "IDLE_INTERVAL_S", 0.01)
@@ -144,7 +144,7 @@ def test_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatch)
         transactional.close()
 
 
-def test_producer_of_an_idle_session_is_read() -> None:
+def test_idle_session_reads_its_producers_statistics() -> None:
     session = TransactSession(OFTEN, ["in"])
     client = with_a_client(session.producer)
 

@@ -222,27 +222,27 @@ def test_five_hundred_healthy_transactions_give_no_reason() -> None:
     assert evidence.reason is None
 
 
-def test_more_requests_of_other_kinds_are_not_a_sign() -> None:
+def test_more_requests_of_other_kinds_are_no_evidence() -> None:
     """librdkafka repeats AddPartitionsToTxn after CONCURRENT_TRANSACTIONS, in 8 % of healthy transactions."""
     evidence = healthy()
     evidence.add_statistics(statistics(req={"EndTxn": 0, "AddPartitionsToTxn": 20, "AddOffsetsToTxn": 10}))
     assert evidence.reason is None
 
 
-def test_empty_transaction_without_end_txn_is_not_a_sign() -> None:
+def test_empty_transaction_without_end_txn_is_no_evidence() -> None:
     evidence = healthy()
     evidence.expect_end_txn()
     evidence.add_statistics(statistics(end_txn=0))
     assert evidence.reason is None
 
 
-def test_changes_of_the_bootstrap_connection_are_not_a_sign() -> None:
+def test_changes_of_the_bootstrap_connection_are_no_evidence() -> None:
     evidence = healthy()
     evidence.add_statistics(of_broker(BOOTSTRAP, disconnects=5, connects=5))
     assert evidence.reason is None
 
 
-def test_changes_during_the_init_are_not_a_sign() -> None:
+def test_changes_during_init_producer_id_are_no_evidence() -> None:
     evidence = RetryEvidence()
     evidence.add_statistics(statistics(epoch=-1))
     evidence.add_statistics(statistics(epoch=-1, connects=9, disconnects=8, req_timeouts=7, end_txn=6))
@@ -289,7 +289,7 @@ def test_extra_end_txn_is_evidence_in_the_first_statistics() -> None:
     assert evidence.reason == "2 EndTxn requests for 1 transactions"
 
 
-def test_connection_lost_during_the_init_is_not_a_sign() -> None:
+def test_connection_lost_during_init_producer_id_is_no_evidence() -> None:
     """A cluster that has just created its transaction log closes the connection once."""
     evidence = RetryEvidence()
     evidence.add_statistics(statistics(disconnects=1))
@@ -300,7 +300,7 @@ def test_connection_lost_during_the_init_is_not_a_sign() -> None:
     assert evidence.reason is not None
 
 
-def test_lost_connection_in_the_first_snapshot_is_a_sign() -> None:
+def test_lost_connection_in_the_first_statistics_is_evidence() -> None:
     evidence = RetryEvidence()
     evidence.begin_transaction()
     evidence.add_statistics(statistics(disconnects=1))
@@ -312,20 +312,20 @@ def test_lost_connection_in_the_first_snapshot_is_a_sign() -> None:
     [{"disconnects": 1}, {"connects": 2}, {"connects": 0}, {"req_timeouts": 1}],
     ids=["disconnected", "connected again", "counters started again", "not answered"],
 )
-def test_change_of_the_coordinator_connection_is_a_sign(changed: dict[str, int]) -> None:
+def test_coordinator_connection_change_is_evidence_of_a_retry(changed: dict[str, int]) -> None:
     evidence = healthy()
     evidence.add_statistics(statistics(**changed))
     assert evidence.reason is not None
     assert "coordinator" in evidence.reason
 
 
-def test_vanished_coordinator_entry_is_a_sign() -> None:
+def test_vanished_coordinator_entry_is_evidence() -> None:
     evidence = healthy()
     evidence.add_statistics(counted(AFTER, changes={COORDINATOR: None}))
     assert evidence.reason == "the transaction coordinator's entry vanished from the statistics"
 
 
-def test_lost_connection_to_an_ordinary_broker_is_a_sign() -> None:
+def test_lost_connection_to_an_ordinary_broker_is_evidence() -> None:
     """TxnOffsetCommit goes to the group's coordinator, over an ordinary broker's connection."""
     evidence = healthy()
     evidence.add_statistics(of_broker(ORDINARY, disconnects=1))
@@ -347,14 +347,14 @@ BEFORE, INSIDE, AFTER = 4_900_000, 5_200_000, 5_500_000
 
 
 @SLOW_CALLS
-def test_right_counts_on_the_same_connections_clear_a_slow_call(call: str) -> None:
+def test_expected_counts_on_the_same_connections_clear_a_slow_call(call: str) -> None:
     evidence = after_slow_call(call, counted(BEFORE, 0))
     assert evidence.has_undecided_calls
     evidence.add_statistics(counted(AFTER))
     assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
-def test_repeated_add_offsets_after_an_answer_is_not_a_sign() -> None:
+def test_repeated_add_offsets_after_an_answer_is_no_evidence() -> None:
     """The broker answers CONCURRENT_TRANSACTIONS while it writes the markers of the previous transaction."""
     evidence = after_slow_call("send_offsets", counted(BEFORE, 0))
     again = {COORDINATOR: {"txretries": 2, "req": {"EndTxn": 1, "AddOffsetsToTxn": 3}}}

@@ -69,7 +69,9 @@ every_way = pytest.mark.parametrize("way", [by_app, by_session, by_plain])
         (b"v", {"headers": {}}, (b"v", None, -1, 0, None)),
     ],
 )
-def test_values_keys_and_headers_are_encoded_alike(way: Way, value: object, arguments: Arguments, sent: Any) -> None:
+def test_every_sender_encodes_values_keys_and_headers_the_same(
+    way: Way, value: object, arguments: Arguments, sent: Any
+) -> None:
     assert way(value, arguments) == ("out", *sent)
 
 
@@ -90,7 +92,7 @@ def test_values_keys_and_headers_are_encoded_alike(way: Way, value: object, argu
         (b"v", {"headers": ["a"]}, TypeError, r"a header is a \(str, bytes"),
     ],
 )
-def test_unsendable_output_is_refused_alike(
+def test_every_sender_refuses_unsendable_output_with_same_error(
     way: Way, value: object, arguments: Arguments, error: type[Exception], sentence: str
 ) -> None:
     with pytest.raises(error, match=sentence):

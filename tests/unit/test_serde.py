@@ -360,7 +360,7 @@ def test_other_values_are_json(value: object, encoded: bytes) -> None:
 
 
 @pytest.mark.parametrize("value", [Foreign(), object(), {"a": Foreign()}, 1j, iter([])])
-def test_value_beyond_json_raises_type_error(value: object) -> None:
+def test_value_without_json_form_raises_type_error(value: object) -> None:
     with pytest.raises(TypeError, match=rf"a {type(value).__name__} cannot be sent .*: send bytes, str, or"):
         encode(value)
 

@@ -181,7 +181,7 @@ def toml(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_flags_override_environment_and_that_the_file(tmp_path: Path) -> None:
+def test_flags_override_environment_which_overrides_the_file(tmp_path: Path) -> None:
     file = toml(tmp_path, '"bootstrap.servers" = "file:1"\n"eos.instance" = "file"\n"eos.call.timeout.ms" = 1000\n')
     environment = {"KAFKA_BOOTSTRAP_SERVERS": "env:1", "EOS_INSTANCE": "env"}
     by_file = load({}, {}, file)

@@ -57,7 +57,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "eos")
 
 
-def test_time_is_compared_with_both_timeouts() -> None:
+def test_slow_function_is_judged_by_both_timeouts() -> None:
     slow_functions = SlowFunctions(Settings(SETTINGS))
     assert not slow_functions.is_too_slow(1.9, 11.9), "a long call before the first output loses nothing"
     assert slow_functions.is_too_slow(2.1, 0.3), "the transaction is open for too long"

@@ -140,7 +140,7 @@ def test_map_stores_in_place_changes_except_of_a_failed_record() -> None:
     assert ran.states["visit"]["seen"] == {b"a": {"x": [1, 0, 0, 3], "y": [2, 0]}, b"b": {"x": [1]}}
 
 
-def test_changed_default_is_kept_and_two_for_a_key_are_refused() -> None:
+def test_changed_default_is_stored_and_a_second_one_is_refused() -> None:
     def visit(what: str, pages: MapState[str, list[int]], one: State[list[int]]) -> None:
         if what == "popped":
             pages.pop("x")
@@ -407,7 +407,7 @@ def test_list_append_writes_only_its_own_value() -> None:
 # ---- many at once ----------------------------------------------------------------------------------------------------
 
 
-def test_batch_changes_states_of_its_keys_completely_or_not() -> None:
+def test_batch_changes_all_states_of_its_keys_or_none() -> None:
     calls: list[int] = []
 
     def totals(records: list[Record], seen: dict[bytes, State[int]], names: dict[bytes, ListState[str]]) -> list[Out]:
@@ -482,7 +482,7 @@ def test_unreadable_folder_is_discarded_and_is_not_a_record_failure(tmp_path: Pa
     anew.close()
 
 
-def test_async_functions_run_keys_in_order_and_others_at_once() -> None:
+def test_async_functions_run_each_key_in_order_and_keys_concurrently() -> None:
     running, most = 0, 0
 
     async def count(value: str, seen: State[int], pages: MapState[str, int]) -> str:

@@ -225,7 +225,7 @@ def walked(shape: Shape, entries: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if not shape.once])
-def test_ordered_access_visits_as_few_entries_in_a_large_state(shape: str) -> None:
+def test_ordered_access_visits_no_more_entries_in_a_large_state(shape: str) -> None:
     few, many = walked(SHAPES[shape], 200), walked(SHAPES[shape], 4_000)
     assert few == many
     assert few[0] < 20 * 400
@@ -259,7 +259,7 @@ def test_one_call_walks_each_entry_once(size: int) -> None:
     assert values.walked < 3 * size
 
 
-def test_counting_never_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_function_never_sorts_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Overlay, "fields", None)
     app, task = App("order"), Task()
 

@@ -136,7 +136,7 @@ def test_permanent_failure_of_one_worker_ends_the_supervisor(tmp_path: Path) -> 
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 2)
 
 
-def test_worker_that_never_settles_stops_all_with_75(tmp_path: Path) -> None:
+def test_worker_that_keeps_failing_stops_all_with_75(tmp_path: Path) -> None:
     supervisor = supervise(tmp_path, {"a": ["run"], "b": ["75"]})
     with pytest.raises(GaveUp, match=r"worker b ended 9 times in a row .* the last time with exit code 75") as gave_up:
         supervisor.run()
@@ -150,7 +150,7 @@ def ends(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [f"{event.split()[1]}: {fields['then']}" for event, fields in events if event.endswith(" ended")]
 
 
-def test_logged_consequence_of_an_end_is_correct(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_logged_consequence_of_a_worker_exit_is_correct(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "eos")
     supervise(tmp_path, {"a": ["0"], "b": ["75", "0"]}).run()
     logged = ends(caplog)

@@ -142,7 +142,7 @@ def test_session_windows_equal_a_plain_loop(events: list[tuple[int, str, int, in
 
 
 @pytest.mark.parametrize(("time_s", "result"), [(9, "0-19 2 2"), (10, "0-10 1 1")])
-def test_session_border_is_exactly_one_gap_after_the_last_record(time_s: int, result: str) -> None:
+def test_session_boundary_is_exactly_one_gap_after_the_last_record(time_s: int, result: str) -> None:
     """T10: a record one gap later begins another session."""
     ran = run(windowed(sessions(seconds=10), 5), [*records((0, "a", 0, 1), (0, "a", time_s, 1)), END])
     assert texts(ran)[0][1] == result
@@ -155,14 +155,14 @@ def test_session_closes_one_gap_and_grace_after_its_last_record(time_s: int, clo
 
 
 @pytest.mark.parametrize("time_ms", [0, 253_402_300_799_999])
-def test_windows_of_the_first_and_the_last_date_close(time_ms: int) -> None:
+def test_windows_at_the_first_and_last_date_close(time_ms: int) -> None:
     """T14: windows aligned to the epoch begin at 0 and reach to the year 9999."""
     ran = run(windowed(tumbling(hours=1)), [Record("in", 0, 0, time_ms, b"a", b"1"), advance(time_ms + 3_600_000)])
     start_s = time_ms // 3_600_000 * 3_600
     assert texts(ran) == [("a", f"{start_s}-{start_s + 3_600} 1 1", start_s + 3_599)]
 
 
-def test_window_offset_moves_days_to_another_zone() -> None:
+def test_window_offset_aligns_days_to_a_time_zone() -> None:
     window = tumbling(days=1, offset=timedelta(hours=-2))
     assert window.starts(23 * 3_600_000) == [22 * 3_600_000]
     assert window.starts(21 * 3_600_000) == [-2 * 3_600_000]
@@ -176,7 +176,7 @@ def test_closed_window_is_never_opened_again() -> None:
     assert [(s.key, s.value, s.timestamp) for s in ran.to("late")] == [(b"a", b"7", 5_000)]
 
 
-def test_keys_that_begin_alike_have_windows_of_their_own() -> None:
+def test_keys_with_a_common_prefix_have_separate_windows() -> None:
     """T7: closing the window of `k` leaves those of `k2` and of a key that ends like a window's name."""
     window, other = b"k", b"k" + b"\0" * 8
     app = windowed(tumbling(seconds=10))
@@ -276,7 +276,7 @@ def test_setting_a_timer_again_moves_it_and_clearing_removes_it() -> None:
     assert texts(run(reminders(), [*events, advance(15 * SECOND)])) == [("a", "remind 15 at 15: 1,2", 15)]
 
 
-def test_time_is_of_each_partition() -> None:
+def test_each_partition_has_its_own_time() -> None:
     events = records((0, "a", 0, 1), (1, "b", 100, 2))
     assert texts(run(reminders(), events)) == []
 
@@ -452,7 +452,7 @@ def test_timers_cannot_be_kept() -> None:
         (lambda due: due.set("x", at=1 << 63), ValueError, "which is too late"),
     ],
 )
-def test_wrong_call_of_timers_is_the_records_failure(call: Any, error: type[Exception], message: str) -> None:
+def test_invalid_timer_call_fails_its_record(call: Any, error: type[Exception], message: str) -> None:
     app = App("wrong")
 
     @app.process("in")
@@ -636,7 +636,7 @@ def test_wrong_timer_function_is_refused() -> None:
         def again(key: bytes) -> None: ...
 
 
-def test_functions_of_many_records_cannot_use_time() -> None:
+def test_batch_and_async_functions_cannot_use_time() -> None:
     app = App("many")
     with pytest.raises(ConfigurationError, match="it cannot set timers"):
 
@@ -679,7 +679,7 @@ def test_lineage_and_timers_exclude_each_other() -> None:
         check_route(route)
 
 
-def test_window_after_a_step_by_another_key_waits_for_all_input() -> None:
+def test_window_after_rekeying_waits_for_all_input() -> None:
     app = App("chain")
 
     @app.process("in", to="by-value")
@@ -708,14 +708,14 @@ def test_window_after_a_step_by_another_key_waits_for_all_input() -> None:
         ({}, {}, 0),
     ],
 )
-def test_least_time_is_that_of_the_partitions_with_more_records(
+def test_least_time_ignores_partitions_read_to_their_end(
     reached: dict[int, int], committed: dict[int, int], least: int
 ) -> None:
     first, second = ({("in", partition): value for partition, value in of.items()} for of in (reached, committed))
     assert least_time(first, second, {("in", 0): 10, ("in", 1): 10}) == least
 
 
-def test_empty_partition_holds_no_time_back() -> None:
+def test_empty_partition_does_not_hold_back_the_time() -> None:
     assert least_time({("in", 1): 90}, {("in", 1): 3}, {("in", 0): 0, ("in", 1): 10}) == 90
 
 

@@ -75,7 +75,7 @@ def test_state_option_ignores_case_and_lists_states(
     assert str(raised.value).startswith("--state Foo: must be one of CompleteAbort, CompleteCommit,")
 
 
-def test_abort_of_an_id_prints_before_and_after(
+def test_abort_of_an_id_prints_its_state_before_and_after(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = (TransactionalIdState("Ongoing", 7, 3), TransactionalIdState("CompleteAbort", 7, 4))
@@ -93,7 +93,7 @@ def test_abort_of_an_id_prints_before_and_after(
     assert json.loads(capsys.readouterr().out)[0]["after"] is None
 
 
-def test_abort_of_hanging_prints_each_even_after_an_error(
+def test_abort_of_hanging_transactions_continues_after_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def end(_: object, found: OpenTransaction) -> None:

@@ -320,7 +320,7 @@ def test_outputs_out_of_order_are_named(history: History) -> None:
     assert history.judged().report.violated == ("order",)
 
 
-def test_undecidable_parts_are_notes(history: History) -> None:
+def test_undecidable_parts_are_reported_as_notes(history: History) -> None:
     history.unmarked = 3
     history.committed["in", 1] = Committed(COUNT, None)
     found = history.judged()
@@ -426,7 +426,7 @@ def test_all_outputs_removed_by_retention_are_not_a_violation(history: History) 
 
 
 @pytest.mark.parametrize("cuts", [(6, 14), (20, 3)])
-def test_most_truncated_partition_limits_the_decision(history: History, cuts: tuple[int, int]) -> None:
+def test_most_truncated_output_partition_limits_the_check(history: History, cuts: tuple[int, int]) -> None:
     history.output_partition = lambda source: source.number % 2
     for output_partition, count in enumerate(cuts):
         history.cut(output_partition, count)
@@ -438,7 +438,7 @@ def test_most_truncated_partition_limits_the_decision(history: History, cuts: tu
     assert history.judged().outputs == 21 - max(numbers[0] for numbers in kept)
 
 
-def test_removal_of_other_outputs_hides_no_loss(history: History) -> None:
+def test_loss_is_found_despite_truncation_of_another_partition(history: History) -> None:
     history.output_partition = by_copy
     history.output_begins["out", 1] = 5
     history.drop(0, 9, 1)
@@ -462,12 +462,12 @@ def test_inputs_missing_without_retention_are_a_violation(history: History) -> N
     assert "all_inputs_counted" in history.judged().report.violated
 
 
-def test_truncation_of_other_outputs_hides_nothing(history: History) -> None:
+def test_truncation_of_an_unrelated_partition_changes_no_verdict(history: History) -> None:
     history.output_begins["out", 2] = 7
     assert history.judged() == History().judged()
 
 
-def test_outputs_before_counting_show_that_none_was_removed(history: History) -> None:
+def test_visible_uncounted_outputs_prove_that_no_counted_one_was_removed(history: History) -> None:
     history.committed["in", 0] = Committed(COUNT, Tally(7, COUNT - 7, 14))
     history.sources = [s if s.partition or s.offset < 7 else s._replace(number=s.number - 7) for s in history.sources]
     history.cut(0, 2)
@@ -543,7 +543,7 @@ def remove_prefixes(history: History, draw: st.DrawFn) -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_retention_alone_never_violates(data: st.DataObject) -> None:
+def test_retention_alone_is_never_a_violation(data: st.DataObject) -> None:
     history = data.draw(histories())
     remove_prefixes(history, data.draw)
     found = history.judged()

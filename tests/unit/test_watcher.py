@@ -73,7 +73,7 @@ def test_resting_check_runs_when_it_is_woken(watcher: Watcher) -> None:
         wait_until("it runs", lambda times=times: len(ran) == times)
 
 
-def test_check_woken_while_it_runs_runs_again(watcher: Watcher) -> None:
+def test_check_woken_while_running_runs_again(watcher: Watcher) -> None:
     ran: list[int] = []
 
     def run(admin: Any) -> None:

@@ -41,7 +41,7 @@ def reaches_outside(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", [PACKAGE / "plain.py", *ROOMS], ids=lambda path: path.name)
-def test_module_reaches_the_outside_only_through_the_world(path: Path) -> None:
+def test_module_calls_the_outside_only_through_the_world(path: Path) -> None:
     assert bool(list(reaches_outside(path.read_text()))) is (path.name in IMPLEMENTATIONS)
 
 
@@ -355,7 +355,7 @@ def test_session_commits_in_a_scripted_world() -> None:
     assert script.participant.notifications == ["restore 0", *["offset metadata", "committed"] * 2]
 
 
-def test_participant_that_writes_alone_commits_the_unmoved_offset() -> None:
+def test_participant_write_without_records_commits_the_unchanged_offset() -> None:
     """Timers do this. Without an offset the group could not refuse a member that lost the partition."""
     script = Script()
     in_order = script.participant.committed

@@ -125,8 +125,9 @@ class Route:
         timer_names: set[str] | None = None,
         merge: Callable[..., object] | None = None,
     ) -> None:
-        """`gives`: what the first parameter of a timer function gets; None for other functions. `timer_names`: the
-        timers that have a function, which a function shares with its timer functions. `merge`: see App.on_merge.
+        """`passing`: the names of the headers that outputs copy from their input, see `bind`. `gives`: what the first
+        parameter of a timer function gets; None for other functions. `timer_names`: the timers that have a function,
+        which a function shares with its timer functions. `merge`: see App.on_merge.
         """
         self.passing, self.stores, self.with_record = passing, stores, with_record
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
@@ -296,7 +297,10 @@ def _record_decoder(annotation: object, name: str, decode: Decode | None, parame
 def _taking_record(
     function: Callable[..., Any], decode: Decode | None, typed: bool, with_record: bool
 ) -> Callable[..., Any]:
-    """Return a function of the Record for one that gets its decoded value: alone, with the record, or in the record."""
+    """Wrap `function` so that it can be called with a Record.
+
+    It gets the decoded value, the value and the record, or the record holding the value.
+    """
 
     def run(record: Record, *states: Any) -> Any:
         given = record if decode is None else decode(record.value)

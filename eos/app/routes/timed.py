@@ -72,10 +72,10 @@ class Caller:
         is_periodic: bool = False,
         cells: Cells | None = None,
     ) -> tuple[Any, list[Any]]:
-        """Return the outputs, and the states and timers with changes that are not written yet.
+        """Return the outputs, and the states and timers with unwritten changes.
 
-        `suffix`: the part of a row's name that the key gives. `is_periodic`: see Timers.set. `cells`: in place of the
-        task's own.
+        `suffix`: the part of the row name derived from the key. `is_periodic`: see Timers.set. `cells`: used instead of
+        the task's cells.
         """
         states = self._stores.open(self._stores.with_expiry(cells or task, task.time_ms), suffix)
         if self._timers_at is not None:
@@ -115,7 +115,7 @@ class Timed:
         normalise: Normalise,
         target: Target | None,
     ) -> None:
-        """`value_of` decodes what time= and once= get; `decode` what the function gets."""
+        """`value_of` decodes the value for time= and once=. `decode` decodes it for the function."""
 
         def made(record: Record, result: Any) -> Sequence[Send]:
             return normalise(record, result if finish is None else finish(result))
@@ -214,7 +214,7 @@ class Timed:
         return calls[0][0] if len(calls) == 1 else [send for outputs, _ in calls for send in outputs]
 
     def _in_sessions(self, task: TaskCells, suffix: bytes, record: Record, given: Any, finish: Finish) -> Any:
-        """Call the function for the session window of the record, once other sessions are merged that it joins."""
+        """Merge the sessions that the record joins, then call the function for the resulting window."""
         timing, time_ms, key = self._timing, record.timestamp, cast("bytes", record.key)
         windows = cast("SessionWindows", timing.windows)
         stays_ms = windows.gap_ms + timing.grace_ms

@@ -43,7 +43,7 @@ class GroupHistory:
 
     def __init__(self, settings: Settings, group: str, world: World = REAL) -> None:
         self._settings, self._group, self._world = settings, group, world
-        self._wanted: bool = bool(settings["eos.places.topic"])
+        self._is_enabled: bool = bool(settings["eos.places.topic"])
         self._noted: frozenset[Partition] = frozenset()
         self._unnoted: frozenset[Partition] = frozenset()
         self._job: Job | None = None
@@ -54,7 +54,7 @@ class GroupHistory:
         """Write notes for partitions whose offsets have been committed. Return at once."""
         self._unnoted = self._unnoted.union(partitions) - self._noted
         under_way = self._job is not None and not self._job.done.is_set()
-        if self._unnoted and self._wanted and not under_way and self._world.now() >= self._not_before:
+        if self._unnoted and self._is_enabled and not under_way and self._world.now() >= self._not_before:
             self._thread = self._thread or self._world.watchdog("eos-places")
             self._job = self._thread.start(self._note, self._unnoted)
 
@@ -76,7 +76,7 @@ class GroupHistory:
         except Exception as error:  # noqa: BLE001 - a failed note must not stop a worker
             self._not_before = self._world.now() + _RETRY_INTERVAL_S
             if isinstance(error, NotAuthorised):
-                self._wanted = False
+                self._is_enabled = False
                 error.remedy = ", or ".join(filter(None, (error.remedy, "set eos.places.topic to nothing")))
             log.warning(
                 "group history not written: after offsets.retention.minutes without members, a start will not know "

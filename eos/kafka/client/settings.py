@@ -77,7 +77,7 @@ OPTIONS: dict[str, Option] = {
         "", str, "suffix of the transactional.id; must be stable across restarts (default: host name)"
     ),
     "eos.input.topics": Option("", str, "source topics of a TransactSession, separated by commas"),
-    "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction takes and handles records"),
+    "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction collects and handles records"),
     "eos.transaction.max.records": Option(200_000, _at_least(1), "maximum number of input records of one transaction"),
     # Chosen so that a batch fits in the processor's cache: with batches of 5,000 records of 1 KB each record costs a
     # tenth more (docs/engineering/measurements.md).

@@ -203,7 +203,8 @@ class Fetcher:
             if not len(self.positions):
                 return
             self._pacing.begin_gathering(now := self._world.now())
-        # This many records are a backlog: the producer has nothing to send until the transaction begins.
+        # Stop gathering at this many records. The producer is idle until the transaction begins, so a backlog must not
+        # wait.
         backlog = len(self.positions) + self._pacing.most_to_gather(len(self.positions))
         while True:
             left_s = self._pacing.gather_s(self._world.now())

@@ -257,8 +257,8 @@ class GroupConsumer:
 
     def seek(self, targets: Mapping[Partition, int], unless_unfetched: bool = False) -> None:
         """Fetch partitions again from these offsets. `poll` returns none of the records fetched before: librdkafka
-        marks them outdated before seek() returns. With `unless_unfetched`, a partition that the client has not begun
-        to fetch, and cannot seek, is left at its start.
+        marks them outdated before seek() returns. With `unless_unfetched`, a partition stays at its start if the client
+        has not begun to fetch it and so cannot seek it.
 
         Raises CallFailed(REJOIN) if the consumer cannot seek and must be replaced."""
         for partition, offset in targets.items():

@@ -84,7 +84,7 @@ class Member:
     def _is_replaced_silently(self, group: Mapping[str, Any], topics: Collection[str]) -> bool:
         """Return whether a predecessor in the group subscribed to other topics or with another strategy."""
         predecessors = [m for m in group["members"] if m.get("group_instance_id") == self._instance_id]
-        # During a rebalance the group has no metadata, and our own subscription will count.
+        # During a rebalance the members have no metadata. The rebalance then uses our own subscription.
         known = [m["member_metadata"]["topics"] for m in predecessors if isinstance(m["member_metadata"], dict)]
         strategies = str(self._settings.consumer()[STRATEGY]).split(",")
         return any(set(read) != set(topics) for read in known) or (

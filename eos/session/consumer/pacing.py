@@ -40,7 +40,7 @@ class Pacing:
         self._last_timed_out = False  # since a timeout, no transaction committed
         self._records_of_few_bytes = 1  # inputs of _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
-        self._records_left_to_search = 0  # the number of next records among which the refused one is; 0: no search
+        self._records_left_to_search = 0  # the refused record is among this many next records; 0: no search
         self._began_at = 0.0
         self._gathering_since = 0.0
         self._pause_until = 0.0

@@ -150,8 +150,9 @@ class TransactionalProducer:
         evidence = self.client.evidence
         self._machine.fire(Event.INITIALISED)
         self._replace_because, self.epoch_may_have_advanced = None, False
-        # Wait for the first statistics, without which a slow call cannot be cleared: with a slow coordinator each small
-        # transaction would lead to the next replacement. Most of their interval passed during the init.
+        # Wait for the first statistics. Without them a slow call counts as retried, and with a slow coordinator each
+        # small transaction would replace the producer. Most of the statistics interval has passed during
+        # InitProducerId.
         self._wait_for_statistics(lambda: evidence.has_no_statistics)
 
     def _create_client(

@@ -26,7 +26,7 @@ def can_decode(api_key: int, version: int) -> bool:
 
 
 def request_steps(api_key: int, version: int, frame: bytes, time: float) -> list[Step]:
-    """Return the steps of a request: one, one per transactional.id of a batched FindCoordinator, or none."""
+    """Return the steps of a request: none, one, or for a batched FindCoordinator one per transactional.id."""
     request = messages.read_request(frame, api_key, version)
     steps = list(_REQUEST[api_key](request, version, time))
     if any(step.transactional_id is None for step in steps):

@@ -40,7 +40,7 @@ _LARGEST_PLAUSIBLE_VERSION = 100
 # The bytes before the first batch of a Produce: a client id, a transactional.id and a topic of at most 32 KB each, and
 # tagged fields.
 LONGEST_HEAD_BYTES = 128 * 1024
-# The fields of that head, in order. Only flexible versions have tags, and versions since v3 the transactional.id.
+# The fields of that head, in order. Only flexible versions have tags. Versions since v3 have a transactional.id.
 _CLIENT_ID, _TAGS, _NAME, _ACKS = range(4)
 _FLEXIBLE_SINCE, _NAMED_SINCE = api.FIRST_FLEXIBLE[api.PRODUCE], 3
 _INT16 = struct.Struct(">h")

@@ -29,20 +29,20 @@ class Walk:
         self._partial = b""
         self._layout = layout(self)
         self._fields_left = most_fields
-        self._wants = 0
+        self._bytes_wanted = 0  # by the layout: positive to read, negative to skip
         self._advance(None)
 
     def feed(self, data: Piece) -> None:
         """Read the next piece. Raises Malformed if the layout raises it."""
         pos, end = 0, len(data)
         while pos < end and not self.is_complete:
-            wants = self._wants
+            wants = self._bytes_wanted
             if wants < 0:
                 taken = min(-wants, end - pos)
                 pos += taken
                 self.position += taken
-                self._wants += taken
-                if self._wants == 0:
+                self._bytes_wanted += taken
+                if self._bytes_wanted == 0:
                     self._advance(b"")
                 continue
             taken = min(wants - len(self._partial), end - pos)
@@ -66,7 +66,7 @@ class Walk:
             wants = next(self._layout) if data is None else self._layout.send(data)
             while wants == 0:
                 wants = self._layout.send(b"")
-            self._wants = wants
+            self._bytes_wanted = wants
         except StopIteration:
             self.is_complete = True
 

@@ -119,9 +119,9 @@ class Cluster(ABC):
         self._mark_down(i)
 
     def stop(self, i: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop the node with SIGTERM, and with SIGKILL after `timeout_s`: a node without a quorum does not end before.
+        """Stop the node with SIGTERM. The node is down on return.
 
-        The node is down on return.
+        Sends SIGKILL after `timeout_s`, because a node without a quorum does not stop on SIGTERM.
         """
         self._require_up(i)
         if i in self._paused:

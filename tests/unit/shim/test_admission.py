@@ -297,7 +297,7 @@ def test_requests_sent_before_disconnect_reach_the_broker(secure: bool, tmp_path
 
 
 @pytest.mark.parametrize("leaves", ["reset", "stays"])
-def test_client_gets_a_turn_next_to_one_that_sends_thousands(leaves: str) -> None:
+def test_busy_client_does_not_starve_another_client(leaves: str) -> None:
     """Each turn of the loop handles a share of the frames, even after the end of a connection."""
 
     count, turn, handled = 25_000, 0, Counter[int]()  # how many of its requests in each turn of the loop

@@ -109,7 +109,7 @@ def test_error_response_names_the_partitions_of_the_request(name: str, version: 
 
 
 @pytest.mark.parametrize(("name", "version"), CASES)
-def test_request_facts_have_owner_and_partitions(name: str, version: int) -> None:
+def test_request_facts_have_transactional_id_and_partitions(name: str, version: int) -> None:
     request = REQUESTS[name][0](version)
     found = read_facts(framed(request, CORRELATION, client_id="test"), request.API_KEY, version)
     assert found.transactional_id == (None if name in ("Fetch", "OffsetCommit") else "id")

@@ -174,7 +174,7 @@ def test_splitter_counts_held_bytes() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.booleans()), max_size=80))
 @example([(number, 20, False) for number in range(5)] + [(0, 20, True), (5, 20, False)])
-def test_memory_budget_evicts_longest_above_share(
+def test_memory_budget_evicts_longest_holder_above_its_share(
     steps: list[tuple[int, int, bool]],
 ) -> None:
     memory, held, evicted = MemoryBudget(100, 10), [0] * 10, list[int]()

@@ -29,7 +29,7 @@ def struck(plan: Plan, count: int) -> list[list[int]]:
     return found
 
 
-def test_rule_fires_at_nth_match_and_times_after() -> None:
+def test_rule_fires_from_nth_match_for_given_times() -> None:
     plan = Plan([Rule("EndTxn", "reset", nth=3), Rule("Produce", "reset", nth=2, times=3)])
     assert struck(plan, 9) == [[3], [2, 3, 4]]
     assert plan.complaints() == []
@@ -67,7 +67,7 @@ def test_rule_matches_if_all_conditions_match(conditions: dict[str, object], fit
     assert not Rule("EndTxn", "reset", **conditions).matches(said, CONNECTION)  # type: ignore[arg-type]
 
 
-def test_rule_beside_another_counts_other_partitions_later() -> None:
+def test_beside_rule_counts_only_later_requests_of_other_partitions() -> None:
     lost, beside = Plan([Rule("Produce", "reset"), Rule("Produce", "reset", beside=1)]).progress
     one, other = (RequestFacts(0, partitions=frozenset({f"out-{number}"})) for number in range(2))
     assert not lost.is_on_other_partitions(other), "no request was matched yet"

@@ -245,7 +245,9 @@ def test_broker_without_end_txn_v5_disables_protection(
 
 
 @pytest.mark.parametrize("offered", [{}, {"broker 1": None, "broker 2": None}])
-def test_no_answering_broker_disables_protection(offered: dict[str, None], caplog: pytest.LogCaptureFixture) -> None:
+def test_protection_is_disabled_if_no_broker_answers(
+    offered: dict[str, None], caplog: pytest.LogCaptureFixture
+) -> None:
     job = ProtectJob()
     job.on_broker_versions(offered)
     assert not job.wants_request(api.END_TXN, 1)

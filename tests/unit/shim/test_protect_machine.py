@@ -158,7 +158,7 @@ def test_repeated_request_on_a_new_connection_is_trusted(client: Client) -> None
     refused(CONCURRENT_TRANSACTIONS, lambda: client.ask_end(True, A))
 
 
-def test_different_request_does_not_move_the_trust(client: Client) -> None:
+def test_different_request_does_not_make_its_connection_trusted(client: Client) -> None:
     refused(CONCURRENT_TRANSACTIONS, lambda: client.add(B, mark="one"))
     refused(CONCURRENT_TRANSACTIONS, lambda: client.add(B, mark="another"))
     assert client.add(B, mark="one") == real(7)
@@ -389,7 +389,7 @@ def test_described_identity_is_shown_in_virtual_epochs(client: Client, ahead: in
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_described_epoch_during_a_clients_end_is_its_own(client: Client, committed: bool) -> None:
+def test_describe_shows_the_clients_own_epoch_during_its_end_txn(client: Client, committed: bool) -> None:
     client.add()
     end = client.ask_end(committed)
     ours, others = ("Commit", "Abort") if committed else ("Abort", "Commit")
@@ -402,7 +402,7 @@ def test_described_epoch_during_a_clients_end_is_its_own(client: Client, committ
     assert client.machine.identity_to_show("t", real(8), f"Complete{ours}") == V
 
 
-def test_describe_shows_an_outdated_epoch_below_the_clients_own(client: Client) -> None:
+def test_describe_shows_outdated_epoch_as_lower_than_the_clients(client: Client) -> None:
     client.machine.note_init("t", Identity(4100, 0), A)
     client.machine.note_end("t", client.machine.check_end("t", Identity(4100, 0), A, True, "end"), Identity(4100, 1))
     assert client.machine.identity_to_show("t", Identity(4100, 0), "Empty") == Identity(4100, -1)
@@ -456,7 +456,7 @@ def test_unaccepted_connection_changes_nothing(ask: str, stage: str) -> None:
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_accepted_request_takes_effect_as_if_at_once(ask: str, client: Client) -> None:
+def test_request_answered_later_has_same_effect_as_accepted_one(ask: str, client: Client) -> None:
     other = Client()
     for each in (client, other):
         each.add()

@@ -110,7 +110,7 @@ def test_refused_produce_is_answered_after_its_end(version: int, shape: str, ste
 
 
 @given(versions, st.sampled_from(list(SHAPES)), st.data())
-def test_damaged_produce_stream_equals_the_whole_frame(version: int, shape: str, data: st.DataObject) -> None:
+def test_damaged_produce_in_chunks_is_handled_like_a_whole_frame(version: int, shape: str, data: st.DataObject) -> None:
     frame = bytearray(produce_request(version, "t", SHAPES[shape]))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(REQUEST_HEAD.size, len(frame) - 1))] = data.draw(st.integers(0, 255))

@@ -43,7 +43,9 @@ def test_request_equals_the_encoding_of_kafka_python(version: int, size: int) ->
 
 @given(st.text(min_size=1, max_size=9), st.integers(0, 2**31 - 1), st.lists(st.binary(max_size=200), max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_request_with_any_content_equals_kafka_pythons(topic: str, partition: int, pieces: list[bytes]) -> None:
+def test_request_with_random_content_equals_the_encoding_of_kafka_python(
+    topic: str, partition: int, pieces: list[bytes]
+) -> None:
     batch = Batch(tuple(pieces), 0, 1)
     for version in VERSIONS:
         for framed in (True, False):

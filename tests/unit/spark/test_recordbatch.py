@@ -89,7 +89,7 @@ def test_rows_in_several_chunks_are_encoded_like_one_chunk(
     assert decoded(pieces) == decoded(expected)
 
 
-def test_batch_with_more_records_than_the_offset_table_is_encoded() -> None:
+def test_batch_larger_than_the_offset_table_is_encoded() -> None:
     count = 3 * len(recordbatch._OFFSETS.sizes)
     rows = pa.record_batch({"key": pa.nulls(count, pa.binary()), "value": pa.array([b""] * count, pa.binary())})
     (batch,) = encode(rows, IDENTITY, 0, max_bytes=4_000_000, target_bytes=4_000_000, now_ms=NOW_MS)
@@ -135,7 +135,7 @@ def test_encoding_is_deterministic() -> None:
 
 @given(st.lists(st.none() | st.binary(max_size=50), max_size=50))
 @settings(max_examples=200, deadline=None)
-def test_key_hash_equals_the_java_clients(keys: list[bytes | None]) -> None:
+def test_key_hash_equals_that_of_the_java_client(keys: list[bytes | None]) -> None:
     expected = [None if key is None else murmur2(key) & 0xFFFFFFFF for key in keys]
     found = murmur2_column(pa.array(keys, pa.binary())).to_pylist()
     assert [None if number is None else number & 0xFFFFFFFF for number in found] == expected
