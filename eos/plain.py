@@ -198,8 +198,8 @@ class Transactions:
                 )
             self._open = txn
             self._ownership.raise_if_lost()
-            # An exception from outside the client (a signal's) interrupted the previous transaction: nobody waited for
-            # its answer, and the new producer's init ends it.
+            # An exception from outside the client (a signal's) interrupted the previous transaction before its answer
+            # arrived. The new producer's init ends it.
             producer.give_up("the transaction before it was not ended")
             try:
                 if reason := producer.decide_replacement():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -40,7 +41,14 @@ def peers(build: Path, quix_python: Path, keys: int) -> list[Peer]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    compare_peers(str(__doc__), peers, YARDSTICK)
+
+
+def compare_peers(
+    description: str, peers: Callable[[Path, Path, int], list[Peer]], yardstick: str, span_ms: int = 0
+) -> None:
+    """Read the command line, run the peers in turns and print the table. `span_ms`: see worker_speed.load."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--keys", type=int, default=10_000)
@@ -51,12 +59,13 @@ def main() -> None:
     console = Console(width=200)
     console.print(where(options.quix_python))
     found = peers(options.build, options.quix_python, options.keys)
-    found = [peer for peer in found if options.only in peer.name or peer.name == YARDSTICK]
+    found = [peer for peer in found if options.only in peer.name or peer.name == yardstick]
     with LocalKafka(nodes=1, config=BROKER) as kafka:
         lines = compare(
             *(console, kafka.bootstrap_servers, found, options.records, 100, options.rounds),
-            yardstick=YARDSTICK,
+            yardstick=yardstick,
             keys=options.keys,
+            span_ms=span_ms,
         )
     print(markdown(lines))
 

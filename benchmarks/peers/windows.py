@@ -7,16 +7,12 @@ Nothing here asserts.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from benchmarks.clients import BROKER
+from benchmarks.peers.count import compare_peers
 from benchmarks.peers.installed import streams_command
-from benchmarks.peers.speed import HERE, STREAMS_THREADS, Peer, compare, markdown, where
-from eos.broker import LocalKafka
+from benchmarks.peers.speed import HERE, STREAMS_THREADS, Peer
 
 YARDSTICK = "Kafka Streams, suppress"
 MINUTES = 20
@@ -39,26 +35,7 @@ def peers(build: Path, quix_python: Path, keys: int) -> list[Peer]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--keys", type=int, default=10_000)
-    parser.add_argument("--only", default="", help="peers whose name has this in it, and the yardstick")
-    parser.add_argument("--quix-python", type=Path, required=True, help="of a virtual environment with quixstreams")
-    parser.add_argument("--build", type=Path, default=Path("build/bench/peers"), help="for the compiled Java class")
-    options = parser.parse_args()
-    console = Console(width=200)
-    console.print(where(options.quix_python))
-    found = peers(options.build, options.quix_python, options.keys)
-    found = [peer for peer in found if options.only in peer.name or peer.name == YARDSTICK]
-    with LocalKafka(nodes=1, config=BROKER) as kafka:
-        lines = compare(
-            *(console, kafka.bootstrap_servers, found, options.records, 100, options.rounds),
-            yardstick=YARDSTICK,
-            keys=options.keys,
-            span_ms=MINUTES * 60_000,
-        )
-    print(markdown(lines))
+    compare_peers(str(__doc__), peers, YARDSTICK, span_ms=MINUTES * 60_000)
 
 
 if __name__ == "__main__":

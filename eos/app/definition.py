@@ -346,7 +346,15 @@ class App:
                 what = f"the timer {timer!r}" if timer else "the end of a window"
                 raise ConfigurationError(f"{route.name} has two functions for {what}, {handler.name} is the second")
             _check_destination(function, destinations)
+            replaced = route.handlers.get(timer)
             route.handlers[timer] = handler
+            try:
+                self._check_topics(self.routes, self.patterns)
+            except ConfigurationError:
+                # A refused function leaves the App as it was.
+                route.handlers.pop(timer)
+                route.handlers |= {} if replaced is None else {timer: replaced}
+                raise
             route.timer_names.add(timer)
             return function
 
@@ -414,6 +422,11 @@ class App:
                     f"{route.name}: remove one of them, or use two Apps"
                 )
         routes, patterns = kept | names, others | patterns
+        self._check_topics(routes, patterns)
+        self.routes, self.patterns = routes, patterns
+
+    def _check_topics(self, routes: Mapping[str, Route], patterns: Mapping[re.Pattern[str], Route]) -> None:
+        """Raise ConfigurationError if an output of these functions could return to them, or reach a changelog."""
         functions = [*routes.values(), *patterns.values()]
         written = _all_destinations(routes, functions)
         for function in functions:
@@ -434,7 +447,6 @@ class App:
                     f"the pattern {pattern.pattern!r} matches {caught[0]!r}, a destination of the App {self.id!r}: its "
                     "records could return forever; make the pattern narrower, or name the topics"
                 )
-        self.routes, self.patterns = routes, patterns
 
     def __repr__(self) -> str:
         return f"App({self.id!r}, {self.functions})"

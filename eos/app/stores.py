@@ -314,7 +314,7 @@ class Stores:
         async def run(record: Record, given: Any, finish: Finish, seen: Layer, now: int) -> tuple[Any, list[Any]]:
             _, suffix = self.locate(record)
             cells = self.with_expiry(seen, now)
-            states = [kind(compiled, cells, suffix) for kind, compiled in self._kinds]
+            states = self.open(cells, suffix)
             try:
                 outputs = finish(record, await function(given, *states))
                 for one in states:

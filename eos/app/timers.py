@@ -11,17 +11,16 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Collection
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Final, NamedTuple, Protocol
 
 from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, parse_cell, store_prefix
-from eos.app.windows import Window
+from eos.app.windows import EPOCH, Window, from_ms
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
 
 NEVER: Final = 1 << 63
 """A time in milliseconds that is never reached."""
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MS: Final = timedelta(milliseconds=1)
 _DUE: Final = struct.Struct(">Q")
 _MAX_NAME_BYTES: Final = 100
@@ -55,7 +54,7 @@ class Timer(NamedTuple):
     @property
     def due(self) -> datetime:
         """Return the due time as a datetime in UTC."""
-        return EPOCH + self.due_ms * _MS
+        return from_ms(self.due_ms)
 
 
 class TimersDue(Exception):
@@ -78,7 +77,7 @@ class TimedTask(Protocol):
         """Return when this timer is due; None if it is not set."""
 
     def set_timer(self, cell: bytes, due_ms: int | None) -> None:
-        """Set the timer of this cell, or clear it (None)."""
+        """Set the timer of this cell, or clear it (None) if it is set."""
 
 
 class DueTimers(Protocol):
@@ -112,14 +111,14 @@ class Timers:
     object: it raises IllegalState once its function has returned.
     """
 
-    __slots__ = ("_base", "_changes", "_is_periodic", "_names", "_suffix", "_task")
+    __slots__ = ("_base", "_changes", "_is_open", "_is_periodic", "_names", "_suffix", "_task")
 
     def __init__(
         self, names: Collection[str], task: TimedTask, suffix: bytes, base: Callable[[bool], int], is_periodic: bool
     ) -> None:
         """Create the timers of one key. `base(clock)`: the time from which `after=` counts."""
         self._names, self._suffix, self._base, self._is_periodic = names, suffix, base, is_periodic
-        self._task: TimedTask | None = task
+        self._task, self._is_open = task, True
         self._changes: dict[str, tuple[bool, int] | None] = {}
 
     def set(
@@ -174,7 +173,7 @@ class Timers:
             )
 
     def _open(self) -> TimedTask:
-        if self._task is None:
+        if not self._is_open:
             raise IllegalState(
                 "timers were used after their function had returned",
                 remedy="use them only while the function handles the record, and do not keep them",
@@ -186,16 +185,13 @@ class Timers:
     def _encode(self) -> None: ...
 
     def _close(self) -> None:
-        self._task = None
+        self._is_open = False
 
-    def _write(self, task: TimedTask) -> None:
+    def _write(self, _: object) -> None:
         for name, change in self._changes.items():
             for clock in (False, True):
                 cell = timer_cell(clock, self._suffix, name.encode())
-                if change is not None and change[0] is clock:
-                    task.set_timer(cell, change[1])
-                elif task.due_ms(cell) is not None:
-                    task.set_timer(cell, None)
+                self._task.set_timer(cell, change[1] if change is not None and change[0] is clock else None)
 
 
 def check_timer_name(name: object) -> str:
@@ -263,7 +259,7 @@ def due_of(record: Record) -> Due | None:
 
 def describe(due: Due) -> str:
     """Return the name of a timer for messages."""
-    at = due.due_ms if due.due_ms >= _END_OF_DATES else (EPOCH + due.due_ms * _MS).isoformat(timespec="milliseconds")
+    at = due.due_ms if due.due_ms >= _END_OF_DATES else from_ms(due.due_ms).isoformat(timespec="milliseconds")
     if due.window is not None:
         return f"the window of {due.key!r} that closes at {at}"
     return f"the timer {due.name} of {due.key!r} that is due at {at}"

@@ -13,10 +13,15 @@ from typing import Final, NamedTuple
 
 from eos.errors import ConfigurationError
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MS: Final = timedelta(milliseconds=1)
 _START: Final = struct.Struct(">q")
 _MAX_WINDOWS: Final = 1_000  # of one record
+
+
+def from_ms(time_ms: int) -> datetime:
+    """Return a time in milliseconds since the epoch as a datetime in UTC."""
+    return EPOCH + time_ms * _MS
 
 
 class Window(NamedTuple):
@@ -32,12 +37,12 @@ class Window(NamedTuple):
     @property
     def start(self) -> datetime:
         """Return the start as a datetime in UTC."""
-        return _EPOCH + self.start_ms * _MS
+        return from_ms(self.start_ms)
 
     @property
     def end(self) -> datetime:
         """Return the end as a datetime in UTC."""
-        return _EPOCH + self.end_ms * _MS
+        return from_ms(self.end_ms)
 
 
 def windowed_key(key: bytes, start_ms: int) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
@@ -21,8 +20,8 @@ from eos.app.definition import App
 from eos.app.routes import changelog_of
 from eos.app.state import Store
 from eos.app.stores import to_plain
-from eos.app.timers import EPOCH, decode_due
-from eos.app.windows import split_windowed_key
+from eos.app.timers import decode_due
+from eos.app.windows import from_ms, split_windowed_key
 from eos.cli.options import (
     BootstrapServers,
     Json,
@@ -178,7 +177,7 @@ class _StatefulFunctions:
 
 
 def _iso(time_ms: int) -> str:
-    return (EPOCH + timedelta(milliseconds=time_ms)).isoformat(timespec="milliseconds")
+    return from_ms(time_ms).isoformat(timespec="milliseconds")
 
 
 def _decode(store: Store, fields: list[tuple[bytes, bytes]]) -> Any:

@@ -147,8 +147,8 @@ class Handler:
     `passing`: names of headers, see Route. `policy`: applies to all functions in place of their own. `cells_of`:
     returns where the state of a function is kept. `tasks_of`: returns the tasks of a function, by partition.
     `silent_until_ms` returns up to which time the event time of a partition follows the clock, given how long it must
-    have been silent; 0: it does not. `watermark_ms` returns the time that a partition has
-    reached whose function reads what another function of the App writes.
+    have been silent; 0: it does not. `watermark_ms` returns the time that a partition has reached whose function reads
+    what another function of the App writes.
     """
 
     def __init__(
@@ -391,23 +391,19 @@ class Handler:
 
     def _fire_before(self, txn: Feeds, route: Route, record: Record, now_ms: int) -> Halt | None:
         """Fire the timers that are due before a record that moves the time of its task to `now_ms`."""
-        task = self._task_of(route, record)
+        timed, place = self._timed[route], (record.topic, record.partition)
+        task = self._tasks_of(timed)[place]
         task.time_ms = now_ms
-        return self._fire(txn, self._timed[route], (record.topic, record.partition), task, task.timers, now_ms)
+        return self._fire(txn, timed, place, task, task.timers, now_ms)
 
     def _fire_overdue(self, txn: Feeds, timed: Route, records: list[Record]) -> Halt | None:
         """Fire the timers that functions of these records set to a time already past."""
-        tasks = self._tasks_of(timed)
-        for place in dict.fromkeys((record.topic, record.partition) for record in records):
-            task = tasks.get(place)
-            if task is None or task.timers.next_due > task.time_ms:
+        for place, task in list(self._tasks_of(timed).items()):
+            if task.timers.next_due > task.time_ms:
                 continue
             if (halt := self._fire(txn, timed, place, task, task.timers, task.time_ms)) is not None:
                 return halt._replace(handled=len(records))
         return None
-
-    def _task_of(self, route: Route, record: Record) -> TaskCells:
-        return self._tasks_of(route)[record.topic, record.partition]
 
     def _fire(
         self, txn: Feeds, timed: Route, partition: Partition, task: TaskCells, timers: DueTimers, until_ms: int

@@ -96,7 +96,7 @@ _STATES: list[tuple[str, str, Callable[[FunctionState], int]]] = [
 _TIMES: list[tuple[str, str, Callable[[Status, FunctionTime], float]]] = [
     (
         "eos_event_time_lag_seconds",
-        "How far the event time of a function is behind the clock, in its slowest partition on this worker.",
+        "The clock's time minus the event time of a function, in its slowest partition on this worker.",
         lambda status, time: max(0.0, status.at - time.time_ms / 1000) if time.time_ms else 0.0,
     ),
     ("eos_timers", "Timers that are set; of a function with windows, its open windows.", lambda _, time: time.timers),

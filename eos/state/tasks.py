@@ -167,15 +167,18 @@ class Task(Layer):
         while len(self._committed_bounds) > _MAX_BOUNDS:
             self._committed_bounds.popitem(last=False)
         self._reset_layer()
+        if self.has_timers:
+            self.timers.committed()
+            self.clock_timers.committed()
 
     def roll_back(self) -> None:
         self.aborted = self.aborted or bool(self.changed)
         self._reset_layer()
+        if self.has_timers:
+            self.timers.rolled_back()
+            self.clock_timers.rolled_back()
 
     def _reset_layer(self) -> None:
         self.changed, self._rows, self._bounds = {}, None, {}
         self.time_ms, self.timer_count = self._committed_ms, self._committed_count
         self._known_end = self.values.position
-        if self.has_timers:
-            self.timers.reset()
-            self.clock_timers.reset()

@@ -22,13 +22,17 @@ class TimerIndex:
         """No timer is due before this time, in milliseconds since the epoch."""
         self.least_set = NEVER
         """The least due time of the timers that were set after the last call of `due`."""
-        self.reset()
+        self.committed()
 
-    def reset(self) -> None:
-        """Forget the changes of the open transaction, because it has ended."""
+    def committed(self) -> None:
+        """Read committed timers again, because the open transaction was committed. `next_due` stays true."""
         self._heap: list[tuple[int, bytes]] = []
         self._committed: Iterator[tuple[bytes, int]] | None = None
         self._head: tuple[int, bytes] | None = None
+
+    def rolled_back(self) -> None:
+        """Forget the changes of the open transaction, which may have moved the first timers."""
+        self.committed()
         self.next_due = 0
 
     def note_set(self, cell: bytes, due_ms: int) -> None:

@@ -1,8 +1,8 @@
 """Sweeps faults: runs the user's App on a real worker and real Kafka, once per (step of a transaction, fault).
 
 Owns the cases (which fault at which step, as a plan of the shim) and one run of each: create the topics again, load the
-input, run a worker process behind a shim until all input is done, then call `eos.testing.verify`. It must never trust
-the worker's own report: the contents of Kafka count, and the fault must really have happened.
+input, run a worker process behind a shim until all input is done, then call `eos.testing.verify`. It must never rely
+on the worker's own report. Only the contents of Kafka count, and the fault must really have happened.
 
     # test_flights.py; eos_kafka is the plugin's cluster
     @pytest.fixture(scope="module")

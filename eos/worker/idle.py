@@ -7,14 +7,17 @@ as silence.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from eos import log
 from eos.errors import Unavailable
 from eos.kafka.admin import facts, tail
+from eos.kafka.admin.watcher import Check, Watcher
+from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
-from eos.kafka.client.watchdog import Job, Watchdog
 from eos.kafka.client.world import World
 
 Partition = tuple[str, int]
@@ -28,49 +31,52 @@ class IdlePartitions:
         self, settings: Settings, find_end: Callable[[Partition], tuple[int, float] | None], world: World
     ) -> None:
         self._settings, self._find_end, self._world = settings, find_end, world
-        self._thread: Watchdog | None = None
+        self._check = Check(self._query, self._on_error)
+        self._watcher: Watcher | None = None
         self._client: Any = None
-        self._query: tuple[float, Job] | None = None  # World.unix() when it began
+        self._lock = threading.Lock()
         self._wanted: set[Partition] = set()  # for the next query
+        self._is_queried = False
+        self._error: Exception | None = None  # a permanent one
         self._ends: Mapping[Partition, int] = {}
-        self._known_at = 0.0  # World.unix() when the query of `_ends` began
+        self._known_at = -math.inf  # World.unix() when the query of `_ends` began
+
+    def start(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        watcher.add(self._check)
 
     def silent_until_ms(self, partition: Partition, idle_ms: int) -> int:
         """Return the time up to which the partition's event time follows the clock, in ms since the epoch.
 
         That is `idle_ms` before the last time at which the cluster confirmed the silence; 0 while the partition has
-        records, or until the cluster has answered.
+        records, or until the cluster has answered. Raises the error of a permanent refusal.
         """
         found = self._find_end(partition)
         if found is None or self._world.now() - found[1] < idle_ms / 1000:
             return 0
-        self._take_answer()
-        self._wanted.add(partition)
-        self._start_query()
+        self._request_end(partition)
         since_ms = (self._world.unix() - (self._world.now() - found[1])) * 1000
-        if self._ends.get(partition) != found[0] or self._known_at * 1000 < since_ms + idle_ms:
-            return 0
-        return int(self._known_at * 1000) - idle_ms
+        with self._lock:
+            end, known_ms = self._ends.get(partition), self._known_at * 1000
+        return 0 if end != found[0] or known_ms < since_ms + idle_ms else int(known_ms) - idle_ms
 
-    def _take_answer(self) -> None:
-        if self._query is None or not self._query[1].done.is_set():
-            return
-        (began, job), self._query = self._query, None
-        if isinstance(job.error, Unavailable):
-            log.debug("end offsets of idle partitions unavailable", error=str(job.error))
-        elif job.error is not None:
-            raise job.error
-        else:
-            self._ends, self._known_at = job.result, began
+    def _request_end(self, partition: Partition) -> None:
+        """Have the watcher query the end of this partition, unless a query runs."""
+        assert self._watcher is not None, "started with its worker"
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._wanted.add(partition)
+            if self._is_queried:
+                return
+            self._is_queried = True
+        self._watcher.wake(self._check)
 
-    def _start_query(self) -> None:
-        if self._query is None:
-            self._thread = self._thread or self._world.watchdog("eos-idle")
-            wanted, self._wanted = self._wanted, set()
-            self._query = self._world.unix(), self._thread.start(self._query_ends, wanted)
+    # ---- on the watcher's thread --------------------------------------------------------------------------------
 
-    def _query_ends(self, wanted: set[Partition]) -> dict[Partition, int]:
-        """Return the high watermarks of these partitions. Raises Unavailable."""
+    def _query(self, _: ClusterAdmin) -> None:
+        with self._lock:
+            wanted, self._wanted, began = self._wanted, set(), self._world.unix()
         self._client = self._client or facts.connect(self._settings, _TIMEOUT_S, self._world)
         ends: dict[Partition, int] = {}
         for topic in {topic for topic, _ in wanted}:
@@ -78,8 +84,12 @@ class IdlePartitions:
             for number, span in tail.partition_offsets_or_errors(self._client, topic, numbers).items():
                 if not isinstance(span, Unavailable):
                     ends[topic, number] = span.end
-        return ends
+        with self._lock:
+            self._ends, self._known_at, self._is_queried = ends, began, False
 
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
+    def _on_error(self, error: Exception) -> None:
+        log.debug("end offsets of idle partitions unavailable", error=str(error))
+        with self._lock:
+            self._is_queried = False
+            if not isinstance(error, Unavailable):
+                self._error = error

@@ -134,9 +134,8 @@ class Watermarks:
         self._lock = threading.Lock()
         self._seen: dict[str, _Seen] = {}
         self._times: dict[Partition, int] = {}
-        self._passed: dict[
-            Partition, _Seen
-        ] = {}  # the watermark answer whose end offset each partition has not reached yet
+        # The answer whose end offset each partition has not reached yet.
+        self._pending: dict[Partition, _Seen] = {}
         self._queried_at = -math.inf  # World.now() when the last answered query began
         self._client: Any = None
 
@@ -145,20 +144,20 @@ class Watermarks:
 
     def time_ms(self, partition: Partition) -> int:
         """Return the time that a partition has reached, in ms since the epoch; 0 while it is unknown."""
-        if (seen := self._passed.get(partition)) is None:
+        if (seen := self._pending.get(partition)) is None:
             with self._lock:
                 newest = self._seen.get(partition[0])
             if newest is None or newest.time_ms <= self._times.get(partition, 0):
                 return self._times.get(partition, 0)
-            seen = self._passed[partition] = newest
+            seen = self._pending[partition] = newest
         if self._position_of(partition) >= seen.ends.get(partition[1], 0):
             self._times[partition] = max(seen.time_ms, self._times.get(partition, 0))
-            del self._passed[partition]
+            del self._pending[partition]
         return self._times.get(partition, 0)
 
     def is_current(self, since: float) -> bool:
         """Return whether the cluster was queried after `since` (World.now()), and all partitions have the answer."""
-        return self._queried_at > since and not self._passed
+        return self._queried_at > since and not self._pending
 
     # ---- on the watcher's thread --------------------------------------------------------------------------------
 

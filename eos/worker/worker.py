@@ -141,6 +141,8 @@ class Worker(Listener):
                 self._keeper.prepare()
             hooks.start()
             session.start()
+            if self._uses_time:
+                self._idle.start(session.watcher)
             if self._reached is not None:
                 self._watermarks.start(session.watcher)
             if self._new_topics is not None and not session.until_end:
@@ -164,7 +166,6 @@ class Worker(Listener):
             except ShutdownExpired as expired:
                 log.warning("clients abandoned: the stop took too long", reason=str(expired))
             finally:
-                self._idle.close()
                 if self._keeper is not None:
                     self._keeper.close()
                 if self._spans is not None:

@@ -122,7 +122,7 @@ class Mischief:
         writer.close()
 
     async def _deliver(self, frame: bytes, after_s: float) -> None:
-        """Deliver a request that was on its way, on its own connection; nobody waits for its response."""
+        """Deliver a request that was in transit, on its own connection, without waiting for its response."""
         await asyncio.sleep(after_s)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             reader, writer = await asyncio.open_connection(*self.upstream)

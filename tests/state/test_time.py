@@ -263,6 +263,9 @@ def test_timers_are_added_to_a_function_with_state(timed: Timed, where: str) -> 
     load(30)
     timed.run()
     assert timed.outputs() == {"k": ["1", "2", "quiet after 2", "3"]}
+    program.write_text(program.read_text().replace('"quiet"', '"silent"'))
+    load(60)
+    assert "the timer 'quiet' of count is due, but no function runs for it" in timed.run(ends=78)
 
 
 SILENT = """

@@ -599,6 +599,20 @@ def test_wrong_window_is_refused(make: Any, message: str) -> None:
         make()
 
 
+def test_timer_function_cannot_send_to_an_input_of_its_app() -> None:
+    app = App("circle")
+    add = define(app, window=tumbling(MINUTE), grace=MINUTE)
+    for topic, message in (("in", "in this cycle records could return forever"), ("circle-add-changelog", "changelog")):
+        with pytest.raises(ConfigurationError, match=message):
+
+            @app.on_close(add, to=topic)
+            def close(window: Window) -> str:
+                return ""
+
+    assert app.destinations == {"out"}, "a refused function leaves the App as it was"
+    assert [handler.function.__name__ for handler in app.functions[0].handlers.values()] == ["closed"]
+
+
 def test_wrong_timer_function_is_refused() -> None:
     app = App("wrong")
 

@@ -32,6 +32,15 @@ class UnusualOutputs(list[Send]):
     """Outputs of a record that the hot loop cannot send itself."""
 
 
+def make_finish(normalise: Normalise, finish: Callable[[Any], Any] | None) -> Callable[[Record, Any], Sequence[Send]]:
+    """Return a function that makes the outputs from a result; `finish` is an encoder of the user's, if there is one."""
+
+    def made(record: Record, result: Any) -> Sequence[Send]:
+        return normalise(record, result if finish is None else finish(result))
+
+    return made
+
+
 def send_usual_directly(made: Finish, is_encoded: bool, target: Target | None) -> Finish:
     """Return a Finish that leaves results of the usual types to the hot loop, and makes UnusualOutputs of all others.
 
@@ -64,9 +73,7 @@ class Stateful:
         normalise: Normalise,
         target: Target | None,
     ) -> None:
-        def made(record: Record, result: Any) -> Sequence[Send]:
-            return normalise(record, result if finish is None else finish(result))
-
+        made = make_finish(normalise, finish)
         usual = send_usual_directly(made, finish is not None, target)
 
         # Closures, because they run once per record.

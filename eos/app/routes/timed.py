@@ -15,7 +15,7 @@ from eos.app.cells import OPEN_SESSIONS, SEEN_IDS, encode_key, store_prefix
 from eos.app.layers import Layer
 from eos.app.results import Normalise
 from eos.app.routes.feeds import make_feed, one_by_one
-from eos.app.routes.single import UnusualOutputs, as_sends, send_usual_directly
+from eos.app.routes.single import UnusualOutputs, as_sends, make_finish, send_usual_directly
 from eos.app.state import Cells, TaskCells
 from eos.app.stores import Finish, Stores
 from eos.app.timers import Due, Timers, TimersDue, due_of, timer_cell, to_ms
@@ -94,9 +94,7 @@ class Caller:
         return outputs, states
 
     def write(self, states: Sequence[Any], task: TaskCells) -> None:
-        aged = self._stores.with_expiry(task, task.time_ms)
-        for one in states:
-            one._write(task if type(one) is Timers else aged)
+        self._stores.write(states, task, task.time_ms)
 
 
 class Timed:
@@ -117,9 +115,7 @@ class Timed:
     ) -> None:
         """`value_of` decodes the value for time= and once=. `decode` decodes it for the function."""
 
-        def made(record: Record, result: Any) -> Sequence[Send]:
-            return normalise(record, result if finish is None else finish(result))
-
+        made = make_finish(normalise, finish)
         self._name, self._call, self._stores, self._timing = name, caller, stores, timing
         self._decode, self._value_of, self._made = decode, value_of, made
         # With time= an output's timestamp is not the record's, which the hot loop would use.
@@ -291,11 +287,9 @@ class Fired:
     ) -> None:
         self._call, self._stores, self._give = caller, stores, give
 
-        def made(record: Record, result: Any) -> Sequence[Send]:
-            # No warning about a dropped tombstone: a timer has no value.
-            return () if result is None else normalise(record, result if finish is None else finish(result))
-
-        self._made = made
+        made = make_finish(normalise, finish)
+        # No warning about a dropped tombstone: a timer has no value.
+        self._made = lambda record, result: () if result is None else made(record, result)
         self.feed = make_feed(lambda record: UnusualOutputs(self.outputs(record)), None, None, as_sends)
         self.each = one_by_one(self.outputs)
 

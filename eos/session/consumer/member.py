@@ -63,9 +63,9 @@ class Member:
         """Remove this member's predecessor from a classic group where its subscription would be used for ours.
 
         A static member that comes back gets its old partitions without a rebalance, even if it subscribes to other
-        topics now (4.3.1, measured). Nobody would own the partitions of a new topic, and the member would get records
-        of a topic that it no longer reads. A predecessor with another assignment strategy makes brokers refuse the new
-        one.
+        topics now (4.3.1, measured). The partitions of a new topic would have no owner, and the member would get
+        records of a topic that it no longer reads. A predecessor with another assignment strategy makes brokers refuse
+        the new one.
 
         Raises ConfigurationError if the group has a member that is not a worker (see `_refuse_others`).
         """
