@@ -778,3 +778,14 @@ def test_index_yields_due_timers_in_order(changes: list[tuple[int, int | None]],
     assert task.timers.due(until, 2) == due[:2]
     assert task.timers.due(until, 100) == due
     assert isinstance(task.timers, TimerIndex)
+
+
+def test_index_finds_a_timer_again_whose_clearing_was_rolled_back() -> None:
+    task = Task(InMemory(timed=(b"@timers", b"@clock-timers")), has_timers=True)
+    cell = b"@timers\0\0\0\0\x01kt"
+    task.set_timer(cell, 10)
+    task.committed(0.0)
+    task.set_timer(cell, None)
+    assert task.timers.due(20, 1) == []
+    task.roll_back()
+    assert task.timers.due(20, 1) == [(10, cell)]
