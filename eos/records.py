@@ -9,7 +9,7 @@ import enum
 import json
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, cast, final
 
 import msgspec
@@ -47,6 +47,7 @@ def readable_headers(headers: Sequence[Header]) -> Sequence[Header]:
 # An encoded output for the producer: (topic, value, key, partition, timestamp_ms, headers).
 # partition -1: the partitioner decides. timestamp_ms 0: the time when it is sent.
 Send = tuple[str, bytes | None, bytes | None, int, int, list[Header] | None]
+SendAll = Callable[[Iterable[Send]], None]
 
 
 def format_position(topic: str, partition: int, offset: int | None = None) -> str:

@@ -28,7 +28,7 @@ def app_of(shape: str, group: str, source: str, target: str) -> App:
 
     elif shape == "once":
 
-        @app.process(source, to=target, once=lambda value: value, within=timedelta(hours=1))
+        @app.process(source, to=target, once=lambda value: value[5:15], within=timedelta(hours=1))
         def unique(value: bytes) -> bytes:
             return value
 

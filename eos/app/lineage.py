@@ -9,12 +9,12 @@ the counts; eos/encoding/lineage.py owns the two formats. It must never call Kaf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from eos.app.routes import Route
 from eos.encoding.lineage import HEADER, KEY, Source, Tally, encode, tally_of
 from eos.errors import ConfigurationError
-from eos.records import Committed, Each, Record, Send, read_metadata
+from eos.records import Committed, Each, Record, Send, SendAll, read_metadata
 
 TopicPartition = tuple[str, int]
 
@@ -55,7 +55,7 @@ class Ledger:
     def changed_partitions(self) -> Collection[TopicPartition]:
         return ()
 
-    def before_flush(self, send: Callable[..., None], partitions: Collection[TopicPartition]) -> None: ...
+    def before_flush(self, send: SendAll, partitions: Collection[TopicPartition]) -> None: ...
 
     def offset_metadata(self, partition: TopicPartition) -> Mapping[str, list[int]]:
         tally = self.tally(partition)

@@ -144,6 +144,11 @@ class _KeyedState:
     def _close(self) -> None:
         self._cells = None
 
+    @property
+    def _is_stored(self) -> bool:
+        """Return True if the function has read a stored value of this key."""
+        return False
+
     def _encode(self) -> None:
         """Encode the values that the function left. Raise TypeError for a value that cannot be stored."""
         raise NotImplementedError
@@ -257,6 +262,10 @@ class State(_KeyedState, Generic[T]):
         """Delete the value of this key."""
         self._open()
         self._value, self._defaults = _ABSENT, None
+
+    @property
+    def _is_stored(self) -> bool:
+        return type(self._before) is bytes
 
     def _encode(self) -> None:
         value = self._value

@@ -11,7 +11,6 @@ import inspect
 import types
 import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 from eos.app.annotations import resolve_annotation
@@ -172,12 +171,10 @@ class Stores:
         name: str,
         stores: Sequence[Store],
         cells_of: CellsOf | None,
-        more_ttls: Mapping[bytes, int] = MappingProxyType({}),
     ) -> None:
-        """`more_ttls`: of stores that are no parameter, in milliseconds by name."""
         self._name, self.task_of = name, cells_of or self._refuse_to_run
-        self.ttls = ttls_of(stores) | dict(more_ttls)
-        self._kinds = [(store.kind, CompiledStore(store)) for store in stores if store.is_kept]
+        self.ttls = ttls_of(stores)
+        self.kinds = [(store.kind, CompiledStore(store)) for store in stores if store.is_kept]
 
     def _refuse_to_run(self, record: Record) -> TaskCells:
         raise IllegalState(f"{self._name} has state: run it with `eos run`, `eos.run` or `eos.testing.run`")
@@ -186,16 +183,19 @@ class Stores:
         """Return the cells of the record's task, and the part of a row's name that the record's key gives."""
         task, key = self.task_of(record), record.key
         if key is None:
-            raise ValueError(f"{self._name} keeps state by key, but this record has no key")
+            raise self.key_missing()
         return task, encode_key(key)
+
+    def key_missing(self) -> ValueError:
+        return ValueError(f"{self._name} keeps state by key, but this record has no key")
 
     def open(self, cells: Cells, suffix: bytes) -> list[Any]:
         """Return the states of one key; `suffix` is the part of their rows' names that the key gives."""
-        return [kind(compiled, cells, suffix) for kind, compiled in self._kinds]
+        return [kind(compiled, cells, suffix) for kind, compiled in self.kinds]
 
     def delete(self, cells: Cells, suffix: bytes) -> None:
         """Delete all state of one key."""
-        for kind, compiled in self._kinds:
+        for kind, compiled in self.kinds:
             row = compiled.begin + suffix
             if kind is State:
                 cells.put(row, None)
@@ -219,7 +219,7 @@ class Stores:
 
     def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
         """Return a function that calls `function` with a record and the state of its key."""
-        place, kinds, ttls = self.locate, self._kinds, self.ttls
+        place, kinds, ttls = self.locate, self.kinds, self.ttls
 
         def run(record: Record, given: Any, finish: Finish) -> Any:
             task, suffix = place(record)
@@ -287,7 +287,7 @@ class Stores:
         cells = {key: self.with_expiry(seen, now) for key, now in nows.items()}
         by_store: list[dict[bytes | None, Any]] = [
             {key: kind(compiled, cells[key], suffix) for key, suffix in suffixes.items()}
-            for kind, compiled in self._kinds
+            for kind, compiled in self.kinds
         ]
         all_states = [(key, one) for by_key in by_store for key, one in by_key.items()]
         try:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, overload
 
 from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, parse_cell, store_prefix
 from eos.app.windows import EPOCH, Window, from_ms
 from eos.errors import ConfigurationError, IllegalState
-from eos.records import Record
+from eos.records import Header, Record
 
 NEVER: Final = 1 << 63
 """A time in milliseconds that is never reached."""
@@ -111,13 +111,15 @@ class Timers:
     object: it raises IllegalState once its function has returned.
     """
 
-    __slots__ = ("_base", "_changes", "_is_open", "_is_periodic", "_names", "_suffix", "_task")
+    __slots__ = ("_base_ms", "_changes", "_is_open", "_is_periodic", "_names", "_suffix", "_task")
 
-    def __init__(
-        self, names: Collection[str], task: TimedTask, suffix: bytes, base: Callable[[bool], int], is_periodic: bool
-    ) -> None:
-        """Create the timers of one key. `base(clock)`: the time from which `after=` counts."""
-        self._names, self._suffix, self._base, self._is_periodic = names, suffix, base, is_periodic
+    def __init__(self, names: Collection[str], task: TimedTask, suffix: bytes, base_ms: int, is_periodic: bool) -> None:
+        """Create the timers of one key.
+
+        `base_ms`: the time from which `after=` counts. `is_periodic`: of a timer function, so that `base_ms` is a due
+        time.
+        """
+        self._names, self._suffix, self._base_ms, self._is_periodic = names, suffix, base_ms, is_periodic
         self._task, self._is_open = task, True
         self._changes: dict[str, tuple[bool, int] | None] = {}
 
@@ -150,11 +152,10 @@ class Timers:
         if step < 0 or (step == 0 and self._is_periodic):
             least = "at least a millisecond, or the timer would fire forever" if self._is_periodic else "not negative"
             raise ValueError(f"after= of the timer {name} is {after}: it must be {least}")
-        base = self._base(clock)
         if self._is_periodic:
-            passed = (task.clock_ms() if clock else task.time_ms) - base
-            return base + step * max(1, passed // step + 1)
-        return base + step
+            passed = (task.clock_ms() if clock else task.time_ms) - self._base_ms
+            return self._base_ms + step * max(1, passed // step + 1)
+        return (task.clock_ms() if clock else self._base_ms) + step
 
     def clear(self, name: str) -> None:
         """Clear the timer of this name, if it is set."""
@@ -181,6 +182,8 @@ class Timers:
         return self._task
 
     # ---- the interface of a state (eos/app/state.py) ----------------------------------------------------------------
+
+    _is_stored: Final = False
 
     def _encode(self) -> None: ...
 
@@ -222,10 +225,31 @@ FindWindow = Callable[[bytes], Window | None]
 """Returns the window that a timer closes, given the stored key; None for other timers."""
 
 
-class _TimerHeaders(tuple[tuple[str, bytes], ...]):
-    """Holds the headers of a record that stands for a timer: what its dead letter says about it, and the timer."""
+class _TimerHeaders(Sequence[Header]):
+    """Gives the headers of a record that stands for a timer, for its dead letter. They are made when they are read."""
 
-    due: Due
+    __slots__ = ("due",)
+
+    def __init__(self, due: Due) -> None:
+        self.due = due
+
+    def _pairs(self) -> list[Header]:
+        due_at: Header = ("eos-timer-due", b"%d" % self.due.due_ms)
+        if (window := self.due.window) is None:
+            return [("eos-timer", self.due.name.encode()), due_at]
+        return [due_at, ("eos-window-start", b"%d" % window.start_ms), ("eos-window-end", b"%d" % window.end_ms)]
+
+    def __len__(self) -> int:
+        return len(self._pairs())
+
+    @overload
+    def __getitem__(self, at: int) -> Header: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Header]: ...
+
+    def __getitem__(self, at: int | slice) -> Header | Sequence[Header]:
+        return self._pairs()[at]
 
 
 _FIRST_ID: Final = -2
@@ -240,16 +264,9 @@ def record_of(topic: str, partition: int, cell: bytes, due_ms: int, find_window:
     window = find_window(stored_key)
     key = stored_key if window is None else window.key
     due = Due(cell, due_ms, stored_key, key, name.decode(), store == CLOCK_TIMERS, window)
-    pairs = [("eos-timer-due", str(due_ms).encode())]
-    if window is None:
-        pairs.insert(0, ("eos-timer", name))
-    else:
-        pairs += [("eos-window-start", b"%d" % window.start_ms), ("eos-window-end", b"%d" % window.end_ms)]
-    headers = _TimerHeaders(pairs)
-    headers.due = due
-    digest = hashlib.blake2b(cell + encode_due(due_ms), digest_size=7).digest()
+    timer_id = int.from_bytes(hashlib.blake2b(cell + encode_due(due_ms), digest_size=7).digest())
     timestamp = due_ms if window is None else window.end_ms - 1
-    return Record(topic, partition, _FIRST_ID - int.from_bytes(digest, "big"), timestamp, key, None, headers)
+    return Record(topic, partition, _FIRST_ID - timer_id, timestamp, key, None, _TimerHeaders(due))
 
 
 def due_of(record: Record) -> Due | None:

@@ -66,6 +66,8 @@ class FixedWindows:
     def starts(self, time_ms: int) -> list[int]:
         """Return the starts of the windows that contain this time, the earliest first."""
         last = time_ms - (time_ms - self.offset_ms) % self.every_ms
+        if self.size_ms == self.every_ms:
+            return [last]
         return list(range(last, time_ms - self.size_ms, -self.every_ms))[::-1]
 
     def __str__(self) -> str:

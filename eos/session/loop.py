@@ -20,12 +20,12 @@ records of a backlog are fetched (`Fetcher.prefetch`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from eos import log
 from eos.errors import Action, CallFailed, IllegalState, PoisonRecord
-from eos.records import Feed, FeedResult, Record
+from eos.records import Feed, FeedResult, Record, Send
 from eos.session.commit_offsets import IDLE_REFRESH_S
 from eos.session.consumer.group_consumer import GroupConsumer
 from eos.session.consumer.positions import TopicPartition as Partition
@@ -229,6 +229,13 @@ class Loop:
             except CallFailed as failure:
                 self._failure = failure
 
+    def _send_all(self, sends: Iterable[Send]) -> None:
+        if self._can_commit:
+            try:
+                self._producer.send_all(sends)
+            except CallFailed as failure:
+                self._failure = failure
+
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         if self._can_commit:
             fed = self._producer.feed(feed, records)
@@ -259,7 +266,7 @@ class Loop:
             self._consumer.raise_if_lost()
             # 2 Send the participants' own records, for example changelogs.
             for participant in self._participants:
-                participant.before_flush(self.send, offsets.keys())
+                participant.before_flush(self._send_all, offsets.keys())
             if self._failure is not None:
                 raise self._failure
             # 3 Flush; raises the first delivery error.

@@ -17,7 +17,7 @@ from eos.errors import CallFailed, PoisonRecord
 from eos.kafka.client.watchdog import Job
 from eos.kafka.client.world import World
 from eos.observe import Counters
-from eos.records import Record, format_position
+from eos.records import Record, SendAll, format_position
 from eos.session.consumer.fetcher import Follower
 from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.transaction import Phase, Transaction
@@ -62,10 +62,9 @@ class Participant(Follower, Protocol):
         """Return the input partitions for which the open transaction has something to write. Their offsets are
         committed in it, unchanged ones too, so that the group refuses a transaction of a member that lost them."""
 
-    def before_flush(self, send: Callable[..., None], partitions: Collection[Partition]) -> None:
-        """Send this participant's own records of the transaction by `send(topic, value, key, partition,
-        timestamp_ms)`. `partitions` are those whose offsets it commits. Nothing may be written for any other one,
-        because another member may own it."""
+    def before_flush(self, send: SendAll, partitions: Collection[Partition]) -> None:
+        """Send this participant's own records of the transaction. `partitions` are those whose offsets it commits.
+        Nothing may be written for any other one, because another member may own it."""
 
     def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         """Return fields for the JSON that is committed with this partition's offset, after the last send."""

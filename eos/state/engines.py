@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import lmdb
 
@@ -46,6 +46,9 @@ class Engine(Protocol):
         """Return the number of values; RocksDB returns an estimate."""
 
     def get(self, name: bytes) -> bytes | None: ...
+
+    def get_all(self, names: list[bytes]) -> Mapping[bytes, bytes]:
+        """Return the values that exist, by name."""
 
     def get_note(self, name: bytes) -> bytes | None: ...
 
@@ -96,6 +99,9 @@ class Lmdb:
 
     def get(self, name: bytes) -> bytes | None:
         return self._reader.get(name)
+
+    def get_all(self, names: list[bytes]) -> Mapping[bytes, bytes]:
+        return dict(self._reader.cursor().getmulti(names))
 
     def get_note(self, name: bytes) -> bytes | None:
         return self._reader.get(name, db=self._notes)
@@ -190,6 +196,10 @@ class RocksDb:
     def get(self, name: bytes) -> bytes | None:
         found: bytes | None = self._db.get(name)
         return found
+
+    def get_all(self, names: list[bytes]) -> Mapping[bytes, bytes]:
+        found: Any = self._db.get(cast("list[Any]", names))
+        return {name: value for name, value in zip(names, found, strict=True) if value is not None}
 
     def get_note(self, name: bytes) -> bytes | None:
         return self.get(_NOTE + name)

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,13 @@ from eos.app.layers import Span, Value
 from eos.errors import ConfigurationError, Temporary
 from eos.state.engines import Engine, EngineFailed, Lmdb
 
-_FORMAT = 4  # docs/reference/formats.md
+_FORMAT = 5  # docs/reference/formats.md
 _FOLDER_NOTE = b"noted"
 _DAMAGED = "damaged"  # a file next to the engine's folder
 _SYNCED = "synced"  # likewise
 _MEMORY_BYTES = 64 << 20
 _MAX_ROW_BYTES = 100  # LMDB allows 511, the field included
+_MAX_REST_BYTES = 400  # of a cell's name in a note's name
 
 
 class InFolder:
@@ -147,6 +148,13 @@ class InFolder:
         except Exception as error:  # RocksDB's errors have no class of their own
             raise self._damaged(error) from error
 
+    def _get_all(self, cells: Sequence[bytes]) -> Mapping[bytes, bytes]:
+        """Return the stored values of these cells, by the engine's key."""
+        try:
+            return self._engine.get_all(list(map(_engine_key, cells)))
+        except Exception as error:
+            raise self._damaged(error) from error
+
     def _damaged(self, error: Exception) -> Temporary:
         """Mark the folder as damaged and return the error; the next start recreates the folder.
 
@@ -182,20 +190,24 @@ class InFolder:
     def _time_notes(self, changes: Mapping[bytes, Value]) -> Iterator[tuple[bytes, Value]]:
         """Yield the changed notes about the times of entries in timed stores; call this before writing the entries.
 
-        A note's name is a digest of the store, the time, and a digest of the cell; its value is the cell. For timers
-        the key and name come before the digest, so that timers of one due time have an order.
+        A note's name is a digest of the store, the time, and the key and field of the cell, so that entries of one time
+        have an order. Its value is the cell.
         """
-        for cell, value in changes.items():
-            if (store := self._timed.get(store_of(cell))) is not None:
-                digest = _digest(cell)
-                if cell.startswith(b"@"):
-                    digest = cell[cell.index(b"\0") + 1 :][:_MAX_ROW_BYTES] + digest
-                if (before := self.get(cell)) is not None:
-                    yield store + before[:TIME_BYTES] + digest, None
-                if value is not None:
-                    note = store + value[:TIME_BYTES] + digest
-                    self._oldest[store] = min(note, self._oldest.get(store, store))
-                    yield note, cell
+        timed = self._timed
+        cells = [cell for cell in changes if store_of(cell) in timed]
+        stored = self._get_all(cells)
+        for cell in cells:
+            name, _, rest = cell.partition(b"\0")
+            if len(rest) > _MAX_REST_BYTES:
+                rest = rest[:_MAX_REST_BYTES] + _digest(cell)
+            store, value, before = timed[name], changes[cell], stored.get(_engine_key(cell))
+            if before is not None:
+                yield store + before[:TIME_BYTES] + rest, None
+            if value is not None:
+                note = store + value[:TIME_BYTES] + rest
+                if note < self._oldest.get(store, store):
+                    self._oldest[store] = note
+                yield note, cell
 
     def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
         notes = dict(self._time_notes(changes)) if self._timed else {}

@@ -7,7 +7,7 @@ once the transaction is committed. A newly assigned partition begins with the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from eos.kafka.admin import facts, preflight, tail
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.watchdog import Job, Watchdog
 from eos.kafka.client.world import REAL, World
-from eos.records import Committed, Record, format_position, read_metadata
+from eos.records import Committed, Record, SendAll, format_position, read_metadata
 from eos.state import changelog, notes
 from eos.state.engines import ENGINES, check_engine
 from eos.state.files import allow_open_files
@@ -288,7 +288,7 @@ class Keeper:
     def changed_partitions(self) -> Collection[Partition]:
         return [partition for partition, task in self._tasks.items() if task.has_changes]
 
-    def before_flush(self, send: Callable[..., None], partitions: Collection[Partition]) -> None:
+    def before_flush(self, send: SendAll, partitions: Collection[Partition]) -> None:
         self._sent_at = self._world.unix()
         aborted: dict[str, list[int]] = {}
         for source, partition in self.changed_partitions():
@@ -300,8 +300,8 @@ class Keeper:
             if task.aborted and self._folder is not None:
                 aborted.setdefault(source, []).append(partition)
             task.expire()
-            for cell, value, timestamp_ms in task.changelog_entries():
-                send(self._topics[source], value, cell, partition, timestamp_ms)
+            topic = self._topics[source]
+            send((topic, value, cell, partition, at_ms, None) for cell, value, at_ms in task.changelog_entries())
         self._skip_aborted(aborted)
 
     def _skip_aborted(self, partitions: Mapping[str, list[int]]) -> None:

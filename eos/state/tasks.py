@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
-from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, HEADER, TIME, store_of
+from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, HEADER, TIME, store_of, store_prefix
 from eos.app.expiry import split_write_time
 from eos.app.layers import Bounds, Layer
 from eos.app.timers import decode_due, encode_due
@@ -21,6 +21,7 @@ from eos.state.values import InMemory, Value, Values, own_entries
 # transaction and keeps up with expiry.
 _MAX_EXPIRED = 1_000
 _MAX_BOUNDS = 4_096  # per task, about 1 MB
+_CLOCK_TIMERS = store_prefix(CLOCK_TIMERS)
 
 
 # A plain tuple, because one is made for each key that a transaction changed.
@@ -54,6 +55,7 @@ class Task(Layer):
         super().__init__(self.values)
         self._committed_bounds: OrderedDict[bytes, Bounds] = OrderedDict()
         self._ttls, self._clock = ttls or {}, clock
+        self._clock_ms = 0  # the clock when it was last read
         # the header to write; None if it is written already
         self._header = None if header == self.values.get(HEADER) else header
         # The time, and the number of timers if there are any.
@@ -85,10 +87,10 @@ class Task(Layer):
     def at(self, timestamp_ms: int) -> int:
         if self._follows:
             return self.time_ms
-        if self._clock is not None:
-            now_ms = int(self._clock() * 1000)
-            timestamp_ms = min(timestamp_ms, now_ms) if timestamp_ms >= 0 else now_ms
-        return max(self.time_ms, timestamp_ms)
+        if not 0 <= timestamp_ms <= self._clock_ms and self._clock is not None:
+            self._clock_ms = int(self._clock() * 1000)
+            timestamp_ms = min(timestamp_ms, self._clock_ms) if timestamp_ms >= 0 else self._clock_ms
+        return timestamp_ms if timestamp_ms > self.time_ms else self.time_ms
 
     def clock_ms(self) -> int:
         return int((time.time if self._clock is None else self._clock)() * 1000)
@@ -104,13 +106,12 @@ class Task(Layer):
     def set_timer(self, cell: bytes, due_ms: int | None) -> None:
         is_set = self.get(cell) is not None
         self.timer_count += (due_ms is not None) - is_set
-        if due_ms is None:
-            if is_set:
-                self.put(cell, None)
-            return
-        self.put(cell, encode_due(due_ms))
-        timers = self.clock_timers if store_of(cell) == CLOCK_TIMERS.encode() else self.timers
-        timers.note_set(cell, due_ms)
+        if due_ms is not None:
+            self.changed[cell] = encode_due(due_ms)
+            timers = self.clock_timers if cell.startswith(_CLOCK_TIMERS) else self.timers
+            timers.note_set(cell, due_ms)
+        elif is_set:
+            self.put(cell, None)
 
     def expire(self) -> None:
         """Add the last changes of the open transaction: the task's time, and deletes of the oldest expired entries."""

@@ -38,8 +38,10 @@ class TimerIndex:
     def note_set(self, cell: bytes, due_ms: int) -> None:
         """Note that the open transaction set this timer."""
         heapq.heappush(self._heap, (due_ms, cell))
-        self.next_due = min(self.next_due, due_ms)
-        self.least_set = min(self.least_set, due_ms)
+        if due_ms < self.next_due:
+            self.next_due = due_ms
+        if due_ms < self.least_set:
+            self.least_set = due_ms
 
     def due(self, until_ms: int, most: int) -> list[tuple[int, bytes]]:
         """Return the due time and cell of at most `most` timers that are due by this time, in order."""

@@ -22,7 +22,7 @@ from eos.kafka.admin.watcher import Check, Watcher
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
-from eos.records import Committed, Record, parse_metadata, read_metadata
+from eos.records import Committed, Record, SendAll, parse_metadata, read_metadata
 
 Partition = tuple[str, int]
 KEY: Final = "time"
@@ -75,7 +75,7 @@ class ReachedTimes:
     def changed_partitions(self) -> Collection[Partition]:
         return ()
 
-    def before_flush(self, send: Callable[..., None], partitions: Collection[Partition]) -> None: ...
+    def before_flush(self, send: SendAll, partitions: Collection[Partition]) -> None: ...
 
     def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         if partition[0] not in self._sources:

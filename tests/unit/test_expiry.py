@@ -443,7 +443,7 @@ def test_oldest_entries_scan_starts_at_last_position(
     for at in range(5, 100):
         assert next(folder.oldest(b"s"))[1] == at
         folder.apply({cell_of("s", b"%d" % at): None}, 0, 0.0)
-    assert len({start[-24:-16] for start in starts}) == 95, "each scan continues after the last entry found"
+    assert len({start[16:24] for start in starts}) == 95, "each scan continues after the last entry found"
     assert (oldest(), oldest()) == ([], [])
     assert starts[-1] > starts[-2], "after all deleted entries"
     write(50, 60)

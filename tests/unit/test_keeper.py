@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from eos.kafka.admin import facts, tail
 from eos.kafka.admin.tail import MarkedRecord, OffsetRange
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL
+from eos.records import Send
 from eos.state import changelog, folders, restoring
 from eos.state.engines import ENGINES, EngineFailed
 from eos.state.keeper import Keeper
@@ -152,9 +153,10 @@ def send(keeper: Keeper, *partitions: tuple[str, int]) -> list[tuple[bytes, byte
     """Return the changelog sends of a transaction that commits these partitions' offsets, in order."""
     sent: list[tuple[bytes, bytes | None]] = []
 
-    def take(topic: str, value: bytes | None, cell: bytes, partition: int, timestamp_ms: int) -> None:
-        assert (topic, partition) == ("shop-count-changelog", 0)
-        sent.append((cell, value))
+    def take(sends: Iterable[Send]) -> None:
+        for topic, value, cell, partition, _, _ in sends:
+            assert (topic, partition) == ("shop-count-changelog", 0)
+            sent.append((cell, value))
 
     keeper.before_flush(take, partitions or [("in", 0)])
     return sent

@@ -20,7 +20,7 @@ from eos.errors import InputGone
 from eos.kafka.client.cluster import TransactionalIdState
 from eos.kafka.client.watchdog import Job
 from eos.kafka.client.world import World
-from eos.records import Committed
+from eos.records import Committed, SendAll
 from eos.session.outcomes import Listener, Outcome
 
 PACKAGE = Path(eos.__file__).parent
@@ -304,10 +304,10 @@ class RecordingParticipant:
     def changed_partitions(self) -> Collection[tuple[str, int]]:
         return self.writing
 
-    def before_flush(self, send: Callable[..., None], partitions: Collection[tuple[str, int]]) -> None:
+    def before_flush(self, send: SendAll, partitions: Collection[tuple[str, int]]) -> None:
         self.fenced.append(set(partitions))
         if self.sends:
-            send("changelog", b"state", b"key", 0, 0)
+            send([("changelog", b"state", b"key", 0, 0, None)])
 
     def offset_metadata(self, partition: tuple[str, int]) -> Mapping[str, object]:
         self.notifications.append("offset metadata")

@@ -139,7 +139,7 @@ class Route:
         self.handlers = {timer: handler.bind(cells_of=cells_of) for timer, handler in handlers.items()}
         # The user's own encoder becomes a part of the function, so the path of all other functions stays short.
         finish = None if encode is None else functools.partial(encode_result, encode)
-        kept = Stores(self.name, stores, cells_of, timing.ttls)
+        kept = Stores(self.name, stores, cells_of)
         hints = Hints(function)
         shape: Single | Stateful | Async | Keyed | Batch | Timed | Fired
         if batch:
@@ -161,7 +161,7 @@ class Route:
             normalise = make_normaliser(self.name, destinations, hints, passing)
             target = hot_loop_target(self.name, destinations, hints, passing)
             if gives is not None:
-                fired = Fired(self._caller(function, kept), kept, GIVERS[gives], normalise, finish)
+                fired = Fired(self._caller(function, kept), kept, GIVERS[gives], finish, normalise, target)
                 self.discard, shape = fired.discard, fired
             elif self.uses_time:
                 caller = self._caller(function, kept)

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from eos.app.cells import OPEN_SESSIONS, SEEN_IDS, encode_key, store_prefix
+from eos.app.expiry import UnexpiredCells, add_write_time, unexpired
 from eos.app.layers import Layer
 from eos.app.results import Normalise
 from eos.app.routes.feeds import make_feed, one_by_one
@@ -36,6 +37,8 @@ from eos.records import Record, Send, readable_headers
 
 _SEEN_IDS: Final = store_prefix(SEEN_IDS)
 _OPEN_SESSIONS: Final = store_prefix(OPEN_SESSIONS)
+_NOTHING: Final = UnusualOutputs()
+_CLOSINGS: Final = timer_cell(False, b"", b"")  # the prefix of the timers that close windows
 
 
 class Tally:
@@ -60,7 +63,9 @@ class Caller:
     def __init__(
         self, function: Callable[..., Any], stores: Stores, timers_at: int | None, names: Collection[str]
     ) -> None:
-        self._function, self._stores, self._timers_at, self._names = function, stores, timers_at, names
+        self._function, self._kinds, self._ttls = function, stores.kinds, stores.ttls
+        self._timers_at, self._names = timers_at, names
+        self._is_stateless = not self._kinds and timers_at is None
 
     def __call__(
         self,
@@ -77,13 +82,17 @@ class Caller:
         `suffix`: the part of the row name derived from the key. `is_periodic`: see Timers.set. `cells`: used instead of
         the task's cells.
         """
-        states = self._stores.open(self._stores.with_expiry(cells or task, task.time_ms), suffix)
+        if self._is_stateless:
+            return finish(record, self._function(given)), []
+        if cells is None:
+            cells = task
+        if self._ttls:
+            cells = UnexpiredCells(cells, self._ttls, task.time_ms)
+        states: list[Any] = []
+        for kind, compiled in self._kinds:  # a comprehension would be a call for each record
+            states.append(kind(compiled, cells, suffix))
         if self._timers_at is not None:
-
-            def base(clock: bool) -> int:
-                return task.clock_ms() if clock and not is_periodic else record.timestamp
-
-            states.insert(self._timers_at, Timers(self._names, task, suffix, base, is_periodic))
+            states.insert(self._timers_at, Timers(self._names, task, suffix, record.timestamp, is_periodic))
         try:
             outputs = finish(record, self._function(given, *states))
             for one in states:
@@ -94,7 +103,9 @@ class Caller:
         return outputs, states
 
     def write(self, states: Sequence[Any], task: TaskCells) -> None:
-        self._stores.write(states, task, task.time_ms)
+        cells: Cells = UnexpiredCells(task, self._ttls, task.time_ms) if self._ttls else task
+        for one in states:
+            one._write(cells)
 
 
 class Timed:
@@ -117,10 +128,15 @@ class Timed:
 
         made = make_finish(normalise, finish)
         self._name, self._call, self._stores, self._timing = name, caller, stores, timing
-        self._decode, self._value_of, self._made = decode, value_of, made
+        self._task_of = stores.task_of
+        self._decode, self._made = decode, made
+        self._value_of = None if value_of is decode else value_of  # None: they get what the function gets
         # With time= an output's timestamp is not the record's, which the hot loop would use.
         self._usual = made if timing.time is not None else send_usual_directly(made, finish is not None, target)
-        self._merge = merge
+        self._merge, self._once = merge, timing.once
+        self._has_limits = timing.time is not None or timing.ahead_ms is not None
+        if isinstance(timing.windows, FixedWindows):
+            self._starts, self._stays_ms = timing.windows.starts, timing.windows.size_ms + timing.grace_ms
         self._run = {FixedWindows: self._in_windows, SessionWindows: self._in_sessions}.get(
             type(timing.windows), self._by_key
         )
@@ -137,39 +153,41 @@ class Timed:
 
     def _handle(self, record: Record, finish: Finish) -> Any:
         given = record if self._decode is None else self._decode(record.value)
-        task, suffix = self._stores.locate(record)
-        record = self._at_event_time(record, task)
+        task, key = self._task_of(record), record.key
+        if key is None:
+            raise self._stores.key_missing()
+        if self._has_limits or record.timestamp < 0:
+            record = self._at_event_time(record, given, task)
         now_ms = task.at(record.timestamp)
         if task.timers.next_due <= now_ms:
             raise TimersDue(now_ms)
         task.time_ms = now_ms
-        if self._timing.once is None:
-            return self._run(task, suffix, record, given, finish)
-        seen = self._stores.with_expiry(task, now_ms)
-        cell = self._cell_of_id(record)
-        if seen.get(cell) is not None:
+        if self._once is None:
+            return self._run(task, key, record, given, finish)
+        found = self._once(self._value_of(record.value) if self._value_of else given)
+        cell = _SEEN_IDS + encode_key(found if type(found) is bytes else self._encode_id(found))
+        seen = task.get(cell)
+        if seen is not None and unexpired(seen, self._timing.within_ms, now_ms) is not None:
             return self._duplicate(record)
-        outputs = self._run(task, suffix, record, given, finish)
-        seen.put(cell, b"")
+        outputs = self._run(task, key, record, given, finish)
+        task.put(cell, add_write_time(now_ms, b""))
         return outputs
 
-    def _cell_of_id(self, record: Record) -> bytes:
-        timing = self._timing
-        assert timing.once is not None
-        found = encode(timing.once(record if self._value_of is None else self._value_of(record.value)))
-        if found is None:
+    def _encode_id(self, found: object) -> bytes:
+        encoded = encode(found)
+        if encoded is None:
             raise ValueError(f"once= of {self._name} returned None, which is no id of a record")
-        return _SEEN_IDS + encode_key(found)
+        return encoded
 
     def _duplicate(self, record: Record) -> list[Send]:
         self.tally.duplicates += 1
         return _unchanged(record, self._timing.duplicates)
 
-    def _at_event_time(self, record: Record, task: TaskCells) -> Record:
+    def _at_event_time(self, record: Record, given: Any, task: TaskCells) -> Record:
         """Return the record with its event time. Raise ValueError if it has none, or is too far ahead of the clock."""
         timing, time_ms = self._timing, record.timestamp
         if timing.time is not None:
-            found = timing.time(record if self._value_of is None else self._value_of(record.value))
+            found = timing.time(self._value_of(record.value) if self._value_of else given)
             time_ms = to_ms(found, f"the result of time= of {self._name}")
             record = msgspec.structs.replace(record, timestamp=time_ms)
         if time_ms < 0:
@@ -182,39 +200,46 @@ class Timed:
             raise ValueError(f"the record's time is {time_ms - limit} ms further ahead of the clock than ahead= allows")
         return record
 
-    def _by_key(self, task: TaskCells, suffix: bytes, record: Record, given: Any, finish: Finish) -> Any:
-        outputs, states = self._call(task, suffix, record, given, finish)
-        self._call.write(states, task)
+    def _by_key(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
+        outputs, states = self._call(task, encode_key(key), record, given, finish)
+        if states:
+            self._call.write(states, task)
         return outputs
 
-    def _in_windows(self, task: TaskCells, suffix: bytes, record: Record, given: Any, finish: Finish) -> Any:
+    def _in_windows(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
         """Call the function for each window of the record that is not closed."""
-        timing = self._timing
-        windows = cast("FixedWindows", timing.windows)
-        stays_ms = windows.size_ms + timing.grace_ms
-        key = cast("bytes", record.key)
-        opened = [
-            (encode_key(windowed_key(key, start)), start + stays_ms)
-            for start in windows.starts(record.timestamp)
-            if start + stays_ms > task.time_ms
-        ]
-        if not opened:
-            return self._late(record)
-        finish = finish if len(opened) == 1 else self._made
-        calls = [self._call(task, suffix, record, given, finish) for suffix, _ in opened]
-        for (suffix, closes_ms), (_, states) in zip(opened, calls, strict=True):
-            self._call.write(states, task)
-            cell = timer_cell(False, suffix, b"")
-            if task.due_ms(cell) is None:
-                task.set_timer(cell, closes_ms)
-        return calls[0][0] if len(calls) == 1 else [send for outputs, _ in calls for send in outputs]
+        stays_ms = self._stays_ms
+        starts = self._starts(record.timestamp)
+        if starts[0] + stays_ms <= task.time_ms:
+            starts = [start for start in starts if start + stays_ms > task.time_ms]
+            if not starts:
+                return self._late(record)
+        if len(starts) == 1:
+            suffix = encode_key(windowed_key(key, starts[0]))
+            outputs, states = self._call(task, suffix, record, given, finish)
+            self._write_window(task, suffix, states, starts[0] + stays_ms)
+            return outputs
+        suffixes = [encode_key(windowed_key(key, start)) for start in starts]
+        calls = [self._call(task, suffix, record, given, self._made) for suffix in suffixes]
+        for start, suffix, (_, states) in zip(starts, suffixes, calls, strict=True):
+            self._write_window(task, suffix, states, start + stays_ms)
+        return [send for outputs, _ in calls for send in outputs]
 
-    def _in_sessions(self, task: TaskCells, suffix: bytes, record: Record, given: Any, finish: Finish) -> Any:
+    def _write_window(self, task: TaskCells, suffix: bytes, states: Sequence[Any], closes_ms: int) -> None:
+        self._call.write(states, task)
+        for one in states:
+            if one._is_stored:
+                return  # its window is open, so it has its timer
+        cell = _CLOSINGS + suffix
+        if task.get(cell) is None:
+            task.set_timer(cell, closes_ms)
+
+    def _in_sessions(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
         """Merge the sessions that the record joins, then call the function for the resulting window."""
-        timing, time_ms, key = self._timing, record.timestamp, cast("bytes", record.key)
+        timing, time_ms = self._timing, record.timestamp
         windows = cast("SessionWindows", timing.windows)
         stays_ms = windows.gap_ms + timing.grace_ms
-        cell = _OPEN_SESSIONS + suffix
+        cell = _OPEN_SESSIONS + encode_key(key)
         sessions = decode_sessions(task.get(cell))
         joined = [session for session in sessions if windows.joins(session, time_ms)]
         if not joined and time_ms + stays_ms <= task.time_ms:
@@ -282,15 +307,17 @@ class Fired:
         caller: Caller,
         stores: Stores,
         give: Callable[[Due, TaskCells], Any],
-        normalise: Normalise,
         finish: Callable[[Any], Any] | None,
+        normalise: Normalise,
+        target: Target | None,
     ) -> None:
         self._call, self._stores, self._give = caller, stores, give
 
         made = make_finish(normalise, finish)
         # No warning about a dropped tombstone: a timer has no value.
         self._made = lambda record, result: () if result is None else made(record, result)
-        self.feed = make_feed(lambda record: UnusualOutputs(self.outputs(record)), None, None, as_sends)
+        self._usual = send_usual_directly(self._made, finish is not None, target)
+        self.feed = make_feed(self._one, None, target, as_sends)
         self.each = one_by_one(self.outputs)
 
     def _find(self, record: Record) -> tuple[TaskCells, Due, bytes]:
@@ -298,18 +325,24 @@ class Fired:
         return self._stores.task_of(record), due, encode_key(due.stored_key)
 
     def outputs(self, record: Record) -> Sequence[Send]:
+        return cast("Sequence[Send]", self._fire(record, self._made))
+
+    def _one(self, record: Record) -> bytes | UnusualOutputs | None:
+        return cast("bytes | UnusualOutputs | None", self._fire(record, self._usual))
+
+    def _fire(self, record: Record, finish: Finish) -> Any:
         task, due, suffix = self._find(record)
         if task.due_ms(due.cell) != due.due_ms:
-            return ()  # a timer that fired just before it cleared or moved it
+            return _NOTHING  # a timer that fired just before it cleared or moved it
         timers = task.clock_timers if due.clock else task.timers
         if timers.least_set < due.due_ms:
             raise TimersDue(due.due_ms)  # a timer that fired just before it has set an earlier one
-        outputs, states = self._call(task, suffix, record, self._give(due, task), self._made, is_periodic=True)
+        outputs, states = self._call(task, suffix, record, self._give(due, task), finish, is_periodic=True)
         self._clear(task, due)
         self._call.write(states, task)
         if due.window is not None:
             self._stores.delete(task, suffix)
-        return cast("Sequence[Send]", outputs)
+        return outputs
 
     def discard(self, record: Record) -> None:
         """Clear a timer whose function failed, with the state of its window: its error policy goes on without it."""

@@ -9,7 +9,7 @@ inside a transaction.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
@@ -308,6 +308,18 @@ class TransactionalProducer:
         except (BufferError, KafkaException) as error:
             self._produce_after(error, record)
         self._produced += 1
+
+    def send_all(self, sends: Iterable[Send]) -> None:
+        """Queue many records with one state check for all of them. Raises CallFailed as `send` does."""
+        self._machine.fire(Event.SEND)
+        produce = self.produce
+        for send in sends:
+            topic, value, key, partition, timestamp_ms, headers = send
+            try:
+                produce(topic, value, key, partition, None, None, timestamp_ms, headers)
+            except (BufferError, KafkaException) as error:
+                self.on_produce_error(error, send)
+            self._produced += 1
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         """Queue the outputs that `feed` makes of the records: the hot path, with one state check for all. Raises
