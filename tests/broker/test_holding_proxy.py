@@ -70,7 +70,7 @@ def test_held_end_txn_delays_the_commit_until_its_release(
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
-def test_held_request_arrives_although_its_client_is_disconnected(
+def test_held_request_arrives_after_its_client_disconnected(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
 ) -> None:
     hold, commit = held_commit(proxy, raw, topic)

@@ -209,7 +209,7 @@ def test_missing_topic_is_not_created_by_a_query(eos: Run, names: Names) -> None
     assert topic not in eos("list")[1]
 
 
-def test_query_waits_for_new_topics_but_not_deleted_ones(eos: Run, kafka: LocalKafka, names: Names) -> None:
+def test_query_waits_for_new_topics_but_not_for_deleted_topics(eos: Run, kafka: LocalKafka, names: Names) -> None:
     """Query offsets early and late: after a broker fault, a soak saw OFFSET_OUT_OF_RANGE for existing records."""
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, 1)

@@ -226,7 +226,7 @@ def test_idle_zombie_is_fenced_by_an_idle_successor(kafka: LocalKafka, pipelines
 
 
 @pytest.mark.deep
-def test_idle_zombie_in_the_consumer_protocol_is_fenced_at_a_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_idle_zombie_in_the_consumer_protocol_is_fenced_at_next_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     pipeline.set_group_session_timeout(2_000)
     zombie = pipeline.worker(settings=CONSUMER, keep_producer=True)  # as above
@@ -367,7 +367,7 @@ def test_id_that_ended_its_transactions_is_still_owned(producer: Start, topic: s
 
 
 @pytest.mark.deep_for("kafka392")
-def test_first_timed_out_transaction_is_our_timeout(producer: Start, topic: str, ask: Ask) -> None:
+def test_first_transaction_that_timed_out_is_recognised_as_ours(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
     raw.send(topic, "one")
@@ -396,7 +396,7 @@ def test_our_timeout_is_recognised_while_the_abort_is_prepared(producer: Start, 
 
 
 @pytest.mark.deep_for("kafka392")
-def test_instance_initialised_during_our_transaction_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_during_our_transaction_counts_as_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
     raw.send(topic, "one")
@@ -410,7 +410,7 @@ def test_instance_initialised_during_our_transaction_is_newer(producer: Start, t
     assert judge(situation(mine, late=True), wait_for(ask, mine, 2, "Ongoing")) is Owner.NEWER
 
 
-def test_instance_inside_its_init_is_not_our_timeout(producer: Start, topic: str, ask: Ask) -> None:
+def test_init_of_another_instance_is_not_taken_for_our_timeout(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
     raw.send(topic, "one")
@@ -451,7 +451,7 @@ class RawInit(RawProducer):
 
 
 @pytest.mark.deep_for("kafka392")
-def test_instance_initialised_while_ours_was_idle_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_while_ours_was_idle_counts_as_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -474,7 +474,7 @@ def test_instance_initialised_while_ours_was_idle_is_newer(producer: Start, topi
 
 
 @pytest.mark.deep_for("kafka392")
-def test_instance_with_the_next_epoch_is_newer_after_the_wait(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_with_the_next_epoch_counts_as_newer_after_a_wait(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -487,7 +487,7 @@ def test_instance_with_the_next_epoch_is_newer_after_the_wait(producer: Start, t
 
 
 @pytest.mark.deep_for("kafka392")
-def test_instance_initialised_after_our_timeout_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_after_our_timeout_counts_as_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
     raw.send(topic, "one")

@@ -125,7 +125,9 @@ def test_recreated_changelog_ends_its_worker(creating: LocalKafka, names: Names,
     assert f"eos: state is gone: the changelog {losing.changelog} was deleted and recreated while this worker" in log
 
 
-def test_recreated_changelog_of_equal_width_is_seen(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+def test_recreated_changelog_with_as_many_partitions_is_noticed(
+    kafka: LocalKafka, names: Names, tmp_path: Path
+) -> None:
     """Recreate it with equal partitions: no request fails, and only the topic id differs. An idle worker notices it
     too."""
     losing = Losing(kafka, names, tmp_path, "skip")
@@ -139,7 +141,7 @@ def test_recreated_changelog_of_equal_width_is_seen(kafka: LocalKafka, names: Na
 
 
 @pytest.mark.parametrize("policy", ["skip", "dlq", "stop"])
-def test_changelog_that_refuses_records_is_misconfigured(
+def test_changelog_that_refuses_old_timestamps_exits_with_78(
     kafka: LocalKafka, names: Names, tmp_path: Path, policy: str
 ) -> None:
     """Set a limit for old timestamps: a value with a time-to-live has the timestamp of its record.

@@ -433,7 +433,7 @@ def test_all_kinds_of_functions_continue_after_a_kill(counting: Counting, names:
 
 @pytest.mark.deep_for("folder")
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_ttl_uses_record_time_also_after_a_kill(counting: Counting, where: str) -> None:
+def test_ttl_uses_record_time_even_after_a_kill(counting: Counting, where: str) -> None:
     counting.state_dir = counting.state_dir if where == "folder" else ""
     (counting.folder / "counting.py").write_text(FORGETS.format(**vars(counting)))
     expected: defaultdict[str, list[str]] = defaultdict(list)

@@ -60,7 +60,7 @@ def seen_of(assignment: Assignment) -> tuple[object, ...]:
     return (*known, set(assignment.all), set(assignment.revoked))
 
 
-def test_matrix_holds_every_phase_and_event_once() -> None:
+def test_matrix_contains_every_phase_and_event_once() -> None:
     assert {entry[:2] for entry in entries()} == set(itertools.product(Phase, Event))
     assert {entry[:2] for entry in entries() if entry[2]} == TABLE.keys()
     assert len(entries()) == len(Phase) * len(Event) == 16

@@ -184,7 +184,7 @@ def test_kafka_error_is_described_by_name_and_message() -> None:
     assert describe_error(KafkaException(error)) == describe_error(error)
 
 
-def test_exception_is_described_by_class_and_message() -> None:
+def test_exception_is_described_by_its_class_and_message() -> None:
     assert describe_error(ValueError("no")) == "ValueError: no"
     assert describe_error(KafkaException("text only")) == "KafkaException: text only"
     assert describe_error(KafkaException()) == "KafkaException: "

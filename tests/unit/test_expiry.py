@@ -45,7 +45,7 @@ def app_of(ttl: Any = TTL) -> App:
     return app
 
 
-def test_reading_does_not_extend_life() -> None:
+def test_reading_a_value_does_not_extend_its_life() -> None:
     """Equal sets may have different encodings."""
     app = App("shop")
     names: set[int] = set()
@@ -195,7 +195,7 @@ def test_expired_entries_are_deleted_by_next_transactions() -> None:
 
 
 @pytest.mark.parametrize("where", ["memory", *ENGINES])
-def test_setting_an_equal_value_extends_life(where: str, tmp_path: Path) -> None:
+def test_setting_an_equal_value_extends_its_life(where: str, tmp_path: Path) -> None:
     route = app_of().routes["in"]
     values = values_in(where, tmp_path, route.ttls)
     task = Task(values, route.ttls)
@@ -424,7 +424,7 @@ def test_folder_with_other_ttl_is_discarded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ENGINES)
-def test_oldest_entries_scan_starts_at_last_position(
+def test_scan_for_oldest_entries_starts_at_its_last_position(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = values_in(where, tmp_path, {b"s": 10})

@@ -234,7 +234,7 @@ def until_ready(one: restoring.Restoring, now: list[float], most_s: float = 200.
     return ready
 
 
-def test_restore_waits_for_decision_of_previous_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_waits_for_the_outcome_of_the_previous_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator answers before its markers are everywhere: committed records may not be readable yet."""
     one, now = restoring_of(monkeypatch, {0: [OPEN, OPEN, OffsetRange(0, 9, 9)]})
     assert until_ready(one, now) == {0}
@@ -256,7 +256,7 @@ def test_restore_waits_for_a_leader_that_does_not_know_the_end_yet(monkeypatch: 
         until_ready(one, now)
 
 
-def test_restore_of_a_leaderless_partition_does_not_stop_others(
+def test_restore_of_a_leaderless_partition_does_not_block_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, now = restoring_of(monkeypatch, {0: [], 1: [OffsetRange(0, 7, 7)]})
@@ -376,7 +376,7 @@ def test_keeper_notes_changelog_end_in_offset_metadata(monkeypatch: pytest.Monke
         ],
     ],
 )
-def test_keeper_refuses_records_handled_with_other_state(
+def test_keeper_refuses_offsets_committed_with_other_state(
     monkeypatch: pytest.MonkeyPatch, beside: object, sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):

@@ -45,7 +45,7 @@ def summary(letter: DeadLetter) -> tuple[str, str, str, str, int]:
     return letter.source, letter.app, letter.exception, letter.message, letter.replays
 
 
-def test_dead_letter_is_the_failed_record_after_each_replay() -> None:
+def test_dead_letter_restores_the_failed_record_after_each_replay() -> None:
     letter = letter_of(read(make_dead_letter(RECORD, ValueError("why"), app="shop")))
     assert (letter.position, letter.record) == ("orders.dlq[1]@5", RECORD)
     assert summary(letter) == ("orders[3]@17", "shop", "ValueError", "why", 0)

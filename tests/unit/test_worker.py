@@ -107,7 +107,7 @@ def test_known_slow_batch_gets_its_own_transaction(clock: Clock, caplog: pytest.
     assert not worker._slow_functions.has_slow_records
 
 
-def test_known_slow_record_runs_alone_even_if_fast_this_time(clock: Clock) -> None:
+def test_record_known_as_slow_runs_alone_even_if_fast_this_time(clock: Clock) -> None:
     worker = worker_of(clock, {"quick": 0.001, "batches": 0.001})
     given = [*records("b", 3), *records("a", 3)]
     worker._slow_functions._slow = {("a", 0): 1}

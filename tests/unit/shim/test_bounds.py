@@ -129,7 +129,7 @@ def test_produce_stream_counts_held_bytes_until_decided() -> None:
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 4_000), max_size=10), st.booleans())
-def test_turn_of_a_connection_is_bounded(count: int, steps: list[int], whole: bool) -> None:
+def test_work_in_one_turn_of_a_connection_is_bounded(count: int, steps: list[int], whole: bool) -> None:
     opened = most = 0
 
     def open_frame(data: Piece, pos: int) -> Handling:
