@@ -162,7 +162,7 @@ def test_revoked_partitions_end_their_transaction(protocol: str, kafka: LocalKaf
     stop_all(pipeline, joining)
 
 
-def test_member_that_rejoined_unnoticed_commits_nothing_old(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_member_that_rejoined_unnoticed_commits_no_old_records(kafka: LocalKafka, pipelines: Pipelines) -> None:
     """Let librdkafka join again under a new member id without any event and with its partitions of before.
 
     A JoinGroup that finds the member unknown causes it, and the broker accepts offsets of the new member. Found by the

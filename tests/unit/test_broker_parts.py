@@ -41,7 +41,7 @@ def listening() -> Iterator[int]:
 # the JVM
 
 
-def test_jvm_options_come_from_the_variable_of_kafka(
+def test_jvm_options_come_from_kafkas_environment_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:+UseSerialGC '-Dname=two words'")

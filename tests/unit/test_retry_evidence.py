@@ -332,7 +332,7 @@ def test_lost_connection_to_an_ordinary_broker_is_evidence() -> None:
     assert evidence.reason == "the connection to 127.0.0.1:9092/1 was lost"
 
 
-def test_first_reason_is_kept() -> None:
+def test_first_reason_to_replace_a_producer_is_kept() -> None:
     evidence = healthy()
     make_call(evidence, "commit", 90)
     evidence.add_statistics(statistics(disconnects=1))

@@ -265,7 +265,7 @@ def test_code_settings_override_environment_and_file(
     assert made(settings) is settings
 
 
-def test_refusal_holds_for_every_source(tmp_path: Path) -> None:
+def test_setting_is_refused_whatever_its_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"isolation\.level"):
         load({}, {}, toml(tmp_path, 'isolation.level = "read_uncommitted"'))
     with pytest.raises(ConfigurationError, match=r"isolation\.level"):
