@@ -1,4 +1,4 @@
-"""One attempt at one batch under one epoch: the order of its steps is the guarantee.
+"""Makes one attempt at one batch under one epoch; the order of its steps is the guarantee.
 
     look       only at the first attempt of a process: refuse the batch if the marker rules it out, before fencing
     init       InitProducerId: fences every earlier attempt and ends its open transaction; after a batch of this
@@ -56,7 +56,8 @@ _MAX_RESULT = "spark.driver.maxResultSize"
 
 
 class Again(Exception):
-    """This attempt is lost; a new epoch repairs it. `outcome_unknown`: its commit was sent and never answered."""
+    """Reports that this attempt is lost, and that an attempt with a new epoch may succeed. `outcome_unknown`: its
+    commit was sent and never answered."""
 
     def __init__(self, sentence: str, *, outcome_unknown: bool = False) -> None:
         super().__init__(sentence)
@@ -64,7 +65,7 @@ class Again(Exception):
 
 
 class Batch(Protocol):
-    """The data to write: a micro-batch of a query, or a batch write."""
+    """Holds the data to write: a micro-batch of a query, or a batch write."""
 
     name: str
     key: bytes | None
@@ -84,7 +85,7 @@ class Batch(Protocol):
 
 @dataclass
 class Recent:
-    """The sizes of the last batches, from which the sink predicts whether the driver can write the next one.
+    """Records the sizes of the last batches, from which the sink predicts whether the driver can write the next one.
 
     The first batch, at the start or after a failure, goes to the executors, because it may be a backlog.
     """
@@ -115,7 +116,7 @@ class Recent:
 
 @dataclass(frozen=True)
 class Connected:
-    """The state that one transactional id keeps from batch to batch while nothing fails."""
+    """Holds the state that one transactional id keeps from batch to batch while nothing fails."""
 
     wire: Wire
     targets: Targets
@@ -146,7 +147,7 @@ class Connected:
 
 
 class Attempt:
-    """One attempt at one batch; `run` is called once."""
+    """Makes one attempt at one batch; `run` is called once."""
 
     def __init__(
         self, options: Options, connected: Connected, server: ClaimServer, df: DataFrame, batch: Batch

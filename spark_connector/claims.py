@@ -53,7 +53,7 @@ class ClaimReceiver(Protocol):
 
 
 class Claims:
-    """The grants of the current attempt, without I/O."""
+    """Holds the grants of the current attempt, without I/O."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Claims:
 
 @dataclass(frozen=True)
 class ClaimClient:
-    """The driver's address for claims; it travels to the executors with the task."""
+    """Holds the driver's address for claims; the task carries it to the executors."""
 
     host: str
     port: int

@@ -31,7 +31,7 @@ _FIRST_BYTES = np.array([0, 0xFF, 0xFFFF, 0xFFFFFF], np.uint32)  # of a little-e
 
 @dataclass(frozen=True)
 class Places:
-    """The targets of a sink, and the rule that assigns a row to one.
+    """Holds the targets of a sink, and the rule that assigns each row to a target.
 
     `topics`: (name, number of partitions) in the order of the targets: target i is a partition of the first topic,
     later targets belong to the next ones. A row goes to the topic in its column `topic`, or else to the first topic. In

@@ -44,11 +44,11 @@ _MAX_SEQUENCE = 2**31 - 1  # the next sequence is 0
 
 
 class RecordRefused(ValueError):
-    """A record that cannot be written; `args[0]` is a sentence."""
+    """Reports a record that cannot be written; `args[0]` is a sentence."""
 
 
 class RecordTooLarge(RecordRefused):
-    """A record that exceeds the topic's max.message.bytes by itself."""
+    """Reports a record that exceeds the topic's max.message.bytes by itself."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(
@@ -59,7 +59,8 @@ class RecordTooLarge(RecordRefused):
 
 @dataclass(frozen=True)
 class Batch:
-    """One encoded record batch; `base_sequence` counts the records before it, without the wrap of Kafka's int32."""
+    """Holds one encoded record batch; `base_sequence` counts the records before it, without the wrap of Kafka's
+    int32."""
 
     pieces: tuple[Buffer, ...]  # its bytes in order; the sender concatenates them
     base_sequence: int
@@ -131,7 +132,7 @@ def _header(
 
 @dataclass(frozen=True)
 class _Columns:
-    """The parts of n records that do not depend on the batch of a record."""
+    """Holds the parts of n records that do not depend on a record's batch."""
 
     key_varints: _Varints  # the last part before `columns`
     columns: list[Column]  # the rest of each record: key, length, value, number of headers, headers if present
@@ -235,7 +236,7 @@ def _zigzag(numbers: Int64s) -> NDArray[np.uint64]:
 
 
 class _Varints(NamedTuple):
-    """The varints of n numbers; the bytes of number i are `digits[i, :sizes[i]]`."""
+    """Holds the varints of n numbers; the bytes of number i are `digits[i, :sizes[i]]`."""
 
     digits: Bytes  # (n, longest)
     sizes: Int64s  # (n,)

@@ -1,4 +1,4 @@
-"""The exactly-once Kafka sink: each micro-batch, or each batch write, is one transaction of one producer identity.
+"""Implements the exactly-once Kafka sink: each micro-batch or batch write is one transaction of one producer identity.
 
 Owns the functions that users call, and the number of times that a batch is retried. attempt.py owns the steps of one
 attempt. A batch must be retried only by a new attempt, whose first step fences the previous one.
@@ -71,7 +71,7 @@ def exactly_once_sink(
 
 
 class Stream:
-    """A foreachBatch function that writes each micro-batch to Kafka exactly once."""
+    """Implements a foreachBatch function that writes each micro-batch to Kafka exactly once."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class _Write:
 
 
 class _Sink:
-    """The state that one transactional id keeps from batch to batch."""
+    """Holds the state that one transactional id keeps from batch to batch."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""Spark's Kafka source with the settings that make it read committed records only, and lose none.
+"""Configures Spark's Kafka source to read only committed records, and to lose none.
 
 Owns those settings and their enforcement. It must never read anything itself.
 

@@ -44,7 +44,7 @@ Hook = TypeVar("Hook", bound=Callable[[], object])
 
 
 class App:
-    """Functions from source topics to destination topics under one id.
+    """Holds functions from source topics to destination topics under one id.
 
     The id is the consumer group, and the prefix of every transactional id. An App itself does no I/O; `eos run`,
     `eos.run` and Spark run it.
@@ -301,9 +301,9 @@ class App:
         """Decorate the function that runs once for each window of `function`, when the window is final.
 
         Its first parameter gets the `Window`. Further parameters are states of `function`, with the same names and
-        annotations. An output has the key of the window, and is a millisecond older than its end, unless it sets its
-        own. The window's state is deleted afterwards. `to` and the error policy are as in `on_timer`. The decorator
-        returns the function unchanged.
+        annotations. An output has the key of the window and a timestamp one millisecond before the window's end, unless
+        it sets its own. The window's state is deleted afterwards. `to` and the error policy are as in `on_timer`. The
+        decorator returns the function unchanged.
         """
         route = self._route_of(function, "on_close")
         if route.timing.windows is None:

@@ -174,7 +174,7 @@ class Stores:
         cells_of: CellsOf | None,
         more_ttls: Mapping[bytes, int] = MappingProxyType({}),
     ) -> None:
-        """`more_ttls`: of stores that are no parameter, in milliseconds by name."""
+        """Create the stores. `more_ttls`: the time-to-live in milliseconds of stores that are no parameter, by name."""
         self._name, self.task_of = name, cells_of or self._refuse_to_run
         self.ttls = ttls_of(stores) | dict(more_ttls)
         self._kinds = [(store.kind, CompiledStore(store)) for store in stores if store.is_kept]

@@ -117,7 +117,7 @@ def target(name: str = "flights") -> str:
 
 
 def _displayed_target() -> str:
-    """Return the argument as one would type it here; the workers themselves run in another directory."""
+    """Return the argument as a user would type it here; the workers themselves run in another directory."""
     return target().removeprefix(f"{Path.cwd()}{os.sep}")
 
 

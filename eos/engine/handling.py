@@ -54,15 +54,16 @@ _NO_THREAD = "can't start new thread"  # the message of a RuntimeError without a
 
 
 class RecordRefused(Exception):
-    """The client or the broker permanently refused an output of the record."""
+    """Reports that the client or the broker permanently refused an output of the record."""
 
 
 class DeadLetterRefused(Exception):
-    """The client or the broker refused the dead letter of the record too; the record has no other destination."""
+    """Reports that the client or the broker refused the record's dead letter too. The record has no other
+    destination."""
 
 
 class Feeds(Protocol):
-    """The part of a transaction that a handler uses.
+    """Defines the part of a transaction that a handler uses.
 
     `waited_s`: seconds that sends have waited for room in the client's queue, in this transaction and earlier ones.
     `is_over`: the transaction should end soon.
@@ -117,7 +118,7 @@ class Collector:
 
 
 class Halt(NamedTuple):
-    """The end of a transaction's records: only the first `handled` records are done.
+    """Ends a transaction's records early: only the first `handled` records are done.
 
     `error`: the run ends with this error once those records are committed. None: the next record is handed out in
     another transaction, after `pause_s` seconds if it failed.
@@ -129,11 +130,12 @@ class Halt(NamedTuple):
 
 
 _EARLIER_TIMER: Final = Halt(0)
-"""Stands for the end of due timers before one that is no longer the first: a timer function has set an earlier one."""
+"""Stands for a stop before a due timer that is no longer the first, because a timer function has set an earlier
+timer."""
 
 
 class TimedCall(NamedTuple):
-    """One call of a route's function, or successive calls on single records, with its duration."""
+    """Holds one call of a route's function, or successive calls on single records, with the duration."""
 
     route: Route
     records: list[Record]
@@ -146,9 +148,9 @@ class Handler:
     An `async def` runs on at most `concurrent_most` records at once, a batch function gets at most `batch_most`.
     `passing`: names of headers, see Route. `policy`: applies to all functions in place of their own. `cells_of`:
     returns where the state of a function is kept. `tasks_of`: returns the tasks of a function, by partition.
-    `silent_until_ms` returns up to which time the event time of a partition follows the clock, given how long it must
-    have been silent; 0: it does not. `watermark_ms` returns the time that a partition has reached whose function reads
-    what another function of the App writes.
+    `silent_until_ms` returns the time up to which a partition's event time follows the clock, given how long the
+    partition must have been silent; 0: it does not follow the clock. `watermark_ms` returns the event time that a
+    partition has reached, for a function that reads the output of another function of the App.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class Handler:
         # The earliest time at which the first output of the open transaction was sent, and its `waited_s` at that time.
         self._sending: tuple[float, float] | None = None
         self.longest: TimedCall | None = None
-        """The longest call since `begun`."""
+        """The longest call since the last call of `begun`."""
 
     def open_s(self, txn: Feeds, now: float) -> float:
         """Return the longest time for which the broker may have known the open transaction, without waits for room.
@@ -230,7 +232,7 @@ class Handler:
     # ---- notifications from the session -------------------------------------------------------------------------
 
     def begun(self) -> None:
-        """Note that a transaction is open and empty."""
+        """Note that a transaction has begun, without outputs so far."""
         self.longest = self._sending = None
         self._fired = []
 
@@ -245,18 +247,20 @@ class Handler:
         self._special[position] = DecodeError(why)
 
     def refused(self, record: Record, failure: Exception) -> None:
-        """Note that an output of the record was refused; its transaction aborts and all of its records come again."""
+        """Note that an output of the record was refused. The transaction aborts, and all of its records are handed out
+        again."""
         position = _position(record)
         error: Exception = (DeadLetterRefused if position in self._dead else RecordRefused)(str(failure))
         error.__cause__ = failure
         self._special[position] = error
 
     def isolate_timers(self) -> None:
-        """Fire the next timers one per transaction, to find the one of which an output is refused."""
+        """Fire each of the next timers in its own transaction, to find the timer with the refused output."""
         self._one_timer = True
 
     def refused_of_timers(self, failure: Exception) -> bool:
-        """Note that an output of the timers in the aborted transaction was refused; return whether there were any."""
+        """Note that an output of timers in the aborted transaction was refused. Return whether it had fired any
+        timers."""
         if self._fired and self._one_timer:
             self._one_timer = False
             self.refused(self._fired[-1], failure)
@@ -266,15 +270,15 @@ class Handler:
 
     @property
     def has_fired(self) -> bool:
-        """Return whether timers fired in the open transaction, or in the one that was aborted last."""
+        """Return whether timers fired in the open transaction, or in the last aborted transaction."""
         return bool(self._fired)
 
     def tick(self) -> None:
-        """Log the lines that the limit held back, once the interval is over; called even without records."""
+        """Log a summary of the suppressed lines once the interval is over. Called even when there are no records."""
         self._record_log.tick()
 
     def end(self) -> None:
-        """Log the lines that the limit held back; there are no more records."""
+        """Log a summary of the suppressed lines at the end of the run."""
         self._record_log.log_rest()
 
     # ---- handling -----------------------------------------------------------------------------------------------
@@ -430,7 +434,8 @@ class Handler:
     # ---- a record that failed -----------------------------------------------------------------------------------
 
     def _by_policy(self, txn: Feeds, route: Route, record: Record, error: BaseException) -> Halt | None:
-        """Apply the route's policy to a record whose outputs cannot be sent; None: go on with the next record."""
+        """Apply the route's policy to a record whose outputs cannot be sent. None means to continue with the next
+        record."""
         if isinstance(error, EosError):
             return Halt(0, error)  # the App is wrong, not the record (an undeclared destination, ...)
         position = _position(record)
@@ -513,7 +518,7 @@ def _position(record: Record) -> Position:
 
 
 def _where(record: Record) -> str:
-    """Return the position of a record for messages; for a timer, which timer it is."""
+    """Return the position of a record for messages. For a record that stands for a timer, describe the timer."""
     due = due_of(record)
     return format_position(*_position(record)) if due is None else describe(due)
 
@@ -555,7 +560,7 @@ def _poison_batch(route: Route, records: list[Record], error: BaseException) -> 
 
 
 def _named(name: str, error: BaseException) -> str:
-    """Return the name of a failure, with its message if it has one."""
+    """Return the class name of an exception, with its message if it has one."""
     return f"{name}: {message}" if (message := short_message(error)) else name
 
 
@@ -565,11 +570,11 @@ def _with_cause(poison: PoisonRecord, error: BaseException) -> PoisonRecord:
 
 
 class _RecordLog:
-    """The log lines about single records, limited in number.
+    """Limits the number of log lines about single records.
 
     A topic full of failing records must not fill the disk with its log, but every kind of failure must appear in it. So
     the first failure at each line of the user's code is always logged with its frames. Lines above the limit are
-    summed up at the end of the interval and of the run.
+    suppressed and summarised at the end of the interval and of the run.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -603,7 +608,7 @@ class _RecordLog:
         return True
 
     def tick(self) -> None:
-        """Log the sum of the held-back lines once the interval is over."""
+        """Log a summary of the suppressed lines once the interval is over."""
         now = self._now()
         if now - self._since >= _LINES_INTERVAL_S:
             self.log_rest()

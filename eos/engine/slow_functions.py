@@ -29,7 +29,7 @@ DEFAULT_MAX_POLL_INTERVAL_MS = 300_000  # librdkafka's default
 
 @dataclass
 class _Attempt:
-    """A call over a limit whose transaction may be lost."""
+    """Holds a call that took longer than a limit, so that its transaction may be lost."""
 
     sentence: str
     who: Mapping[str, object]
@@ -43,7 +43,7 @@ class _Attempt:
 
 
 class SlowFunctions:
-    """The judgement about slow functions of one worker."""
+    """Judges which functions of one worker are too slow."""
 
     def __init__(self, settings: Settings) -> None:
         self._transaction_ms = settings.transaction_timeout_ms

@@ -1,4 +1,4 @@
-"""The order of calls of a consume-transform-produce loop: the only place that decides to commit or abort.
+"""Defines the order of calls of a consume-transform-produce loop: the only place that decides to commit or abort.
 
 Modelled on franz-go's GroupTransactSession. Each part of a session (parts.py) has one task:
 
@@ -88,7 +88,7 @@ class Loop:
 
     @property
     def _is_stopping_in_turn(self) -> bool:
-        """True if a turn was interrupted and a stop was requested. Nothing is recovered then: `close` aborts."""
+        """Return True if a turn was interrupted and a stop was requested. Nothing is recovered then: `close` aborts."""
         return self._stopping() and self._is_in_turn
 
     def _next(self) -> Transaction | None:

@@ -1,4 +1,4 @@
-"""How a session recovers from a failed call: the plan for each action, and the effect of each step.
+"""Recovers a session from a failed call: the plan for each action, and the effect of each step.
 
 PLAN lists the steps of each action, and INSTEAD the steps that replace a failed one. Recovery owns the counts of aborts
 and rebuilds, and the breaker that stops a session which rebuilds again and again. eos/kafka/client/failures.py maps
@@ -51,7 +51,7 @@ INSTEAD: Mapping[Step, tuple[Step, ...]] = {
 
 @dataclass
 class Trouble:
-    """A failed call, and the transaction in which it failed."""
+    """Holds a failed call, and the transaction in which it failed."""
 
     failure: CallFailed
     """The last failure: a failed step replaces it."""
@@ -83,7 +83,7 @@ class Trouble:
 
     @property
     def is_slow_handling(self) -> bool:
-        """True if handling its records took most of the time."""
+        """Return True if handling the transaction's records took most of the time."""
         return self.handling_s > self.open_s / 2
 
     @property
@@ -92,8 +92,8 @@ class Trouble:
 
 
 def carry_out(trouble: Trouble, steps: Mapping[Step, Callable[[Trouble], None]]) -> None:
-    """Take the steps that the failure requires. A step that fails replaces the failure, but a refused record is still
-    searched for. Raises the error that stops the session."""
+    """Take the steps that the failure requires. A step that fails replaces the failure, but the search for a refused
+    record continues. Raises the error that stops the session."""
     plan = plan_of(trouble.failure)
     while plan:
         step, *plan = plan

@@ -36,7 +36,7 @@ _SMALL_TABLE_SLOTS = 1 << 20
 
 
 class Ends(NamedTuple):
-    """Last stable offsets and log end offsets, each by (topic, partition)."""
+    """Holds last stable offsets and log end offsets, each by (topic, partition)."""
 
     stable: Mapping[TopicPartition, int]
     log_end: Mapping[TopicPartition, int]
@@ -213,7 +213,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Inputs and outputs joined once, for all rules.
+    """Holds inputs and outputs, joined once for all rules.
 
     `inputs` are sorted by topic, partition, offset. Input row r owns the cells starts[r]..starts[r+1]-1, one per
     expected copy. `row` and `cell` (one per output) are -1 for an output without an input. `times` (one per cell)

@@ -59,7 +59,7 @@ _EXCEPTIONS: dict[Action, type[EosError]] = {
 
 @dataclass(frozen=True, eq=False)
 class Log:
-    """Records as they were read: per partition in offset order, partitions interleaved.
+    """Holds records as they were read: per partition in offset order, partitions interleaved.
 
     `topic` (n,) int32 is an index into `topics`, `partition` (n,) int32, `offset` (n,) int64, `timestamp` (n,) int64 in
     ms since 1970 (-1: none). `keys` and `values` are lists of n (empty if contents were not kept). `headers` is such a

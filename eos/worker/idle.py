@@ -25,7 +25,7 @@ _TIMEOUT_S = 5.0
 
 
 class IdlePartitions:
-    """`find_end`: see TransactSession.find_end."""
+    """Finds the silent partitions of one session. `find_end`: see TransactSession.find_end."""
 
     def __init__(
         self, settings: Settings, find_end: Callable[[Partition], tuple[int, float] | None], world: World

@@ -57,7 +57,7 @@ def require_topics(app: App, servers: str, waiting: Mapping[str, str] = MappingP
 
 
 class NewTopics:
-    """The search for new topics of one App, every `topic.metadata.refresh.interval.ms`; each topic is reported once."""
+    """Searches for new topics of one App every `topic.metadata.refresh.interval.ms`, and reports each topic once."""
 
     def __init__(self, settings: Settings, app: App, world: World = REAL) -> None:
         self._settings, self._app, self._world = settings, copy.copy(app), world

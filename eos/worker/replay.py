@@ -46,7 +46,7 @@ _MOST = 100  # dead letters in one transaction
 
 @dataclass(frozen=True)
 class Settled:
-    """A settled dead letter and its outputs; if `failed` names an exception class, the only output is a new dead
+    """Holds a settled dead letter and its outputs; if `failed` names an exception class, the only output is a new dead
     letter."""
 
     letter: DeadLetter
@@ -56,7 +56,7 @@ class Settled:
 
 @dataclass
 class ReplayResult:
-    """The results of settling the dead letters of one topic."""
+    """Holds the results for the settled dead letters of one topic."""
 
     handled: int = 0
     outputs: int = 0
@@ -67,7 +67,7 @@ class ReplayResult:
 
 
 class Settler(Protocol):
-    """The processing of a single dead letter."""
+    """Processes a single dead letter."""
 
     def settle(self, letter: DeadLetter) -> Settled: ...
 
@@ -127,7 +127,7 @@ def sources_of(app: App) -> list[str]:
 
 
 class _Step(NamedTuple):
-    """A settled dead letter, and the first offset after the previous one."""
+    """Holds a settled dead letter, and the first offset after the previous dead letter."""
 
     first: int
     settled: Settled
@@ -260,7 +260,7 @@ class Settling:
 
 
 class Replay:
-    """The replays of one App: `with Replay(app, settings) as replay: replay.topic("orders")`.
+    """Replays the dead letters of one App: `with Replay(app, settings) as replay: replay.topic("orders")`.
 
     `letters_of`: another App's id; its dead letters are replayed in place of this App's, from that App's committed
     offsets.

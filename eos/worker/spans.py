@@ -30,7 +30,7 @@ class _Open:
 
 
 class Spans:
-    """The spans of one worker."""
+    """Creates the spans of one worker."""
 
     def __init__(self, attributes: Mapping[str, str]) -> None:
         try:

@@ -74,14 +74,14 @@ def final_code(codes: Sequence[int]) -> int:
 
 
 class GaveUp(EosError):
-    """A worker was restarted too often; the supervisor may be started again later."""
+    """Reports that a worker was restarted too often; the supervisor may be started again later."""
 
     exit_code = TEMPORARY
 
 
 @dataclass
 class Child:
-    """One supervised worker: its current process, if there is one, and its state."""
+    """Represents one supervised worker: its current process, if there is one, and its state."""
 
     instance: str
     process: subprocess.Popen[bytes] | None = None
@@ -399,7 +399,7 @@ def _code_words(code: int) -> str:
 
 
 class PrefixedStream:
-    """A text stream that begins every line with `prefix` and writes whole lines, so that lines of workers do not mix.
+    """Writes whole lines to a text stream, each with `prefix`, so that lines of workers do not mix.
 
     A closed reader is not an error: a line that cannot be written must not fail the record that wrote it.
     """

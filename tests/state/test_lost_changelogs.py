@@ -59,7 +59,7 @@ class Losing(Counting):
         wait_until("the new changelog", created, 30)
 
     def let_another_program_create(self) -> None:
-        """Let a producer write to it once, where brokers create topics automatically."""
+        """Let another producer write to the changelog once, where brokers create topics automatically."""
         producer = Producer({"bootstrap.servers": self.servers})
 
         def created() -> bool:
@@ -128,8 +128,8 @@ def test_recreated_changelog_ends_its_worker(creating: LocalKafka, names: Names,
 def test_recreated_changelog_with_as_many_partitions_is_noticed(
     kafka: LocalKafka, names: Names, tmp_path: Path
 ) -> None:
-    """Recreate it with equal partitions: no request fails, and only the topic id differs. An idle worker notices it
-    too."""
+    """Recreate the changelog with as many partitions: no request fails, and only the topic id differs. An idle worker
+    notices this too."""
     losing = Losing(kafka, names, tmp_path, "skip")
     with losing.worker("one", *SHORT) as worker:
         losing.count()

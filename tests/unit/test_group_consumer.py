@@ -242,7 +242,7 @@ def test_topic_read_from_its_beginning_ignores_latest() -> None:
 
 
 def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
-    """Every consumer of the session does so, including one that replaces another."""
+    """Every consumer of the session does so, including a replacement."""
     group = _Cluster()
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
     there = dict.fromkeys("abc", SimpleNamespace(error=None, partitions={0: None}))

@@ -64,7 +64,7 @@ def test_foreign_dead_letter_is_taken_unchanged() -> None:
 
 
 def test_record_headers_that_imitate_a_dead_letter_are_ignored() -> None:
-    """They change neither the source nor the app of a dead letter, and long values do not fail a replay."""
+    """Such headers change neither the source nor the App of a dead letter, and long values do not fail a replay."""
     names = ("topic", "partition", "offset", "timestamp", "app", "exception", "replays")
     theirs = [(f"eos-dlq-{name}", b"victim" if name == "topic" else b"9" * 5_000) for name in names]
     record = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", theirs)

@@ -29,7 +29,7 @@ _PATIENCE_S = 20.0
 
 
 class ReportedAssignment(NamedTuple):
-    """The member's partitions according to the coordinator. `asked_at`: World.now()."""
+    """Holds the member's partitions according to the coordinator. `asked_at`: World.now() of the query."""
 
     asked_at: float
     partitions: frozenset[Partition]

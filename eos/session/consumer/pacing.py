@@ -1,4 +1,4 @@
-"""A session's pace: how many records it polls and takes, and when a transaction begins.
+"""Decides a session's pace: how many records it polls and takes, and when a transaction begins.
 
 Owns the interval, the limits, the pause after an abort and the search for a record that the broker refuses. It does no
 I/O and has no clock: its caller passes the time (World.now(), in seconds) and reports what happened.
@@ -25,9 +25,9 @@ _LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7  # after an abort
 
 
 class Pacing:
-    """`most`: maximum number of records of one transaction. `handled_at_once`: how many records the application handles
-    at once; a poll of a backlog takes whole batches of them. `timeout_s`: how long the sends of a transaction may
-    take."""
+    """Decides the pace of one session. `most`: maximum number of records of one transaction. `handled_at_once`: how
+    many records the application handles at once; a poll of a backlog takes whole batches of them. `timeout_s`: how long
+    the sends of a transaction may take."""
 
     def __init__(self, interval_s: float, most: int, handled_at_once: int = 1, timeout_s: float = math.inf) -> None:
         self.interval_s, self._timeout_s = interval_s, timeout_s

@@ -36,7 +36,7 @@ _partition_of: Callable[[Any], TopicPartition] = operator.attrgetter("topic", "p
 
 
 class Positions(Generic[R]):
-    """Fetched records that wait, and the offsets of the records that the open transaction took."""
+    """Holds the fetched records that wait, and the offsets of the records that the open transaction took."""
 
     def __init__(self) -> None:
         self._waiting: list[R] = []
@@ -59,22 +59,22 @@ class Positions(Generic[R]):
 
     @property
     def taken(self) -> int:
-        """Records that the open transaction took."""
+        """Return the number of records that the open transaction took."""
         return self._taken_before + len(self._last)
 
     @property
     def last_taken(self) -> R | None:
-        """The last record that the open transaction took."""
+        """Return the last record that the open transaction took."""
         return self._last[-1] if self._last else None
 
     @property
     def newest(self) -> R | None:
-        """The record that was fetched last, if it still waits."""
+        """Return the record that was fetched last, if it still waits."""
         return self._waiting[-1] if self._waiting else None
 
     @property
     def first_timestamp_ms(self) -> int:
-        """Timestamp of the first waiting record; -1 without one."""
+        """Return the timestamp of the first waiting record; -1 if none waits."""
         return getattr(self._waiting[0], "timestamp", -1) if self._waiting else -1
 
     # ---- records ----------------------------------------------------------------------------------------------

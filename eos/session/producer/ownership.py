@@ -1,4 +1,4 @@
-"""Ownership of a transactional.id: ours until a newer instance initialises it, and then lost for good.
+"""Tracks the ownership of a transactional.id: ours until a newer instance initialises it, and then lost for good.
 
 Owns the queries to its coordinator (eos/kafka/admin/ownership.py judges the answers) and their consequence: a producer
 that lost the id never begins or initialises again, because an init would take the id back from its present owner. Also
@@ -36,9 +36,9 @@ _SEPARATE_IDS = (
 
 
 class TransactionalIdOwnership:
-    """`describe_loss`: returns who took over, and the producer ids and epochs of both, from the producer and the
-    coordinator's answer. `query_group`: asks the group, where the coordinator's answer is not conclusive, whether no
-    other member is in our place."""
+    """Tracks the ownership of one transactional.id. `describe_loss`: returns who took over, and the producer ids and
+    epochs of both, from the producer and the coordinator's answer. `query_group`: asks the group, where the
+    coordinator's answer is not conclusive, whether no other member is in our place."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class TransactionalIdOwnership:
         self._answers = log.Reminder(world.now, at_once=True)
 
     def raise_if_lost(self) -> None:
-        """Raise Fenced if a newer instance owns the id. First repeat a settling that was interrupted."""
+        """Raise Fenced if a newer instance owns the id. First repeat an interrupted call of `settle`."""
         if self._interrupted is not None:
             self._settle(*self._interrupted)
         if self._lost is not None:
@@ -159,8 +159,8 @@ def _describe(admin: ClusterAdmin, producer: TransactionalProducer) -> Transacti
 
 
 class OwnerInfo:
-    """This session as the owner of its transactional.id: the metadata that it commits about itself, and the last time
-    at which it owned the id."""
+    """Describes this session as the owner of its transactional.id: the metadata that it commits about itself, and the
+    last time at which it owned the id."""
 
     def __init__(self, settings: Settings, world: World) -> None:
         self._settings, self._world = settings, world

@@ -1,4 +1,4 @@
-"""The transactional producer: one transactional.id, one state machine, replaced after every doubtful transaction.
+"""Runs the transactional producer: one transactional.id, one state machine, replaced after each doubtful transaction.
 
 Owns the confluent-kafka Producer, the legal order of its calls (states.py), their deadlines
 (eos/kafka/client/watchdog.py) and the evidence that calls for a replacement (retry_evidence.py). A failed call raises
@@ -97,7 +97,7 @@ class TransactionalProducer:
 
     @property
     def may_abort(self) -> bool:
-        """True if a transaction is open and no call is running that may still be answered."""
+        """Return True if a transaction is open and no call is running that may still be answered."""
         return self._machine.state in (State.IN_TRANSACTION, State.ABORTABLE_ERROR) and not self.client.watchdog.hung
 
     @property
@@ -261,7 +261,7 @@ class TransactionalProducer:
             self._replace_because = f"failure: {reason}"
 
     def abandon(self) -> None:
-        """Never touch the client again, because another thread is inside a call that does not return."""
+        """Abandon the client for good, because another thread is inside a call that does not return."""
         self.client.watchdog.abandon()
 
     def close(self) -> None:
@@ -417,7 +417,8 @@ class TransactionalProducer:
         self._offsets_sent = True
 
     def commit(self) -> None:
-        """Commit. Repeat the call while the broker does not answer, because an abort would conflict with it."""
+        """Commit the transaction. Repeat the call while the broker does not answer, because an abort would conflict
+        with it."""
         self._machine.fire(Event.COMMIT)
         self._expect_end_txn()
         self._call_timed("commit", self.client.producer.commit_transaction)
@@ -425,8 +426,8 @@ class TransactionalProducer:
         self._machine.fire(Event.ENDED)
 
     def abort(self, deadline: float | None = None) -> None:
-        """Abort. Afterwards this producer must be replaced: the client may reuse the sequence number of a purged
-        record, and the broker would drop the next record as a duplicate.
+        """Abort the transaction. Afterwards this producer must be replaced: the client may reuse the sequence number of
+        a purged record, and the broker would drop the next record as a duplicate.
 
         Waits for an unreachable cluster until `deadline` (World.now()), or forever without one.
         """
@@ -447,7 +448,7 @@ class TransactionalProducer:
 
     @property
     def delivered(self) -> float:
-        """The share of the transaction's records that the brokers acknowledged so far; 1 without records."""
+        """Return the share of the transaction's records that the brokers acknowledged so far; 1 without records."""
         confirmed = self._produced - len(self.client.producer) - self.client.delivery_errors
         return confirmed / self._produced if self._produced else 1.0
 
@@ -492,7 +493,7 @@ class TransactionalProducer:
     def _call(
         self, client: Client, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None
     ) -> None:
-        """Make one transactional call, and again while its error is retriable and the deadline has not passed."""
+        """Make one transactional call, and repeat it while its error is retriable and the deadline has not passed."""
         waits = log.Reminder(self._world.now)
         while True:
             self._pulse.beat("calling", name)

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class NotSupported(EosError):
-    """This backend cannot inject the fault. The test was not run: it neither passed nor failed."""
+    """Reports that this backend cannot inject the fault. The test was not run: it neither passed nor failed."""
 
     exit_code = 69
 

@@ -160,7 +160,7 @@ def test_each_large_whole_frame_takes_one_turn() -> None:
 
 
 def test_splitter_counts_held_bytes() -> None:
-    """Holds for a collected frame and for a frame whose head is incomplete."""
+    """Count the bytes of a collected frame, and those of a frame whose head is incomplete."""
     frame = framed(b"x" * 100)
     collecting = FrameSplitter(12, 1 << 20, lambda data, pos: lambda frame: frame)
     opening = FrameSplitter(12, 1 << 20, lambda data, pos: UNCHANGED if len(data) - pos > 90 else None)
