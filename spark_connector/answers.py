@@ -36,7 +36,7 @@ _ROWS: dict[Answer, tuple[int, ...]] = {
         19,  # NOT_ENOUGH_REPLICAS
         20,  # NOT_ENOUGH_REPLICAS_AFTER_APPEND
         51,  # CONCURRENT_TRANSACTIONS: the coordinator is still completing the previous transaction
-        55,  # OPERATION_NOT_ATTEMPTED: another partition of the same request had the error
+        55,  # OPERATION_NOT_ATTEMPTED: the error belongs to another partition of the same request
         56,  # KAFKA_STORAGE_ERROR
         74,  # FENCED_LEADER_EPOCH
         75,  # UNKNOWN_LEADER_EPOCH

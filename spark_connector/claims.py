@@ -38,11 +38,11 @@ _NONCE = 32
 _MAC = hashlib.sha256().digest_size
 _LENGTH = 4
 _LONGEST = 1 << 16  # bytes of a request or response
-_PATIENCE_S = 1.0  # for a client, from its connection to the last byte of its request
+_PATIENCE_S = 1.0  # time that a client has from its connection to the last byte of its request
 _MOST = 64  # clients at once
-_PORTS = 16  # after the requested one, as spark.port.maxRetries
+_PORTS = 16  # number of ports to try after the requested one, as spark.port.maxRetries
 _DEADLINE_S = 60.0  # for a claim
-_TRY_S = 10.0  # for one request: a full queue may have lost the connection, and only one side knows
+_TRY_S = 10.0  # time for one request: a full queue may have lost the connection, and only one side knows
 _PAUSE_S = 0.1
 
 

@@ -35,7 +35,7 @@ CONFIG = {
     "min.cleanable.dirty.ratio": "0.1",
 }
 
-_VERSION = 2  # of a marker's value: docs/reference/formats.md
+_VERSION = 2  # version of a marker's value: docs/reference/formats.md
 _FETCH_MAX_VERSION = 12  # requests by topic name
 # 5: a new leader reports that it does not know its high watermark yet (KIP-207)
 _LIST_OFFSETS_MIN_VERSION, _LIST_OFFSETS_MAX_VERSION = 5, 7

@@ -26,7 +26,8 @@ Int64s = NDArray[np.int64]
 UInt32s = NDArray[np.uint32]
 _SEED, _M = np.uint32(0x9747B28C), np.uint32(0x5BD1E995)
 _13, _15, _24 = np.uint32(13), np.uint32(15), np.uint32(24)
-_FIRST_BYTES = np.array([0, 0xFF, 0xFFFF, 0xFFFFFF], np.uint32)  # of a little-endian word
+# Masks for the first 0 to 3 bytes of a little-endian word.
+_FIRST_BYTES = np.array([0, 0xFF, 0xFFFF, 0xFFFFFF], np.uint32)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ _MAGIC = 2
 _TRANSACTIONAL = 0x10
 _XERIAL_HEADER = b"\x82SNAPPY\x00\x00\x00\x00\x01\x00\x00\x00\x01"
 _XERIAL_BLOCK = 32 * 1024
-_VARINT_BYTES = 10  # of a 64-bit number at most
+_VARINT_BYTES = 10  # the longest varint, that of a 64-bit number
 _NOTHING = pa.scalar(b"", pa.binary())
 _MAX_SEQUENCE = 2**31 - 1  # the next sequence is 0
 
@@ -62,7 +62,7 @@ class Batch:
     """Holds one encoded record batch; `base_sequence` counts the records before it, without the wrap of Kafka's
     int32."""
 
-    pieces: tuple[Buffer, ...]  # its bytes in order; the sender concatenates them
+    pieces: tuple[Buffer, ...]  # the bytes of the batch in order; the sender concatenates them
     base_sequence: int
     records: int
 
@@ -136,7 +136,7 @@ class _Columns:
 
     key_varints: _Varints  # the last part before `columns`
     columns: list[Column]  # the rest of each record: key, length, value, number of headers, headers if present
-    sizes: Int64s  # of the records without their own length and deltas
+    sizes: Int64s  # sizes of the records without their own length and deltas
     timestamps: Int64s
 
     @classmethod
@@ -291,7 +291,7 @@ def _lz4(body: Buffer) -> bytes:
     # Kafka's readers refuse blocks that depend on each other. Level 1 is the Java client's; cramjam's default 4 takes
     # six times as long for 8 % fewer bytes.
     compressor: Any = cramjam.lz4.Compressor(level=1, block_linked=False)
-    compressor.compress(bytes(body))  # its class accepts nothing else
+    compressor.compress(bytes(body))  # the compressor's class accepts nothing else
     return bytes(compressor.finish())
 
 

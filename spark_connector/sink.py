@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _FORGOTTEN_AT_ONCE = 10_000  # markers of old writes
 _INIT_S = 10.0  # the time from another run's note of a batch in the checkpoint to that run's init
 _ASK_AGAIN_S = 0.25
-RESTARTS = 3  # of a batch inside one call; an exception from foreachBatch ends the query
+RESTARTS = 3  # retries of a batch inside one call; an exception from foreachBatch ends the query
 
 
 def exactly_once_sink(

@@ -46,7 +46,7 @@ class Result(NamedTuple):
     """Holds a task's report to the driver; if `answer` names an Answer, nothing of the task may be committed."""
 
     share: int
-    partitions: int  # that the task wrote
+    partitions: int  # number of partitions that the task wrote
     rows: int  # input rows
     sequences: int  # last sequence + 1 of each partition, all acknowledged
     bytes: int
@@ -111,7 +111,7 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
                 rows += unpacked.num_rows
             if share is not None:
                 share.drive()
-            del batch  # otherwise it would stay in memory next to Spark's next one
+            del batch  # otherwise this batch would stay in memory next to Spark's next one
         if share is None:
             return None
         share.finish()

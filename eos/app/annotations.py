@@ -89,7 +89,7 @@ def may_return_none(function: Callable[..., object]) -> bool:
         annotation = inspect.signature(function).return_annotation
         return annotation is inspect.Signature.empty or _allows_none(resolve_annotation(function, annotation, None))
     except ConfigurationError:
-        # It names something imported for type checkers only, or local to another function.
+        # The annotation names something imported for type checkers only, or local to another function.
         return not isinstance(annotation, str) or _NAMES_NONE.search(annotation) is not None
     except (TypeError, ValueError, NameError):
         return True  # the check of its parameters reports it

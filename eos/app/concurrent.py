@@ -137,7 +137,7 @@ async def outcome_of(coroutine: Coroutine[Any, Any, Any]) -> Outcome:
         return await coroutine
     except BaseException as error:  # noqa: BLE001 - the caller decides
         if (interruption := interruption_of(error)) is not None:
-            _stop_with(interruption)  # at once: the others may run for a long time
+            _stop_with(interruption)  # stop at once: other coroutines may run for a long time
         return error
 
 

@@ -55,7 +55,7 @@ class App:
     def __init__(self, id: str) -> None:
         _check_name(id, "the id of an App")
         self.id = id
-        self.routes: dict[str, Route] = {}  # by source topic, including topics that patterns matched
+        self.routes: dict[str, Route] = {}  # the routes by source topic, including topics that patterns matched
         self.patterns: dict[re.Pattern[str], Route] = {}
         self.start_hooks: list[Callable[[], object]] = []
         self.stop_hooks: list[Callable[[], object]] = []
@@ -234,7 +234,7 @@ class App:
             more: dict[str, Any] = {"stores": stores, "name": name, "with_record": with_record, "timing": timing}
             route = Route(function, annotation, sources, destinations, False, policy, *coders, **more)
             if timing.windows is not None:
-                route.handlers[""] = make_window_cleaner(route)  # until on_close names another one
+                route.handlers[""] = make_window_cleaner(route)  # until on_close names another function
             self._add(route)
             return function
 

@@ -84,7 +84,7 @@ def directory_for_logs() -> Iterator[Path]:
             raise
         directory.rmdir()
         raise
-    except BaseException:  # after an interrupt nobody reads them
+    except BaseException:  # after an interrupt nobody reads the logs
         shutil.rmtree(directory, ignore_errors=True)
         raise
     shutil.rmtree(directory)

@@ -150,7 +150,7 @@ def _find_type(kinds: type[_Node] | tuple[type[_Node], ...], node: object, seen:
     if isinstance(node, tuple):
         children = node
     elif isinstance(node, msgspec.inspect.Field):
-        children = (node.type,)  # its default is the user's object
+        children = (node.type,)  # only the type: the field's default is the user's object
     elif isinstance(node, msgspec.inspect.Type):
         children = tuple(getattr(node, name) for name in node.__struct_fields__)
     return next((found for child in children if (found := _find_type(kinds, child, seen)) is not None), None)

@@ -38,7 +38,7 @@ from eos.records import Each, Feed, FeedResult, Header, Record, Send, format_pos
 Position = tuple[str, int, int]  # topic, partition and offset of a record
 
 _TIMERS_AT_ONCE = 500
-_LINES, _LINES_INTERVAL_S = 10, 10.0  # at most this many lines about single records per interval
+_LINES, _LINES_INTERVAL_S = 10, 10.0  # maximum number of log lines about single records per interval
 # The maximum number of lines of the user's code whose failures are logged with frames. A function created for each
 # record would have endlessly many.
 _MOST_TRACES = 100
@@ -174,8 +174,8 @@ class Handler:
         self._feeds: dict[Route, Feed] = {}
         self._timed: dict[Route, Route] = {}  # functions that use time, with their timer functions and tasks
         self._fired: list[Record] = []  # the last timers that fired in the open transaction
-        self._one_timer = False  # each transaction fires one timer only
-        self._following: set[Route] = set()  # those whose time is not that of their own records
+        self._one_timer = False  # each transaction fires only one timer
+        self._following: set[Route] = set()  # routes whose event time is not that of their own records
         self._tasks_of: Callable[[Route], Mapping[Partition, TaskCells]] = tasks_of or (lambda _: {})
         for route in app.functions:
             if ledger is not None:

@@ -51,8 +51,8 @@ class Loop:
         self._recovery = Recovery(parts)
         self.group, self.now = parts.group, parts.world.now
         self._last: Transaction | None = None  # the last transaction that began; its phase shows its progress
-        self._failure: CallFailed | None = None  # of a send in the open transaction
-        self._commit: Commit | None = None  # started, and its outcome is not noted yet
+        self._failure: CallFailed | None = None  # the failure of a send in the open transaction
+        self._commit: Commit | None = None  # a started commit whose outcome is not noted yet
         self._is_in_turn = False  # see _turn
 
     @property
@@ -146,7 +146,7 @@ class Loop:
         self._failure = None
         self._consumer.begin_transaction()
         if self._last is not None:
-            self._last.mark_aborted()  # marks a given-up one as aborted; others stay unchanged
+            self._last.mark_aborted()  # marks a transaction that was given up as aborted; others stay unchanged
         now, first_ms = self._world.now(), self._positions.first_timestamp_ms
         begun = Transaction(self, now, self._pacing.begin(now), first_ms, self.waited_s)
         self._outcomes.begun(begun)

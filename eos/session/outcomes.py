@@ -126,7 +126,7 @@ class Outcomes:
         self.counters = counters
         self._participants, self._listener, self._world = participants, listener, world
         self._subscribers: list[Callable[[Commit], None]] = []
-        self._begun: Transaction | None = None  # its outcome is not reported yet
+        self._begun: Transaction | None = None  # the transaction whose outcome is not reported yet
 
     def subscribe(self, committed: Callable[[Commit], None]) -> None:
         """Call `committed` with each successful commit, before the participants are notified. An interrupted call is

@@ -115,7 +115,8 @@ def plan_of(failure: CallFailed, failed: Step | None = None) -> list[Step]:
     return list(PLAN[action])
 
 
-MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
+# Rebuilds without a commit in between; after that, a supervisor's back-off is the better place to wait.
+MOST_REBUILDS = 5
 _ABORTS_TO_WARN_OF = 3  # rebalance aborts in a row; a member that comes or goes causes one or two
 # Actions and calls by which a transaction shows that it was open for too long.
 _BY_TIME = frozenset({Action.ABORT, Action.REBUILD, Action.SETTLE, Action.LOOK, Action.RETRY})
@@ -235,7 +236,7 @@ class Recovery:
     def _rejoin(self, trouble: Trouble) -> None:
         self._count_rebuild(trouble)
         self._ownership.confirm(self._producer, trouble.reason)
-        self._outcomes.ended(Outcome.UNKNOWN)  # while the assignment is known
+        self._outcomes.ended(Outcome.UNKNOWN)  # notify while the assignment is known
         self._fetcher.replace_consumer()
         self._producer.replace(f"failure: {trouble.reason}")
         self._fetcher.rejoin()

@@ -79,12 +79,13 @@ class Transaction:
         self._loop = loop
         # World.now(); after `until` no more records are handed out.
         self.began_at, self._until = began_at, until
-        self.first_timestamp_ms = first_timestamp_ms  # of the first record that waited when it began
+        # Timestamp of the first record that waited when the transaction began.
+        self.first_timestamp_ms = first_timestamp_ms
         self.phase = Phase.OPEN
-        self.handling_s: float | None = None  # set once all of its records are handled; see handling_until
-        self.waited_before = waited_before  # `waited_s` when it began
+        self.handling_s: float | None = None  # set once all records of the transaction are handled; see handling_until
+        self.waited_before = waited_before  # `waited_s` when the transaction began
         self._records: Iterator[Record] | None = None
-        self._ahead = 0  # taken by `records`, but not handed out yet
+        self._ahead = 0  # number of records taken by `records` but not handed out yet
         self.sent = self.skipped = self.dead_letters = self.late = self.duplicates = 0
 
     # ---- used by the loop --------------------------------------------------------------------------------------

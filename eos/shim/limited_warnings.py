@@ -45,7 +45,8 @@ class LimitedWarnings:
         self._suppressed[host if host in self._suppressed or len(self._suppressed) < _HOSTS_COUNTED else "others"] += 1
         self._last = str(reason)
         if self._timer is None:
-            with contextlib.suppress(RuntimeError):  # without a loop the next warning or the end reports
+            # Without a loop, the next warning or the end of the shim reports the counts.
+            with contextlib.suppress(RuntimeError):
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.flush)
 
     def flush(self) -> None:

@@ -117,7 +117,7 @@ class EmptyStates:
         kept.update(stores)
         gone = {name for name, shape in stores.items() if have.get(name) != shape}
         if any(" per " in stores[name] for name in gone):
-            gone |= {EVENT_TIMERS, OPEN_SESSIONS}  # they belong to the windows, whose state is deleted
+            gone |= {EVENT_TIMERS, OPEN_SESSIONS}  # these entries belong to the windows, whose state is deleted
         return _Leftovers([cell for cell in found if parse_cell(cell)[0] in gone], header=True)
 
     def carry_out(self) -> None:

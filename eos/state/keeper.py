@@ -53,7 +53,7 @@ class Keeper:
         # Partitions without a committed offset when they were assigned. Under `latest` the group may commit one before
         # they are restored.
         self._uncommitted: set[Partition] = set()
-        self._fits: dict[str, changelog.ChangelogFit] = {}  # by the name of the changelog
+        self._fits: dict[str, changelog.ChangelogFit] = {}  # the fits by the name of the changelog
         self._checked_at = world.now()
         self._thread: Watchdog | None = None  # checks the changelogs again
         self._checking: Job | None = None
@@ -201,7 +201,7 @@ class Keeper:
         engine: str = self._settings["eos.state.engine"]
         coming = ((source, n) for source, few in self._restoring.items() for one in few for n in one.partitions)
         tasks = len(self._tasks.keys() | set(coming)) + new
-        needed = tasks * (ENGINES[engine].files + 1) + _OTHER_FILES  # one more: the lock of its folder
+        needed = tasks * (ENGINES[engine].files + 1) + _OTHER_FILES  # one more file: the lock of the task's folder
         allowed = allow_open_files(2 * needed)  # RocksDB opens more files as state grows
         if allowed < needed:
             raise ConfigurationError(

@@ -474,7 +474,7 @@ def _last_header(message: Message, name: str) -> bytes | None:
 
 def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
-        "log_level": 0,  # its lines would mix with the user's; its errors are raised anyway
+        "log_level": 0,  # the client's lines would mix with the user's; its errors are raised anyway
         # librdkafka's default of 1000 ms stops fetching for that long whenever its queue is full: 3.7x slower on a
         # backlog.
         "fetch.queue.backoff.ms": 5,

@@ -291,7 +291,7 @@ class Sweeper:
     @property
     def _mode(self) -> str:
         mode = f"protected, {self._side} side" if self._protect else "unprotected"
-        # none of the client's settings, which include passwords
+        # show none of the client's settings, which include passwords
         own = {name: value for name, value in sorted(self._more.items()) if name.startswith("eos.")}
         return ", ".join([mode, *(f"{name}={value}" for name, value in own.items())])
 

@@ -35,7 +35,7 @@ class IdlePartitions:
         self._watcher: Watcher | None = None
         self._client: Any = None
         self._lock = threading.Lock()
-        self._wanted: set[Partition] = set()  # for the next query
+        self._wanted: set[Partition] = set()  # the partitions for the next query
         self._is_queried = False
         self._error: Exception | None = None  # a permanent one
         self._ends: Mapping[Partition, int] = {}

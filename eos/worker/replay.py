@@ -231,7 +231,7 @@ class Settling:
                 return
             ((first, one),) = batch
             if one.failed:
-                raise  # its own dead letter is refused
+                raise  # the dead letter for another replay is refused too
             batch = [_Step(first, settler.on_refused(one.letter, refused))]
             self._send(topic, batch)
         for one in (step.settled for step in batch):

@@ -18,7 +18,7 @@ from eos.errors import ConfigurationError
 from eos.records import Record, readable_headers
 from eos.session.outcomes import Outcome
 
-_LINKS = 32  # of one span, each to another trace
+_LINKS = 32  # maximum number of links of one span, each to another trace
 _TRACE = "traceparent", "tracestate"
 
 

@@ -35,7 +35,7 @@ from eos.health.status import Incident, Status, add_counts, judge_report
 from eos.signals import Handlers
 
 NAME_VARIABLE = "EOS_SUPERVISED_WORKER"
-MOST_RESTARTS = 8  # of one worker, without running for SETTLED_S in between
+MOST_RESTARTS = 8  # restarts of one worker, without a run of SETTLED_S in between
 SETTLED_S = 60.0
 LONGEST_PAUSE_S = 30.0
 TEMPORARY = 75
@@ -90,7 +90,7 @@ class Child:
     restarts: int = 0
     restarts_in_a_row: int = 0
     code: int | None = None
-    status: Status | None = None  # its counts include all earlier processes
+    status: Status | None = None  # the counts include those of all earlier processes
     lives_before: Status | None = None
     last_report_at: float | None = None  # the time of the current process's last report
     pipe: int | None = None

@@ -231,7 +231,7 @@ class Worker(Listener):
 
     def on_refused(self, record: Record, failure: CallFailed) -> None:
         if failure.record is None and self._handler.has_fired:
-            self._handler.isolate_timers()  # it may be an output of a timer that fired before the record
+            self._handler.isolate_timers()  # the refused output may be that of a timer that fired before the record
         else:
             self._handler.refused(record, failure)
 

@@ -175,7 +175,7 @@ def test_late_commit_duplicates_a_record_unless_producer_is_replaced(
     late = scenario.proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
     with scenario.session() as session:
         handle(session, scenario.target)
-        txn = next(session)  # Commits the first one: its EndTxn was cut, and the client's retry succeeded.
+        txn = next(session)  # Commits the first transaction: its EndTxn was cut, and the client's retry succeeded.
         assert late.hit
         (record,) = txn.records
         send(txn, scenario.target, record, range(1))
@@ -312,7 +312,7 @@ def late_offset_commit(scenario: Scenario) -> None:
     watching = False
     with scenario.session(world=World(step=deliver)) as session:
         handle(session, scenario.target)
-        handle(session, scenario.target)  # Commits the first one, whose TxnOffsetCommit was cut and retried.
+        handle(session, scenario.target)  # Commits the first transaction, whose TxnOffsetCommit was cut and retried.
         assert late.hit
         watching = True
         assert session._loop._end()
@@ -362,7 +362,7 @@ def test_next_transaction_after_a_retry_waits_for_statistics(
         handle(session, scenario.target)
         wait_for_statistics(session)
         late = scenario.proxy.on(api, fault)
-        handle(session, scenario.target)  # commits the first one
+        handle(session, scenario.target)  # commits the first transaction
         assert late.hit
         assert session.producer.replacements == {"retry": 1}
         assert late.deliver_late().error == INVALID_PRODUCER_EPOCH
@@ -383,7 +383,7 @@ def test_producer_is_kept_after_a_slow_call_without_retry(scenario: Scenario, ap
         slow = scenario.proxy.on(api, Fault.HOLD_RESPONSE)
         release = threading.Timer(0.6, slow.release)
         release.start()
-        handle(session, scenario.target)  # commits the first one
+        handle(session, scenario.target)  # commits the first transaction
         release.join()
         assert slow.hit
         assert session.producer.replacements == {}
@@ -402,7 +402,7 @@ def test_new_producer_is_kept_after_a_slow_call(scenario: Scenario) -> None:
         release = threading.Timer(1.0, lambda: slow.wait() and slow.release())
         handle(session, scenario.target)
         release.start()
-        handle(session, scenario.target)  # commits the first one
+        handle(session, scenario.target)  # commits the first transaction
         release.join()
         assert session.producer.replacements == {"abort": 1}
         assert session._loop._end()

@@ -306,7 +306,8 @@ def test_random_aborts_of_a_backlog_keep_records_and_order(
             with contextlib.suppress(ZeroDivisionError), load.begin() as txn:
                 for i in range(4_500):
                     txn.send(source, b"%d" % i, partition=i % partitions)
-                _ = 1 // (number % 3 - 2)  # Also the last one, so that partitions end with aborted records.
+                # The last transaction aborts too, so that partitions end with aborted records.
+                _ = 1 // (number % 3 - 2)
             if number % 3 != 2:
                 for i in range(4_500):
                     expected[i % partitions].append(b"%d" % i)
@@ -458,7 +459,7 @@ def test_callback_error_in_a_poll_loses_no_records(loop: Loop) -> None:
     raised: list[str] = []
 
     def interrupt(text: str) -> None:
-        # During the poll that waits for more than these 600 records and holds all of them.
+        # Raise during the poll that holds all of these 600 records and waits for more.
         if json.loads(text)["type"] == "consumer" and session._parts.positions.committed and len(raised) < 3:
             raised.append(text)
             raise KeyboardInterrupt

@@ -267,7 +267,7 @@ def test_new_topic_is_read_only_after_its_dead_letter_topic_exists(
         for topic in (f"{third}.dlq", third):  # in this order, so that the second topic is complete at once
             create_topic(life.servers, topic)
         life.load([b"c"], topic=third)
-        # It was checked after the second topic, which has waited since.
+        # The third topic was checked after the second one, which still waits for its dead-letter topic.
         wait_until("the third topic's output", lambda: life.outputs() == [b"a", b"c"], 60)
         create_topic(life.servers, f"{second}.dlq")
         wait_until("the second topic's output", lambda: life.outputs() == [b"a", b"b", b"c"], 60)

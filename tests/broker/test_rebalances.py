@@ -180,7 +180,7 @@ def test_member_that_rejoined_unnoticed_commits_no_old_records(kafka: LocalKafka
         pipeline.wait_members(1)
         taker.wait_log("committed taken", count=3)
         joining_again.release()
-        taker.wait_log("partitions revoked")  # for it; it does not know yet that they are newly assigned
+        taker.wait_log("partitions revoked")  # the worker learns of the revocation, but not yet of the new assignment
         disconnected.release()
         pipeline.wait_handled(pipeline.loaded)
         stop_all(pipeline, disconnected, taker)

@@ -104,7 +104,8 @@ def test_topic_is_created_written_in_one_transaction_and_read(
         ids = [row["transactional_id"] for row in json.loads(capsys.readouterr().out)]
         return sum(each.startswith("eos-topic-send-") for each in ids)
 
-    wait_until("no send is listed", lambda: of_sends() == 0)  # The last one's markers may still be missing.
+    # The markers of the last transaction may still be missing.
+    wait_until("no send is listed", lambda: of_sends() == 0)
     assert of_sends("--prefix", "eos-topic-send-") >= 2
 
 

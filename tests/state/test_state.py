@@ -193,7 +193,7 @@ class Counting:
         self, instance: str, *arguments: str, program: tuple[str, ...] = ("eos",)
     ) -> Iterator[subprocess.Popen[bytes]]:
         with (self.folder / f"{instance}.log").open("wb") as log:
-            # With the other protocol, the brokers decide about it.
+            # With the other protocol, the brokers decide the session timeout.
             session = () if "group.protocol=consumer" in arguments else ("-X", "session.timeout.ms=6000")
             command = self.command("--instance", instance, *session, *arguments, program=program)
             worker = forked.Popen[bytes](command, cwd=self.folder, env=self.environment, stderr=log)

@@ -190,7 +190,7 @@ def test_partial_run_passes_up_to_committed_offsets(seed, sparse):
     assert not h.check(complete=True, seen=None)["no_losses"].holds
 
 
-# --- one mutation per rule: it alone turns red
+# --- one mutation per rule: only this rule is violated
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

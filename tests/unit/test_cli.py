@@ -332,7 +332,7 @@ def test_json_log_format_applies_to_every_line(here: Path, workers: tuple[str, .
 @pytest.mark.parametrize(
     "configures",
     [
-        'logging.config.dictConfig({"version": 1, "root": {"level": "INFO"}})',  # disables the loggers that are there
+        'logging.config.dictConfig({"version": 1, "root": {"level": "INFO"}})',  # disables all existing loggers
         "logging.disable(logging.CRITICAL)",
     ],
 )

@@ -49,7 +49,7 @@ def test_reading_a_value_does_not_extend_its_life() -> None:
     """Equal sets may have different encodings."""
     app = App("shop")
     names: set[int] = set()
-    for number in (17, 8, 32, 15, -17, -8, 63, 57):  # deleted entries collided with later ones
+    for number in (17, 8, 32, 15, -17, -8, 63, 57):  # deleted entries once collided with later entries
         names.add(number) if number > 0 else names.discard(-number)
     assert list(names) != list(set(list(names)))  # noqa: C414 - as they come back
 
@@ -104,7 +104,7 @@ RECORDS = st.lists(
     st.tuples(
         st.sampled_from([b"a", b"b"]),
         st.sampled_from(["x", "y", "same", "bad", "look", "look"]),
-        st.integers(-8, 12),  # how much later than the one before
+        st.integers(-8, 12),  # how much later than the previous record
         st.sampled_from(["go on", "go on", "commit", "abort", "restart", "lost"]),
     ),
     max_size=40,
@@ -241,7 +241,7 @@ def test_async_and_batch_functions_use_their_records_time() -> None:
         given_ = [Record(topic, 0, n, ms, key, value.encode()) for n, (key, value, ms) in enumerate(records)]
         return eos.testing.run(app, given_).values("out")
 
-    # b is handled while a's first record waits: b does not have the last time yet, and a's last sees no state.
+    # b is handled while a's first record waits: b does not have the last time yet, and a's last record sees no state.
     assert at("one", (b"a", "slow", 100), (b"b", "x", 101), (b"b", "x", 102), (b"a", "x", 110)) == [
         b"1", b"1", b"2", b"1",
     ]  # fmt: skip

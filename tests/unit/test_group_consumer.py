@@ -45,7 +45,7 @@ def test_records_fetched_before_a_callback_error_are_kept() -> None:
     real = group_consumer.consumer
 
     def consume(most: int, timeout_s: float) -> list[Any]:
-        group_consumer._take_statistics("no JSON")  # librdkafka runs this callback during a poll
+        group_consumer._take_statistics("no JSON")  # librdkafka calls this during a poll
         return [_Message(5), _Message(6)]
 
     group_consumer.consumer = SimpleNamespace(consume=consume)  # type: ignore[assignment]

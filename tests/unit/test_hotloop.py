@@ -486,7 +486,7 @@ def test_client_gets_passed_headers_and_those_of_an_out() -> None:
     assert native.feed_values([record], lambda _: outputs, None, target, producer.produce, never, never)[0] == 2
     producer.purge()
     producer.flush(5)
-    assert sorted(given) == [b"v", b"w"]  # headers a report does not tell; tests/broker/test_eos_run.py reads them
+    assert sorted(given) == [b"v", b"w"]  # a delivery report has no headers; tests/broker/test_eos_run.py reads them
 
 
 @both
@@ -713,7 +713,7 @@ def test_feed_leaks_no_reference() -> None:
         for each in cases:
             for passing in (None, PASSING):
                 rest = each
-                while rest:  # a record that fails ends its feed
+                while rest:  # a failing record ends its feed
                     case = Case(rest, passing=passing)
                     rest = rest[case.run(native)[1] + 1 :]  # type: ignore[operator]
         Case(made).run_batch(native)

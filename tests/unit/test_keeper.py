@@ -143,7 +143,7 @@ def test_restore_returns_exactly_the_changelogs_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], [], [note(b"7"), note(None)])
-    for found in (b"2", None, None):  # meanwhile another member deleted it, and compaction took the tombstone
+    for found in (b"2", None, None):  # meanwhile another member deleted the value, and compaction removed the tombstone
         restore(keeper)
         assert kept(keeper) == found
 
@@ -275,7 +275,7 @@ def test_restore_of_a_leaderless_partition_does_not_block_others(
         (40, 40, 0.0, (40, True)),
         (40, 70, 0.0, (70, True)),
         (40, 70, 11.0, None),  # tombstones may be gone
-        (40, 99, 11.0, (99, True)),  # but for a marker all is there
+        (40, 99, 11.0, (99, True)),  # all records are there except for a marker
         (0, 0, 0.0, (0, True)),
         (0, 70, 0.0, (70, True)),
         (0, 70, 11.0, (0, False)),
@@ -348,13 +348,14 @@ def test_keeper_notes_changelog_end_in_offset_metadata(monkeypatch: pytest.Monke
         send(keeper)
         said.append(keeper.offset_metadata(("in", 0)))
         keeper.committed() if committed else keeper.aborted()
-    # What was read, and for each transaction with changes their records and its marker; the header is one.
+    # The end counts what was read and, for each transaction with changes, their records and the marker. The header is a
+    # record too.
     assert said == [{"state": ["count", end, 1, ("seen",)]} for end in (5, 5, 5, 7)]
     asked: list[int] = []
     unsettled = changelog.explain_unsettled
     monkeypatch.setattr(changelog, "explain_unsettled", lambda *a: asked.append(a[2]) or unsettled(*a))
     restore(keeper, said[-1])
-    restore(keeper_on(monkeypatch, [note(b"1")] * 9), {"state": ["count", 9, 1]})  # of an earlier version
+    restore(keeper_on(monkeypatch, [note(b"1")] * 9), {"state": ["count", 9, 1]})  # metadata of an earlier version
     assert asked == [7, 9]
 
 
@@ -496,7 +497,7 @@ def test_source_grown_while_running_is_refused(
     monkeypatch.setattr(keeper, "_create_and_check", asks)
     wait_until("it is asked again and again", lambda: len(asked) > 2 or keeper.restore(new, new))
     assert keeper.restore(new, new) == set()
-    # Without growth the partitions begin. A defect in a changelog then shows in it.
+    # Without growth the partitions begin, and a defect in a changelog is found during the restore.
     keeper = keeper_on(monkeypatch, [])
     keeper._checked_at -= 60.0
     monkeypatch.setattr(keeper, "_create_and_check", away)

@@ -1,4 +1,4 @@
-"""Ownership of a transactional.id: every measured row (facts/ownership.md), and the queries."""
+"""Ownership of a transactional.id: every row that was measured on brokers, and the queries."""
 
 from __future__ import annotations
 

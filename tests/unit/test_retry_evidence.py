@@ -251,7 +251,7 @@ def test_changes_during_init_producer_id_are_no_evidence() -> None:
     assert evidence.reason is None, "not compared with a snapshot of the init either"
 
 
-# ---- cuts (facts/client-behaviour.md, H3) ------------------------------------------------------------------
+# ---- cuts of a connection (H3) --------------------------------------------------------------------------------
 
 
 def test_cut_after_add_partitions_is_detected_by_the_connection() -> None:

@@ -460,7 +460,7 @@ def test_unreadable_folder_is_discarded_and_is_not_a_record_failure(tmp_path: Pa
     kept.close()
     for file in (tmp_path / "t.0" / ENGINES[engine].folder).glob("*.sst" if engine == "rocksdb" else "data.mdb"):
         damaged = bytearray(file.read_bytes())
-        # Of LMDB the last pages are its roots: then it can be opened.
+        # Keep LMDB's last pages, which are its roots, so that it can be opened.
         begin, end = (100, len(damaged) // 2) if engine == "rocksdb" else (20 * 4096, len(damaged) - 30 * 4096)
         damaged[begin:end] = b"\xab" * (end - begin)
         file.write_bytes(damaged)

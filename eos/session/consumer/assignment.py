@@ -49,7 +49,7 @@ class Assignment:
 
     def __init__(self, revoked: set[Partition] | None = None) -> None:
         self._phases: dict[Partition, Phase] = {}
-        self._starts: dict[Partition, TopicPartition] = {}  # of partitions in RESTORING and READING
+        self._starts: dict[Partition, TopicPartition] = {}  # the starts of partitions in RESTORING and READING
         self.revoked: set[Partition] = set() if revoked is None else revoked
         """Partitions revoked since the last report, including those that never started or were assigned again."""
         self.unlocated: frozenset[Partition] = frozenset()

@@ -81,7 +81,7 @@ class Fetcher:
         self._handover = Handover()
         self._group_consumer: GroupConsumer | None = None
         self._end: EndOfInput | None = None
-        self._failure: CallFailed | None = None  # of a prefetch
+        self._failure: CallFailed | None = None  # the failure of a prefetch
 
     @property
     def is_started(self) -> bool:
@@ -252,7 +252,7 @@ class Fetcher:
         try:
             self.group_consumer.poll(most, 0.0)
         except CallFailed as failure:
-            self._failure = failure  # raised by the next poll: the transaction ends first
+            self._failure = failure  # the next poll raises it: the transaction ends first
         return len(self.positions) > before
 
 

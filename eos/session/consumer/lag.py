@@ -55,7 +55,7 @@ decode_statistics = msgspec.json.Decoder(Statistics).decode
 class Lag:
     def __init__(self, positions: Positions[Any], group: str, world: World) -> None:
         self._positions, self._group, self._world = positions, group, world
-        self._newest: Statistics | None = None  # not read yet
+        self._newest: Statistics | None = None  # statistics that were not read yet
         self._lags: dict[Partition, int] = {}
         # The next offset, and the time of its last change or log line.
         self._stalled: dict[Partition, tuple[int, float]] = {}

@@ -103,7 +103,7 @@ class Member:
     def query_is_ours(self) -> bool:
         """Ask the group whether no other member holds our group.instance.id. A dynamic member checks that it still has
         a member id, if it ever had one."""
-        current = self.refresh_id()  # not the id of the last commit, if librdkafka rejoined by itself
+        current = self.refresh_id()  # differs from the id of the last commit if librdkafka rejoined by itself
         if self._instance_id is None:
             return bool(current) or not self._was_member
         with self._world.admin(self._settings) as admin:

@@ -21,7 +21,8 @@ _PREFETCH, _PREFETCH_BYTES = 20_000, 4 << 20
 # Inputs of this size are rarely the reason for a slow transaction: at 64 KB/s they are sent within a second. A cluster
 # that answers late takes as long for one record, and smaller transactions only multiply its delay.
 _FEW_BYTES = 64 << 10
-_LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7  # after an abort
+# Longest pause, first pause, and number of doublings, after aborts.
+_LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7
 
 
 class Pacing:
@@ -36,11 +37,11 @@ class Pacing:
         """The maximum number of records of the next transaction. Shrinks during the search for a refused record, and
         after transactions whose records could not be sent in time."""
         self.aborts_in_a_row = 0
-        self._recovers_from_timeout = False  # since a timeout, no transaction was allowed `most` records
-        self._last_timed_out = False  # since a timeout, no transaction committed
+        self._recovers_from_timeout = False  # no transaction has been allowed `most` records since a timeout
+        self._last_timed_out = False  # no transaction has committed since a timeout
         self._records_of_few_bytes = 1  # inputs of _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
-        self._records_left_to_search = 0  # the refused record is among this many next records; 0: no search
+        self._records_left_to_search = 0  # the refused record is among the next records, of this number; 0: no search
         self._began_at = 0.0
         self._gathering_since = 0.0
         self._pause_until = 0.0

@@ -43,7 +43,8 @@ class Positions(Generic[R]):
         self._last: list[R] = []  # the last batch taken; a part of it may still be given back
         self._taken_before = 0  # records taken before the last batch
         self._begins: dict[TopicPartition, int] = {}  # first offset that the transaction took before the last batch
-        self._nexts: dict[TopicPartition, int] = {}  # one after the last offset that it took before the last batch
+        # The offset after the last record that the transaction took before the last batch.
+        self._nexts: dict[TopicPartition, int] = {}
         self._lost: set[TopicPartition] = set()  # partitions lost after the open transaction took records of them
         self._next_fetch: dict[TopicPartition, int] = {}  # the lowest offset that may arrive next
         self.repeated = 0

@@ -52,7 +52,8 @@ class TransactionalIdOwnership:
         self._settings, self._describe_loss, self._query_group = settings, describe_loss, query_group
         self._pulse = pulse or Pulse(world.now)
         self._lost: str | None = None
-        self._interrupted: tuple[TransactionalProducer, str, bool] | None = None  # arguments of a settling
+        # Arguments of an unfinished call of `settle`.
+        self._interrupted: tuple[TransactionalProducer, str, bool] | None = None
         self._settled_at: dict[str, Identity] = {}  # the identity at which `settle` last found each id still ours
         self._answers = log.Reminder(world.now, at_once=True)
 
@@ -75,7 +76,7 @@ class TransactionalIdOwnership:
         """
         if producer.epoch_may_have_advanced:
             return
-        fenced = producer.state is State.FENCED  # then `settle` knows since when
+        fenced = producer.state is State.FENCED  # a later call of `settle` then knows the time of the last ownership
         mine = self._settled_at.get(producer.transactional_id) if fenced else None
         mine = mine or producer.poll_identity()
         if mine is None:  # the client has not emitted statistics yet
@@ -142,7 +143,7 @@ class TransactionalIdOwnership:
                     return query(admin)
             except Unavailable as error:
                 self._pulse.beat("calling", call)
-                producer.poll(0)  # its callbacks must not pile up: the cluster may be unreachable for days
+                producer.poll(0)  # the client's callbacks must not pile up: the cluster may be unreachable for days
                 if waits.tick():
                     log.warning("waiting for the cluster", call=call, error=str(error), **producer.who())
                 self._world.sleep(_PAUSE_S)

@@ -266,7 +266,7 @@ class TransactionalProducer:
 
     def close(self) -> None:
         """Drop the client without a request to the cluster; an open transaction ends by its timeout or a successor."""
-        self._finish_interrupted_init()  # it could otherwise fence a new session
+        self._finish_interrupted_init()  # an unfinished init could otherwise fence a new session
         if self._client is not None:
             self._client.retire()
             self._client = None
@@ -350,7 +350,7 @@ class TransactionalProducer:
             self.waited_s += self._world.now() - began
         assert isinstance(error, KafkaException)
         if classify("produce", error.args[0]) is Action.ABORT:
-            self._raise_delivery_error(_REPORT_DELAY_S)  # if a record made the transaction fail
+            self._raise_delivery_error(_REPORT_DELAY_S)  # explains the failure if a record caused it
         raise self._classify_failure("produce", error, topic=record[0], size=size_of(record[2], record[1])) from error
 
     def _raise_delivery_error(self, wait_s: float = 0.0) -> None:
@@ -471,7 +471,7 @@ class TransactionalProducer:
     def poll_situation(self) -> Situation | None:
         """Return what this producer knows after a fenced call, for `ownership.settle`; poll for its present epoch.
         Return None if the epoch is unknown."""
-        age_ms = (self._world.boot_clock() - self._open_since) * 1000  # before the wait for statistics
+        age_ms = (self._world.boot_clock() - self._open_since) * 1000  # read before the wait for statistics
         identity = self.poll_identity(fresh=True)
         if identity is None:
             return None

@@ -31,7 +31,7 @@ import sys
 import msgspec
 
 COORDINATOR = "TxnCoordinator"  # librdkafka's logical broker for the transaction coordinator
-FIXED_BACKOFF_MS = 500  # of AddPartitionsToTxn and TxnOffsetCommit, in rdkafka_txnmgr.c
+FIXED_BACKOFF_MS = 500  # the backoff of AddPartitionsToTxn and TxnOffsetCommit, in rdkafka_txnmgr.c
 MARGIN = 0.8
 # librdkafka's clock (rdtime.h) is time.monotonic() on Linux only. Elsewhere it is unknown whether statistics were
 # emitted before or after a call, so every slow call counts as retried.
@@ -102,7 +102,8 @@ class RetryEvidence:
         self._one_clock = one_clock
         self._last: Statistics | None = None
         self._calling = False
-        self._before: Statistics | None = None  # the last ones from before the running call and all undecided ones
+        # The last statistics from before the running call and all undecided calls.
+        self._before: Statistics | None = None
         self._undecided: dict[str, tuple[float, float]] = {}  # call -> milliseconds it took, time of its return
 
     @property
@@ -146,7 +147,7 @@ class RetryEvidence:
     def add_statistics(self, now: Statistics) -> None:
         """Compare new statistics with the previous ones, and decide the undecided calls."""
         if now.eos.producer_epoch < 0:
-            return  # taken during the init, when connections still come and go
+            return  # these were taken during the init, when connections still come and go
         before, self._last = self._last, now
         self._compare(before, now)
         for call, (_, returned) in list(self._undecided.items()):

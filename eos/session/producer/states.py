@@ -21,7 +21,7 @@ class State(Enum):
     )
     ABORTING = "Aborting"
     ABORTABLE_ERROR = "AbortableError"
-    FENCED = "Fenced"  # by a newer instance, or by our own timeout: which one is not known here
+    FENCED = "Fenced"  # fenced by a newer instance or by our own timeout; the state does not distinguish the two
     FATAL = "Fatal"
 
 

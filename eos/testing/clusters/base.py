@@ -295,7 +295,7 @@ class Cluster(ABC):
         except Unavailable:
             for i in nodes:
                 if self._exit_reason(i) is not None:
-                    self._mark_down(i)  # it can be started again
+                    self._mark_down(i)  # so that the node can be started again
             raise
 
     def _mark_down(self, i: int) -> None:
