@@ -132,15 +132,15 @@ class Reminder:
 
     def __init__(self, now: Callable[[], float], interval_s: float = 10.0, at_once: bool = False) -> None:
         self._now, self._interval_s = now, interval_s
-        self._last = now() - (interval_s if at_once else 0.0)
+        self._last_tick = now() - (interval_s if at_once else 0.0)
 
     def restart(self) -> None:
         """Restart the interval for a new wait."""
-        self._last = self._now()
+        self._last_tick = self._now()
 
     def tick(self) -> bool:
         """Return whether to log now."""
-        if self._now() - self._last < self._interval_s:
+        if self._now() - self._last_tick < self._interval_s:
             return False
-        self._last = self._now()
+        self._last_tick = self._now()
         return True

@@ -55,7 +55,7 @@ _DRIVER_SHARES = 16  # all tasks together may bring this many times the bytes of
 _MAX_RESULT = "spark.driver.maxResultSize"
 
 
-class Again(Exception):
+class AttemptLost(Exception):
     """Reports that this attempt is lost, and that an attempt with a new epoch may succeed. `outcome_unknown`: its
     commit was sent and never answered."""
 
@@ -163,7 +163,7 @@ class Attempt:
     def run(self) -> Progress | None:
         """Return the progress of the batch, or None if it is in Kafka already.
 
-        Raises Again, an EosError, or an exception of Spark.
+        Raises AttemptLost, an EosError, or an exception of Spark.
         """
         try:
             return self._run()
@@ -181,7 +181,7 @@ class Attempt:
     def _run(self) -> Progress | None:
         connected, batch = self._connected, self._batch
         if not self._transaction.initialised:
-            batch.refuse(self._look())
+            batch.refuse(self._look_for_marker())
         self._measure("init", self._transaction.init)
         self._options.on_step("init")
         found = self._measure("decide", self._find_marker)
@@ -214,7 +214,7 @@ class Attempt:
         log.info("batch committed", **self._who(), state="CompleteCommit", **progress.figures())
         return progress
 
-    def _look(self) -> Marker | None:
+    def _look_for_marker(self) -> Marker | None:
         """Return the marker, possibly while other instances are at work.
 
         Return None if there is none, or if its transaction is still open.
@@ -369,19 +369,19 @@ class Attempt:
         return None
 
     def _to_public_error(self, stopped: Stopped) -> Exception:
-        """Return the exception for `stopped` that callers see: Again, or an error of eos.errors."""
+        """Return the exception for `stopped` that callers see: AttemptLost, or an error of eos.errors."""
         if stopped.answer is Answer.FENCED:
             return self._settle(stopped)
         refused = self._abort()
         if stopped.answer is Answer.RESTART:
             # An attempt that is lost for another reason may have lost its epoch too.
             fenced = refused is not None and refused.answer is Answer.FENCED
-            return self._settle(stopped) if fenced else Again(str(stopped), outcome_unknown=self._commit_sent)
+            return self._settle(stopped) if fenced else AttemptLost(str(stopped), outcome_unknown=self._commit_sent)
         kind = NotAuthorised if stopped.answer is Answer.UNAUTHORISED else ConfigurationError
         return kind(self._describe_error(stopped))
 
     def _settle(self, error: Exception) -> Exception:
-        """Return Again, unless another instance owns the epoch.
+        """Return AttemptLost, unless another instance owns the epoch.
 
         The coordinator is queried, because an init would fence the newer instance.
         """
@@ -405,7 +405,7 @@ class Attempt:
         if owner in (ownership.Owner.NEWER, ownership.Owner.ABORTED_EARLY):
             newer = "" if answer is None else f" (epoch {answer.epoch} of producer {answer.producer_id} by now)"
             return Fenced(f"{self._describe_error(error)}: another query, or another run of this one, took over{newer}")
-        return Again(f"{error}: {owner.value}", outcome_unknown=self._commit_sent)
+        return AttemptLost(f"{error}: {owner.value}", outcome_unknown=self._commit_sent)
 
     def _measure(self, step: str, call: Callable[[], T]) -> T:
         started = time.monotonic()

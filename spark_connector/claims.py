@@ -196,7 +196,7 @@ class ClaimServer:
             async with asyncio.TaskGroup() as callers:
                 while True:
                     await room.acquire()
-                    callers.create_task(self._hear(await self._accept(listening), room))
+                    callers.create_task(self._serve_client(await self._accept(listening), room))
 
     async def _accept(self, listening: socket.socket) -> socket.socket:
         """Accept the next client.
@@ -208,15 +208,15 @@ class ClaimServer:
                 connection, _ = await self._loop.sock_accept(listening)
                 return connection
             except OSError as error:
-                self._tell(error)
+                self._log_rarely(error)
                 await asyncio.sleep(_PAUSE_S)
 
-    def _tell(self, error: OSError) -> None:
+    def _log_rarely(self, error: OSError) -> None:
         """Log at most one line every ten seconds: without file descriptors each attempt to accept fails."""
         if self._waits.tick():
             log.warning("tasks' claims wait", error=str(error))
 
-    async def _hear(self, connection: socket.socket, room: asyncio.Semaphore) -> None:
+    async def _serve_client(self, connection: socket.socket, room: asyncio.Semaphore) -> None:
         try:
             with connection:
                 async with asyncio.timeout(_PATIENCE_S):
@@ -265,7 +265,7 @@ def _listen(bind: str, port: int) -> socket.socket:
     raise AssertionError("the last port is listened on or raises")
 
 
-def place_of(setting: Callable[[str], str | None]) -> tuple[str, str]:
+def driver_addresses(setting: Callable[[str], str | None]) -> tuple[str, str]:
     """Return the driver's address for executors, and the address to listen on, from the settings of Spark's own driver.
 
     Executors of a local master are threads of this process.

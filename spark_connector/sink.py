@@ -20,8 +20,8 @@ from eos.errors import ConfigurationError, Temporary
 from eos.kafka.admin import ownership
 from eos.kafka.client.cluster import ClusterAdmin
 from spark_connector import query
-from spark_connector.attempt import Again, Attempt, Batch, Connected, translate
-from spark_connector.claims import ClaimServer, place_of
+from spark_connector.attempt import Attempt, AttemptLost, Batch, Connected, translate
+from spark_connector.claims import ClaimServer, driver_addresses
 from spark_connector.marker import Decision, Marker, WrongProgress, decide, is_of_a_write, sink_key
 from spark_connector.options import Options, refuse_unsafe
 from spark_connector.progress import Progress, to_spark_metrics
@@ -299,7 +299,7 @@ class _Sink:
                 if self._connected is None:
                     self._connected = Connected.to(self._options)
                 return Attempt(self._options, self._connected, server, df, batch).run()
-            except Again as again:
+            except AttemptLost as again:
                 self._disconnect()
                 if attempt == RESTARTS or (batch.key is None and again.outcome_unknown):
                     raise Temporary(
@@ -337,7 +337,7 @@ class _Sink:
 
             refuse_unsafe(setting)
             ship_ourselves(df.sparkSession)
-            self._server = ClaimServer(*place_of(setting), self._options.claims_port)
+            self._server = ClaimServer(*driver_addresses(setting), self._options.claims_port)
         return self._server
 
     def _disconnect(self) -> None:

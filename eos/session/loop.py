@@ -50,7 +50,7 @@ class Loop:
         self._stopping = parts.stopping
         self._recovery = Recovery(parts)
         self.group, self.now = parts.group, parts.world.now
-        self._last: Transaction | None = None  # the last transaction that began; its phase shows its progress
+        self._latest: Transaction | None = None  # the transaction that began last; its phase shows its progress
         self._failure: CallFailed | None = None  # the failure of a send in the open transaction
         self._commit: Commit | None = None  # a started commit whose outcome is not noted yet
         self._is_in_turn = False  # see _turn
@@ -61,7 +61,7 @@ class Loop:
 
     @property
     def _open(self) -> Transaction | None:
-        return self._last if self._last is not None and self._last.phase is _OPEN else None
+        return self._latest if self._latest is not None and self._latest.phase is _OPEN else None
 
     # ---- turns ------------------------------------------------------------------------------------------------
 
@@ -145,12 +145,12 @@ class Loop:
         self._world.step("begun")
         self._failure = None
         self._consumer.begin_transaction()
-        if self._last is not None:
-            self._last.mark_aborted()  # marks a transaction that was given up as aborted; others stay unchanged
+        if self._latest is not None:
+            self._latest.mark_aborted()  # marks a transaction that was given up as aborted; others stay unchanged
         now, first_ms = self._world.now(), self._positions.first_timestamp_ms
         begun = Transaction(self, now, self._pacing.begin(now), first_ms, self.waited_s)
         self._outcomes.begun(begun)
-        self._last = begun
+        self._latest = begun
 
     def close(self) -> None:
         """Abort the open transaction and close the producer. Nothing can begin or recover afterwards."""

@@ -45,7 +45,7 @@ class Keeper:
     def __init__(self, app: App, settings: Settings, world: World = REAL) -> None:
         self._app_id, self._settings, self._world = app.id, settings, world
         self._routes = {route.sources[0]: route for route in app.stateful}
-        self._following = {source for source, route in self._routes.items() if app.follows(route)}
+        self._downstream = {source for source, route in self._routes.items() if app.follows(route)}
         self._topics = changelog.changelogs_of(app.id, app.stateful)
         self.topics = frozenset(self._topics.values())
         self._tasks: dict[Partition, Task] = {}  # tasks whose state is restored
@@ -270,7 +270,7 @@ class Keeper:
         except BaseException:
             values.close()
             raise
-        return Task(values, route.ttls, self._world.unix, header.encoded(), route.uses_time, source in self._following)
+        return Task(values, route.ttls, self._world.unix, header.encoded(), route.uses_time, source in self._downstream)
 
     def _restoring_of(self, route: Route, topic: str, ends: Mapping[int, int | None]) -> Restoring:
         def values(partition: int, whichever: bool) -> Values | None:

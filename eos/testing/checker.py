@@ -632,13 +632,13 @@ class _Index:
             raise ValueError(f"{records.name(int(i))} was read twice")
         edges = np.searchsorted(parts, np.arange(self._part_count + 1))
         filled = edges[1:] > edges[:-1]
-        self._first = np.zeros(self._part_count, np.int64)
-        self._last = np.full(self._part_count, -1, np.int64)  # below any first offset: an empty partition has no record
-        self._first[filled], self._last[filled] = offset[edges[:-1][filled]], offset[edges[1:][filled] - 1]
-        spans = self._last - self._first + 1
+        self._firsts = np.zeros(self._part_count, np.int64)
+        self._lasts = np.full(self._part_count, -1, np.int64)  # -1: the partition has no record
+        self._firsts[filled], self._lasts[filled] = offset[edges[:-1][filled]], offset[edges[1:][filled] - 1]
+        spans = self._lasts - self._firsts + 1
         if float(spans.sum(dtype=np.float64)) > 2.0**62:
             raise ValueError("the offsets are too large to be numbered")
-        self._shift = np.cumsum(spans) - spans - self._first
+        self._shift = np.cumsum(spans) - spans - self._firsts
         slots = offset + self._shift[parts]
         total = int(spans.sum())
         self._sorted: Int64s | None = None
@@ -652,7 +652,7 @@ class _Index:
 
     def rows(self, topic: Int32s, partition: Int32s, offset: Int64s) -> Int64s:
         """Return the row of each record in sorted order, or -1 if the record does not exist."""
-        if not self._part_count or not self._last.max(initial=-1) >= 0:
+        if not self._part_count or not self._lasts.max(initial=-1) >= 0:
             return np.full(len(offset), -1, np.int64)
         # Compared before it is multiplied: a nonexistent partition must not map to another topic's number.
         known = (topic >= 0) & (topic < self._part_count // self._partitions)
@@ -660,7 +660,7 @@ class _Index:
         part = topic * np.int32(self._partitions) + partition
         if not known.all():
             part[~known] = 0
-        known &= (offset >= self._first[part]) & (offset <= self._last[part])
+        known &= (offset >= self._firsts[part]) & (offset <= self._lasts[part])
         slot = offset + self._shift[part]
         if not known.all():
             slot[~known] = 0

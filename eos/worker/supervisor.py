@@ -125,7 +125,7 @@ class Supervisor:
         self._record_statuses = keep
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
-        self._stop_asked = 0
+        self._stop_requests = 0
         self._stopping_since: float | None = None
         self._reloading = threading.Event()
         self._codes: list[int] = []
@@ -180,17 +180,17 @@ class Supervisor:
     def _unfinished(self) -> bool:
         if any(child.running or child.start_again_at is not None for child in self.children):
             return True
-        return self._record_statuses and not self._stop_asked
+        return self._record_statuses and not self._stop_requests
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(_LOOP_S):
             key.data()
         while self._signals:
-            self._asked_to_stop(self._signals.pop(0))
+            self._handle_stop_signal(self._signals.pop(0))
         for child in self.children:
             self._look_after(child)
         self._kill_overdue()
-        if self._reloading.is_set() and not self._stop_asked:
+        if self._reloading.is_set() and not self._stop_requests:
             self._reload()
 
     def _look_after(self, child: Child) -> None:
@@ -273,9 +273,9 @@ class Supervisor:
                 child.restarts_in_a_row = 0
                 self._start(child)
 
-    def _asked_to_stop(self, number: int) -> None:
-        self._stop_asked += 1
-        log.info("stopping", signal=signal.Signals(number).name, asked=self._stop_asked)
+    def _handle_stop_signal(self, number: int) -> None:
+        self._stop_requests += 1
+        log.info("stopping", signal=signal.Signals(number).name, asked=self._stop_requests)
         self._reloading.clear()
         self._stopping_since = time.monotonic()
         self.stop()  # the second request makes each worker abort its open transaction

@@ -32,11 +32,11 @@ class UnusualOutputs(list[Send]):
     """Holds outputs of a record that the hot loop cannot send itself."""
 
 
-def make_finish(normalise: Normalise, finish: Callable[[Any], Any] | None) -> Callable[[Record, Any], Sequence[Send]]:
+def make_finish(normalise: Normalise, encoder: Callable[[Any], Any] | None) -> Callable[[Record, Any], Sequence[Send]]:
     """Return a function that makes the outputs from a result; `encoder` is the user's own, if there is one."""
 
     def made(record: Record, result: Any) -> Sequence[Send]:
-        return normalise(record, result if finish is None else finish(result))
+        return normalise(record, result if encoder is None else encoder(result))
 
     return made
 

@@ -76,7 +76,7 @@ class TransactionalIdOwnership:
         """
         if producer.epoch_may_have_advanced:
             return
-        fenced = producer.state is State.FENCED  # a later call of `settle` then knows the time of the last ownership
+        fenced = producer.state is State.FENCED  # `settle` has then noted the identity at which the id was last ours
         mine = self._settled_at.get(producer.transactional_id) if fenced else None
         mine = mine or producer.poll_identity()
         if mine is None:  # the client has not emitted statistics yet

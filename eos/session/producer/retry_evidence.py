@@ -100,7 +100,7 @@ class RetryEvidence:
         self._ended = 0  # EndTxn calls by the application
         self._offsets_sent = 0
         self._one_clock = one_clock
-        self._last: Statistics | None = None
+        self._last_statistics: Statistics | None = None
         self._calling = False
         # The last statistics from before the running call and all undecided calls.
         self._before: Statistics | None = None
@@ -148,7 +148,7 @@ class RetryEvidence:
         """Compare new statistics with the previous ones, and decide the undecided calls."""
         if now.eos.producer_epoch < 0:
             return  # these were taken during the init, when connections still come and go
-        before, self._last = self._last, now
+        before, self._last_statistics = self._last_statistics, now
         self._compare(before, now)
         for call, (_, returned) in list(self._undecided.items()):
             if now.ts > returned * 1e6:

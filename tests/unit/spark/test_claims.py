@@ -18,7 +18,7 @@ import pytest
 from eos.errors import ConfigurationError
 from eos.kafka.admin.ownership import Identity
 from spark_connector import claims as claims_module
-from spark_connector.claims import ClaimClient, Claims, ClaimServer, place_of
+from spark_connector.claims import ClaimClient, Claims, ClaimServer, driver_addresses
 from spark_connector.wire import Unreachable
 
 ONE, TWO = Identity(5, 1), Identity(5, 2)
@@ -224,4 +224,4 @@ def test_foreign_bind_address_is_refused_by_name() -> None:
     ],
 )
 def test_claim_server_listens_where_the_driver_listens(settings: dict[str, str], place: tuple[str, str]) -> None:
-    assert place_of(settings.get) == place
+    assert driver_addresses(settings.get) == place
