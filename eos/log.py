@@ -79,13 +79,13 @@ class JsonFormatter(logging.Formatter):
 
     def __init__(self, worker: str | None = None) -> None:
         super().__init__()
-        self._whose = {} if worker is None else {"worker": worker}
+        self._worker_member = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
         fields: Mapping[str, Any] = getattr(record, "fields", {})
         message = getattr(record, "event", record.getMessage())
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        line = {"time": stamp, "level": record.levelname.lower(), "event": message, **self._whose, **fields}
+        line = {"time": stamp, "level": record.levelname.lower(), "event": message, **self._worker_member, **fields}
         return json.dumps(line, default=str)
 
 

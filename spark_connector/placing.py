@@ -134,7 +134,7 @@ def _murmur2(data: memoryview, starts: Int64s, lengths: Int64s) -> UInt32s:
         order = np.argsort(-whole, kind="stable")
         starts, lengths, whole = starts[order], lengths[order], whole[order]
     h: UInt32s = _SEED ^ lengths.astype(np.uint32)
-    ends = np.searchsorted(-whole, -np.arange(int(whole[0])), side="left")  # how many keys have a word i
+    ends = np.searchsorted(-whole, -np.arange(int(whole[0])), side="left")  # number of keys that have a word i
     for i, count in enumerate(ends.tolist()):
         k = words[starts[:count] + 4 * i] * _M
         k = (k ^ (k >> _24)) * _M

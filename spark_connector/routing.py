@@ -150,7 +150,7 @@ def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
         yield
     finally:
         for name in ours:
-            with contextlib.suppress(Py4JError, OSError):  # a JVM that has ended does not need it
+            with contextlib.suppress(Py4JError, OSError):  # a JVM that has ended needs no restored settings
                 if (was := before[name]) is None:
                     conf.unset(name)
                 else:

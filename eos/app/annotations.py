@@ -48,7 +48,7 @@ def takes_record(function: Callable[..., object], frame: types.FrameType | None)
     try:
         _, *rest = inspect.signature(function).parameters.values()
     except (TypeError, ValueError, NameError):
-        return False  # the check of the first parameter reports it
+        return False  # the check of the first parameter reports the error
     if not rest or rest[0].annotation is inspect.Parameter.empty:
         return False
     annotation = resolve_annotation(function, rest[0].annotation, frame)
@@ -92,7 +92,7 @@ def may_return_none(function: Callable[..., object]) -> bool:
         # The annotation names something imported for type checkers only, or local to another function.
         return not isinstance(annotation, str) or _NAMES_NONE.search(annotation) is not None
     except (TypeError, ValueError, NameError):
-        return True  # the check of its parameters reports it
+        return True  # the check of the function's parameters reports the error
 
 
 def _allows_none(annotation: Any) -> bool:

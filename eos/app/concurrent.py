@@ -107,7 +107,7 @@ def run_one(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def close() -> None:
     """Cancel the tasks that still run on this thread's loop, and close the loop."""
     runner, _thread_loop.runner = _thread_loop.runner, None
-    if runner is not None and not runner.get_loop().is_closed():  # a function may have closed it
+    if runner is not None and not runner.get_loop().is_closed():  # a function may have closed the loop
         runner.close()
 
 

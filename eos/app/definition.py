@@ -83,7 +83,7 @@ class App:
     def follows(self, route: Route) -> bool:
         """Return whether a function with time reads what another function of the App writes.
 
-        Its time is then not that of its own records (eos/worker/watermarks.py).
+        The time of such a function is not that of its own records (eos/worker/watermarks.py).
         """
         return route.uses_time and not self.chained.isdisjoint(route.sources)
 

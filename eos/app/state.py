@@ -99,12 +99,12 @@ class Store(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
-        """Return whether the function keeps values in it; False for Timers."""
+        """Return whether the function keeps values in the store; False for Timers."""
         return self.kind is not Timers
 
     @property
     def stored_name(self) -> str:
-        """Return its name in the changelog."""
+        """Return the store's name in the changelog."""
         return self.was or self.name
 
     @property

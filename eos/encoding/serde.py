@@ -188,7 +188,7 @@ def _str(value: bytes | None) -> str:
 def wrap_decoder(decode: Callable[[bytes], Any] | None, annotation: object) -> Decode | None:
     """Return a user's decoder with the common rules.
 
-    It gets bytes only, its exceptions become DecodeError, and the annotation decides about tombstones.
+    The decoder gets only bytes, its exceptions become DecodeError, and the annotation decides about tombstones.
     """
     if decode is None:
         return None

@@ -253,22 +253,22 @@ class Loop:
         assert transaction is not None
         transaction.finish_handling(self._world.now())
         with self._recovering():
-            # 1 Choose the offsets. Records of a lost partition must not be committed, so a failed send does not count
+            # 1. Choose the offsets. Records of a lost partition must not be committed, so a failed send does not count
             # then.
             offsets = self._offsets.to_commit(self._consumer.start_offsets.uncommitted)
             self._consumer.raise_if_lost()
-            # 2 Send the participants' own records, for example changelogs.
+            # 2. Send the participants' own records, for example changelogs.
             for participant in self._participants:
                 participant.before_flush(self.send, offsets.keys())
             if self._failure is not None:
                 raise self._failure
-            # 3 Flush; raises the first delivery error.
+            # 3. Flush; raises the first delivery error.
             self._world.step("flush")
             self._producer.flush(lambda: self._fetcher.prefetch(self._positions.taken))
             self._world.step("flushed")
-            # 4 After the flush, check that we are still a member of the group and own all partitions.
+            # 4. After the flush, check that we are still a member of the group and own all partitions.
             group = self._consumer.group_metadata(offsets)
-            # 5 Send the offsets and commit, on the committer's thread.
+            # 5. Send the offsets and commit, on the committer's thread.
             self._start_commit(transaction, offsets, group)
             self._finish_commit()
             return True
@@ -277,7 +277,7 @@ class Loop:
     def _start_commit(self, transaction: Transaction, offsets: Mapping[Partition, int], group_metadata: Any) -> None:
         job = self._committer.job_of(self._offsets.with_metadata(offsets, self._producer), group_metadata)
         commit = Commit(transaction, offsets, self._positions.taken, self._world.now(), job)
-        # Nothing more can be sent in it, even if a signal interrupts us from here on.
+        # Nothing more can be sent in the transaction, even if a signal interrupts us from here on.
         transaction.start_commit()
         self._commit = commit
 
@@ -328,7 +328,7 @@ class Loop:
         try:
             yield
         except PoisonRecord:
-            self._is_in_turn = False  # the transaction is aborted and noted: an application may catch this and go on
+            self._is_in_turn = False  # the transaction is aborted and noted: an application may catch this and continue
             raise
         self._is_in_turn = False
 

@@ -126,7 +126,7 @@ class Outcomes:
         self.counters = counters
         self._participants, self._listener, self._world = participants, listener, world
         self._subscribers: list[Callable[[Commit], None]] = []
-        self._begun: Transaction | None = None  # the transaction whose outcome is not reported yet
+        self._unreported: Transaction | None = None  # the transaction whose outcome is not reported yet
 
     def subscribe(self, committed: Callable[[Commit], None]) -> None:
         """Call `committed` with each successful commit, before the participants are notified. An interrupted call is
@@ -134,7 +134,7 @@ class Outcomes:
         self._subscribers.append(committed)
 
     def begun(self, transaction: Transaction) -> None:
-        self._begun = transaction
+        self._unreported = transaction
 
     def committed(self, commit: Commit) -> None:
         """Notify everyone that this commit succeeded, and count it."""
@@ -146,7 +146,7 @@ class Outcomes:
     def ended(self, outcome: Outcome) -> bool:
         """Report the outcome of the last transaction. Return False if it was reported before. A transaction whose
         commit was not started is aborted, whatever `outcome` says."""
-        transaction, self._begun = self._begun, None
+        transaction, self._unreported = self._unreported, None
         if transaction is None:
             return False
         outcome = outcome if transaction.phase is Phase.COMMITTING else Outcome.ABORTED

@@ -56,23 +56,23 @@ class Trouble:
     failure: CallFailed
     """The last failure: a failed step replaces it."""
     taken: int
-    """Records that the transaction took."""
+    """Number of records that the transaction took."""
     last: Record | None
-    """The last record that it took."""
+    """The last record that the transaction took."""
     offsets: Mapping[Partition, int]
-    """The offsets of its commit. If the group has committed them, it succeeded."""
+    """The offsets of the transaction's commit. If the group has committed them, the commit succeeded."""
     open_s: float = 0.0
-    """How long it was open."""
+    """How long the transaction was open."""
     handling_s: float = 0.0
     """The part of that time in which its records were handled, without the waits of sends."""
     delivered: float = 1.0
     """The share of its outputs that arrived."""
     first: CallFailed = field(init=False)
-    """The failure with which it began."""
+    """The failure with which the trouble began."""
     owner: str = ""
     """The coordinator's answer about the transactional.id."""
     is_counted: bool = False
-    """Whether the breaker has counted it."""
+    """Whether the breaker has counted this failure."""
     too_slow: str = ""
     """The part that took too long, in a sentence, if it failed because of that."""
     next_is_smaller: bool = False

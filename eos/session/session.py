@@ -134,7 +134,7 @@ class TransactSession:
             self.close()
             raise
         self._parts.owner_info.note_owned("our start")
-        self.producer.poll_identity(_IDENTITY_S)  # so that log events name it from the start
+        self.producer.poll_identity(_IDENTITY_S)  # set before the start, so that log events name it
         log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
 
     def _start_producer(self, admin: ClusterAdmin, deadline: float) -> None:

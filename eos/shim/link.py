@@ -523,7 +523,7 @@ class _Side(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None:
             if self.is_writable:
-                self._unsent += map(bytes, pieces)  # these arrived before reading could be paused
+                self._unsent += map(bytes, pieces)  # these bytes arrived before reading could be paused
             return
         if self._has_ended_writing:
             return

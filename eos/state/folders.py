@@ -35,7 +35,7 @@ _FOLDER_NOTE = b"noted"
 _DAMAGED = "damaged"  # a file next to the engine's folder
 _SYNCED = "synced"  # likewise
 _MEMORY_BYTES = 64 << 20
-_MAX_ROW_BYTES = 100  # LMDB allows 511, the field included
+_MAX_ROW_BYTES = 100  # LMDB allows 511 bytes, the field included
 
 
 class InFolder:

@@ -57,7 +57,7 @@ class Keeper:
         self._checked_at = world.now()
         self._thread: Watchdog | None = None  # checks the changelogs again
         self._checking: Job | None = None
-        self._client: Any = None  # created for the first query of a changelog's end
+        self._client: Any = None  # a client, created for the first query of a changelog's end
         self._next_clean_up = world.now() + _CLEAN_UP_INTERVAL_S / 10
         self._sent_at = 0.0  # World.unix() before the open transaction's offsets are sent
         self._ids: dict[str, str] = {}  # topic ids of the changelogs, by name

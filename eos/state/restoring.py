@@ -34,7 +34,7 @@ _LOG_INTERVAL_S = 5.0
 # The markers of a decided transaction take a moment to arrive; no other transaction is open in a changelog.
 _SETTLE_TIMEOUT_S = 30.0
 _MAX_BYTES = 8 << 20  # read and not yet written, over all partitions
-_FIRST_READ = 16  # records: their size is not known yet
+_FIRST_READ = 16  # number of records, whose size is not known yet
 _MAX_READ = 1_000
 
 

@@ -713,7 +713,7 @@ def _descents(values: Int64s, group: NDArray[np.int32 | np.int64], or_equal: boo
 
 def _first_appearances(pair: Int64s, cell: Int64s) -> Int64s:
     """Return the positions of the first record of each (pair, cell), in their order."""
-    by_cell = np.lexsort((cell, pair))  # stable: equal ones stay in the order of the partition
+    by_cell = np.lexsort((cell, pair))  # stable: equal numbers stay in the order of the partition
     repeated = (pair[by_cell[1:]] == pair[by_cell[:-1]]) & (cell[by_cell[1:]] == cell[by_cell[:-1]])
     keep = np.ones(len(cell), np.bool_)
     keep[by_cell[1:][repeated]] = False

@@ -137,12 +137,12 @@ class Settling:
     """Settles dead letters in transactions, each of which commits outputs together with the offsets of settled dead
     letters.
 
-    `whose`: the App's id. Dead letters without an App's id belong to every App.
+    `app_id`: the App's id. Dead letters without an App's id belong to every App.
     """
 
-    def __init__(self, whose: str, settings: Settings, world: World = REAL) -> None:
-        self._whose, self._world = whose, world
-        self._group = group_of(whose)
+    def __init__(self, app_id: str, settings: Settings, world: World = REAL) -> None:
+        self._app_id, self._world = app_id, world
+        self._group = group_of(app_id)
         self._settings = settings.with_values(**{"group.id": self._group, "transactional.id": self._group})
         self._transactions = Transactions(self._settings, offsets=True, world=world)
         self._interval_s = self._settings["eos.transaction.interval.ms"] / 1000
@@ -200,7 +200,7 @@ class Settling:
         skipped: dict[int, DeadLetter] = {}  # other Apps' dead letters, which this run skips
         until = self._world.now() + self._interval_s
         for letter in waiting:
-            if not letter.is_of(self._whose):
+            if not letter.is_of(self._app_id):
                 result.of_other_apps[letter.app] = result.of_other_apps.get(letter.app, 0) + 1
                 skipped[letter.partition] = letter
                 continue
@@ -237,7 +237,7 @@ class Settling:
         for one in (step.settled for step in batch):
             if one.failed:
                 result.failed[one.failed] = result.failed.get(one.failed, 0) + 1
-            elif one.letter.is_of(self._whose):
+            elif one.letter.is_of(self._app_id):
                 result.handled += 1
                 result.outputs += len(one.sends)
 

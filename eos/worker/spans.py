@@ -88,7 +88,7 @@ class Spans:
     def ended(self, outcome: Outcome) -> None:
         opened, self._open = self._open, None
         if opened is None:
-            return  # a transaction that only moved offsets
+            return  # a transaction that only committed offsets has no span
         opened.span.set_attribute("messaging.batch.message_count", opened.records)
         opened.span.set_attribute("eos.outcome", outcome.value)
         if outcome is Outcome.ABORTED:

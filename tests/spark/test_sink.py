@@ -564,7 +564,7 @@ def test_invalid_rows_are_refused_with_one_sentence(
     assert len(settled(kafka.bootstrap_servers, topic)) == 0
 
 
-def test_wrong_arguments_are_refused_before_a_send() -> None:
+def test_sink_refuses_wrong_arguments_before_it_sends() -> None:
     good: dict[str, Any] = {"topic": "t", "transactional_id": "i", "bootstrap_servers": "127.0.0.1:1"}
     for wrong, said in [
         ({"topic": []}, "at least one topic"),

@@ -99,7 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("broker", "policy"), CASES)
-def test_deleted_changelog_ends_its_worker(
+def test_deleted_changelog_stops_its_worker(
     request: pytest.FixtureRequest, names: Names, tmp_path: Path, broker: str, policy: str
 ) -> None:
     losing = Losing(request.getfixturevalue(broker), names, tmp_path, policy)
@@ -113,7 +113,7 @@ def test_deleted_changelog_ends_its_worker(
 
 
 @pytest.mark.parametrize("policy", ["skip", "dlq", "stop"])
-def test_recreated_changelog_ends_its_worker(creating: LocalKafka, names: Names, tmp_path: Path, policy: str) -> None:
+def test_recreated_changelog_stops_its_worker(creating: LocalKafka, names: Names, tmp_path: Path, policy: str) -> None:
     """Recreate the changelog with one partition, so that the other partitions cannot be written."""
     losing = Losing(creating, names, tmp_path, policy)
     with losing.worker("one", *SHORT) as worker:

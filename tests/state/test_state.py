@@ -612,7 +612,7 @@ def test_deleted_changelog_is_noticed_after_a_reset(counting: Counting) -> None:
     assert any(values.count("1") == 2 for values in counting.outputs().values()), "the counts must start at 1 again"
 
 
-def test_changelog_without_its_beginning_ends_the_worker(counting: Counting) -> None:
+def test_changelog_without_its_beginning_stops_the_worker(counting: Counting) -> None:
     """Let retention delete changelog records while cleanup.policy is delete; the folder still has their values."""
     counting.load(200)
     counting.run()

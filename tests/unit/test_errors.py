@@ -206,7 +206,7 @@ STOPS: list[tuple[Action, type[EosError]]] = [
     [*STOPS, *((action, errors.Temporary) for action in Action if action not in dict(STOPS))],
     ids=lambda value: getattr(value, "name", getattr(value, "__name__", "")),
 )
-def test_stopping_failure_becomes_public_error(action: Action, kind: type[EosError]) -> None:
+def test_failure_that_stops_the_session_becomes_a_public_error(action: Action, kind: type[EosError]) -> None:
     failure = CallFailed("commit", action, KafkaException(kafka_error(K.GROUP_AUTHORIZATION_FAILED, reason="no ACL")))
     stopped = stop_error(failure)
     assert type(stopped) is kind

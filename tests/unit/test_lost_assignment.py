@@ -135,7 +135,7 @@ def test_check_waits_for_each_of_several_changing_partitions(member: Member) -> 
         member.after(P)
 
 
-def test_missing_partition_is_found_with_rare_polls(member: Member) -> None:
+def test_missing_partition_is_found_even_with_rare_polls(member: Member) -> None:
     member.late_answer()
     assert member.poll() == []
     found: list[int] = []

@@ -269,14 +269,14 @@ def test_returning_partition_starts_without_old_records() -> None:
     assert (len(known), known.committed[A], known.offsets()) == (0, 2, {})
 
 
-def test_committed_unknown_outcome_continues_after_its_transaction() -> None:
+def test_unknown_outcome_found_committed_continues_after_transaction() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
     assert known.resolve({A: 2}) == {A: 2}
     assert (known.taken, known.committed[A]) == (0, 2)
 
 
-def test_aborted_unknown_outcome_resets_positions_to_transaction_start() -> None:
+def test_unknown_outcome_found_aborted_resets_to_transaction_start() -> None:
     known = positions(*records(A, 6, 7), a=4)
     known.take(2)
     assert known.resolve({A: 4}) == {A: 6}

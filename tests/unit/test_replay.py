@@ -143,7 +143,7 @@ def test_dead_letters_of_other_apps_need_no_metadata() -> None:
 
     there = [at(offset, "shop" if offset % 2 else "billing") for offset in range(40)]
     settling = Settling.__new__(Settling)
-    settling._whose, settling._world, settling._interval_s = "shop", REAL, 60.0
+    settling._app_id, settling._world, settling._interval_s = "shop", REAL, 60.0
     for chosen, runs in (({37}, ((36, 38),)), ({5, 7, 37}, ((4, 8), (36, 38))), (set(), ((40, 39),))):
         result = ReplayResult()
         choose = lambda letter, chosen=chosen: letter if letter.offset in chosen else None  # noqa: E731

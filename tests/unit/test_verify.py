@@ -347,7 +347,7 @@ def test_verify_examines_outputs_if_all_inputs_were_removed(history: History) ->
     assert (found.inputs, found.outputs) == (0, 42)
 
 
-def test_no_lineage_examines_nothing_and_does_not_hold(history: History) -> None:
+def test_check_without_lineage_examines_nothing_and_does_not_hold(history: History) -> None:
     history.committed = {}
     found = history.judged()
     assert (found.inputs, found.report.ok) == (0, False)

@@ -77,7 +77,7 @@ class Watcher:
 
     def _run(self) -> None:
         with contextlib.ExitStack() as connection:
-            admin: ClusterAdmin | None = None  # kept for as long as the cluster answers
+            admin: ClusterAdmin | None = None  # the client, kept as long as the cluster answers
             while (check := self._wait_for_check()) is not None:
                 try:
                     if admin is None:

@@ -32,8 +32,7 @@ _REJOIN_ADMIN_MS = 5_000
 
 
 class Follower(Protocol):
-    """Keeps data for each partition. The fetcher tells it which partitions come and go, while no transaction is
-    open."""
+    """Keeps data for each partition. The fetcher reports which partitions come and go, while no transaction is open."""
 
     @property
     def topics(self) -> Collection[str]:
@@ -95,7 +94,7 @@ class Fetcher:
 
     @property
     def rebalances(self) -> dict[str, int]:
-        """Return the number of rebalances of all consumers so far: see Handover."""
+        """Return the counts of rebalances of all consumers so far: see Handover."""
         return self._handover.rebalances
 
     # ---- life -------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Positions(Generic[R]):
         waiting = self._waiting
         if not waiting or most <= 0:
             return []
-        self._settle_last()
+        self._reduce_last_batch()
         if most >= len(waiting):
             self._last_batch, self._waiting = waiting, []
         else:
@@ -139,7 +139,7 @@ class Positions(Generic[R]):
             del waiting[:most]
         return self._last_batch.copy()  # user code may change the caller's list
 
-    def _settle_last(self) -> None:
+    def _reduce_last_batch(self) -> None:
         """Reduce the last batch, which can no longer be given back, to the offsets at which it began and ended."""
         begins, nexts = _span(self._last_batch)
         self._taken_before += len(self._last_batch)
@@ -206,7 +206,7 @@ class Positions(Generic[R]):
     def rewind(self) -> dict[TopicPartition, int]:
         """Note that the transaction was aborted. Return the offsets from which the consumer must fetch again: the first
         taken one of each partition that is still owned. Waiting records of those partitions are dropped."""
-        self._settle_last()
+        self._reduce_last_batch()
         targets = {p: offset for p, offset in self._begins.items() if p not in self._lost}
         # A known end lies after records that will be fetched again: committing it now would skip them.
         self._drop(targets)

@@ -73,7 +73,7 @@ class TransactionalProducer:
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
         self._client: Client | None = None
         self._initialising: Client | None = None  # a signal interrupted the wait for its init
-        self._replace_because: str | None = None
+        self._replacement_reason: str | None = None
         self._produced = 0
         self.waited_s = 0.0
         """The seconds that sends have waited for room in the client's queue, over the life of this object."""
@@ -149,7 +149,7 @@ class TransactionalProducer:
         """Begin to use an initialised client."""
         evidence = self.client.evidence
         self._machine.fire(Event.INITIALISED)
-        self._replace_because, self.epoch_may_have_advanced = None, False
+        self._replacement_reason, self.epoch_may_have_advanced = None, False
         # Wait for the first statistics. Without them a slow call counts as retried, and with a slow coordinator each
         # small transaction would replace the producer. Most of the statistics interval has passed during
         # InitProducerId.
@@ -215,16 +215,16 @@ class TransactionalProducer:
         After a slow call, wait for the next statistics: they show whether the broker was only far or busy.
         """
         if self._machine.state is State.UNINITIALISED:
-            return self._replace_because or "failure: an init did not return"
+            return self._replacement_reason or "failure: an init did not return"
         if self._machine.state in (State.FATAL, State.FENCED):
-            return self._replace_because
-        if self._replace_because is None:
+            return self._replacement_reason
+        if self._replacement_reason is None:
             evidence = self.client.evidence
             self._wait_for_statistics(lambda: evidence.has_undecided_calls)
             evidence.stop_waiting()
             if evidence.reason is not None:
                 return f"retry: {evidence.reason}"
-        return self._replace_because
+        return self._replacement_reason
 
     def _wait_for_statistics(self, is_waiting: Callable[[], bool]) -> None:
         """Poll while `is_waiting` returns True, until the next statistics are overdue."""
@@ -258,7 +258,7 @@ class TransactionalProducer:
         """Refuse further calls in the open transaction, if any; the replacement before the next one aborts it."""
         if self._machine.state in OPEN:
             self._machine.fire(Event.FAIL)
-            self._replace_because = f"failure: {reason}"
+            self._replacement_reason = f"failure: {reason}"
 
     def abandon(self) -> None:
         """Abandon the client for good, because another thread is inside a call that does not return."""
@@ -434,7 +434,7 @@ class TransactionalProducer:
         self._machine.fire(Event.ABORT)
         client = self.client
         self._expect_end_txn()
-        self._replace_because, self.epoch_may_have_advanced = "abort", True
+        self._replacement_reason, self.epoch_may_have_advanced = "abort", True
         self._call(client, "abort", client.producer.abort_transaction, deadline=deadline)
         self.epoch_may_have_advanced = False
         self._machine.fire(Event.ENDED)
@@ -508,7 +508,7 @@ class TransactionalProducer:
             except KafkaException as error:
                 if classify(name, error.args[0]) is not Action.RETRY:
                     raise self._classify_failure(name, error) from error
-                self._replace_because = f"failure: {name} had to be called again"
+                self._replacement_reason = f"failure: {name} had to be called again"
                 self._serve(client)  # a cluster may be unreachable for days
                 if deadline is not None and self._world.now() >= deadline:
                     late = Action.RETRY if name == "init" else Action.REBUILD
@@ -537,7 +537,7 @@ class TransactionalProducer:
         elif action is Action.ABORT or action is Action.REBUILD:
             self._machine.fire(Event.FAIL)
             action = Action.REBUILD
-        self._replace_because = self._replace_because or f"failure: {call} raised"
+        self._replacement_reason = self._replacement_reason or f"failure: {call} raised"
         failure = CallFailed(call, action, error, self._explain(call, action, error, topic, size))
         if where:
             failure.args = (f"{failure} at {where}",)

@@ -19,7 +19,7 @@ def note(recent: Recent, small: bool, gives_up: bool = False) -> bool:
     return tried
 
 
-def test_driver_does_not_try_the_first_batch_or_one_after_a_large_batch() -> None:
+def test_driver_tries_neither_first_batch_nor_batch_after_a_large_one() -> None:
     recent = Recent()
     assert [note(recent, small) for small in (True, True, False, True, True)] == [False, True, True, False, True]
 
