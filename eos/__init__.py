@@ -1,4 +1,4 @@
-"""Exactly-once consume-transform-produce over real Kafka.
+"""Provides exactly-once consume-transform-produce over real Kafka.
 
 `App`, `Record`, `Out`: the parts of a user's program; `eos run` runs it, or `run` from Python. `stop`, `retry`, `dlq`,
 `skip`: the policies for a record that fails. `TransactSession`: transactions for a loop of your own. `transaction`: a

@@ -1,4 +1,4 @@
-"""`python -m eos` is the same program as `eos`."""
+"""Runs the program `eos` as `python -m eos`."""
 
 from eos.cli import main
 

@@ -1,4 +1,4 @@
-"""Kafka's error codes: the name of each, as Kafka spells it, and which of them make a client repeat its request."""
+"""Names Kafka's error codes as Kafka spells them, and lists the codes after which a client repeats its request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = {
 
 @cache
 def error_name(code: int) -> str:
-    """`ok`, the protocol's name (NOT_COORDINATOR), or `error 999`."""
+    """Return `ok`, the protocol's name of the code (NOT_COORDINATOR), or `error 999`."""
     name = _NAMES.get(code) or str(kafka_errors.for_code(code).message)
     return f"error {code}" if name == "UNKNOWN" else name
 

@@ -1,4 +1,4 @@
-"""The errors of this package, named by what the caller must do.
+"""Defines the errors of this package, named by what the caller must do.
 
 Owns the error tree and the actions. eos/kafka/client/failures.py maps errors of the client to actions. This module must
 never talk to Kafka, and importing it loads no Kafka client, because a Spark executor that runs an App has none.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class EosError(Exception):
-    """Base of every error that this package raises on purpose.
+    """Is the base of every error that this package raises on purpose.
 
     `exit_code` is the exit code of the command line. `remedy` says what to do, and follows the message."""
 
@@ -51,11 +51,11 @@ class UsageError(EosError):
 
 
 class ImportFailed(UsageError):
-    """A user's module raised its `__cause__` while it was imported."""
+    """Reports that a user's module raised the `__cause__` while it was imported."""
 
 
 class PoisonRecord(EosError):
-    """A record was refused by its function, its decoder or the broker. `__cause__` is the reason."""
+    """Reports a record that its function, its decoder or the broker refused. `__cause__` is the reason."""
 
     exit_code = 65
 
@@ -65,7 +65,8 @@ class PoisonRecord(EosError):
 
 
 class InputGone(EosError):
-    """The committed offset of a partition is out of range, the batch there is damaged, or its state is gone.
+    """Reports that the committed offset of a partition is out of range, the batch there is damaged, or its state is
+    lost.
 
     A silent new start would lose or repeat records."""
 
@@ -77,19 +78,21 @@ class Unavailable(EosError):
 
 
 class IllegalState(EosError):
-    """A call that is illegal in the present state of the transaction. It was refused before it did anything."""
+    """Reports a call that is illegal in the present state of the transaction. It was refused before it did anything."""
 
     exit_code = 70
 
 
 class Temporary(EosError):
-    """This process cannot continue, but a restarted one can. Committed work stays, everything else is read again."""
+    """Reports that this process cannot continue, but a restarted one can. Committed work stays; all else is read
+    again."""
 
     exit_code = 75
 
 
 class CommitOutcomeUnknown(Temporary):
-    """The commit may or may not have succeeded. A session with an input resolves this by the group's offsets."""
+    """Reports that a commit may or may not have succeeded. A session with an input resolves this by the group's
+    offsets."""
 
 
 class NotAuthorised(EosError):
@@ -101,13 +104,14 @@ class ConfigurationError(EosError):
 
 
 class Fenced(EosError):
-    """A newer instance with the same transactional.id took over. Continuing would fence that one in turn."""
+    """Reports that a newer instance with the same transactional.id took over. To continue would fence the newer
+    instance."""
 
     exit_code = 79
 
 
 class Interruption(BaseException):
-    """Raised by a signal handler of this package, wherever the main thread is.
+    """Interrupts the main thread, wherever it is: a signal handler of this package raises it.
 
     A BaseException, so that no `except Exception` of a user's function swallows it.
     """
@@ -161,7 +165,7 @@ def safe_str(error: BaseException) -> str:
 
 
 class Action(Enum):
-    """The action that a failed call requires of its caller. `classify` returns one."""
+    """Lists the actions that a failed call can require of its caller. `classify` returns one."""
 
     RETRY = "call the same function again, inside a deadline"
     ABORT = "abort the transaction and hand its records out again"
@@ -188,7 +192,7 @@ Call = Literal[
 
 
 class CallFailed(Exception):
-    """A client call failed, and `action` says how to handle it. Internal: it never leaves a session.
+    """Reports a failed client call; `action` says how to handle it. Internal: it never leaves a session.
 
     `sentence` precedes the call and its error in the message, if they alone say too little. `record`: the input record
     whose output it is about, if that is known."""

@@ -79,13 +79,13 @@ class JsonFormatter(logging.Formatter):
 
     def __init__(self, worker: str | None = None) -> None:
         super().__init__()
-        self._whose = {} if worker is None else {"worker": worker}
+        self._worker_member = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
         fields: Mapping[str, Any] = getattr(record, "fields", {})
         message = getattr(record, "event", record.getMessage())
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        line = {"time": stamp, "level": record.levelname.lower(), "event": message, **self._whose, **fields}
+        line = {"time": stamp, "level": record.levelname.lower(), "event": message, **self._worker_member, **fields}
         return json.dumps(line, default=str)
 
 
@@ -132,15 +132,15 @@ class Reminder:
 
     def __init__(self, now: Callable[[], float], interval_s: float = 10.0, at_once: bool = False) -> None:
         self._now, self._interval_s = now, interval_s
-        self._last = now() - (interval_s if at_once else 0.0)
+        self._last_tick = now() - (interval_s if at_once else 0.0)
 
     def restart(self) -> None:
         """Restart the interval for a new wait."""
-        self._last = self._now()
+        self._last_tick = self._now()
 
     def tick(self) -> bool:
         """Return whether to log now."""
-        if self._now() - self._last < self._interval_s:
+        if self._now() - self._last_tick < self._interval_s:
             return False
-        self._last = self._now()
+        self._last_tick = self._now()
         return True

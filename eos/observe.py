@@ -1,4 +1,4 @@
-"""Values of a running session that observers may read: numbers, histograms, and its thread's present activity.
+"""Holds the values of a running session that observers may read: numbers, histograms, and its thread's activity.
 
 The session's own thread writes these, per transaction or per call and never per record; any thread may read them.
 Nothing here does I/O, takes a lock or raises, because watching a worker must not be able to delay it. eos/health turns
@@ -78,7 +78,7 @@ END_TO_END_BOUNDS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.
 
 @dataclass
 class Counters:
-    """The totals of a session up to now."""
+    """Counts the totals of a session since its start."""
 
     records_in: int = 0
     records_out: int = 0

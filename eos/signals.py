@@ -60,7 +60,7 @@ os.register_at_fork(after_in_child=_restore_all)
 
 
 class ShutdownExpired(Interruption):
-    """Raised if a stop took too long or was requested twice."""
+    """Ends a run whose stop took too long or was requested twice."""
 
 
 def stop_timeout_error(expired: ShutdownExpired) -> Temporary:
@@ -71,7 +71,7 @@ def stop_timeout_error(expired: ShutdownExpired) -> Temporary:
 
 
 class Stoppable(Protocol):
-    """Something that StopSignals stops between two batches."""
+    """Can be stopped by StopSignals between two batches."""
 
     def stop(self) -> None:
         """Request the stop."""

@@ -1,4 +1,4 @@
-"""Spark support of eos: an exactly-once Kafka sink for Structured Streaming, and Apps that run on Spark.
+"""Supports Spark: an exactly-once Kafka sink for Structured Streaming, and Apps that run on Spark.
 
     spark_session(...)        a session with Spark's Kafka connector on its class path
     read_committed(...)       Spark's Kafka source with the settings that keep the guarantee

@@ -1,4 +1,4 @@
-"""The meaning of each broker error code for a transaction of the sink: data, no I/O.
+"""Defines the meaning of each broker error code for a transaction of the sink: data, no I/O.
 
 Owns this one table; no other module of spark_connector may interpret a code. The codes come from Kafka's
 org.apache.kafka.common.protocol.Errors; the choice of the retried codes, and the time of a retry, follow Kafka's
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Answer(Enum):
-    """The consequence of a broker's answer."""
+    """Lists the consequences of a broker's answer."""
 
     DONE = "carried out"
     RETRY = "the same request again, byte for byte, to the broker that is responsible by then"
@@ -36,7 +36,7 @@ _ROWS: dict[Answer, tuple[int, ...]] = {
         19,  # NOT_ENOUGH_REPLICAS
         20,  # NOT_ENOUGH_REPLICAS_AFTER_APPEND
         51,  # CONCURRENT_TRANSACTIONS: the coordinator is still completing the previous transaction
-        55,  # OPERATION_NOT_ATTEMPTED: another partition of the same request had the error
+        55,  # OPERATION_NOT_ATTEMPTED: the error belongs to another partition of the same request
         56,  # KAFKA_STORAGE_ERROR
         74,  # FENCED_LEADER_EPOCH
         75,  # UNKNOWN_LEADER_EPOCH
@@ -63,7 +63,7 @@ def judge(code: int) -> Answer:
 
 
 class Stopped(Exception):
-    """A transaction cannot continue; `answer` says what its owner must do, `args[0]` is one sentence."""
+    """Reports that a transaction cannot continue; `answer` says what its owner must do, `args[0]` is one sentence."""
 
     def __init__(self, answer: Answer, sentence: str) -> None:
         super().__init__(sentence)

@@ -1,4 +1,4 @@
-"""One attempt at one batch under one epoch: the order of its steps is the guarantee.
+"""Makes one attempt at one batch under one epoch; the order of its steps is the guarantee.
 
     look       only at the first attempt of a process: refuse the batch if the marker rules it out, before fencing
     init       InitProducerId: fences every earlier attempt and ends its open transaction; after a batch of this
@@ -55,8 +55,9 @@ _DRIVER_SHARES = 16  # all tasks together may bring this many times the bytes of
 _MAX_RESULT = "spark.driver.maxResultSize"
 
 
-class Again(Exception):
-    """This attempt is lost; a new epoch repairs it. `outcome_unknown`: its commit was sent and never answered."""
+class AttemptLost(Exception):
+    """Reports that this attempt is lost, and that an attempt with a new epoch may succeed. `outcome_unknown`: its
+    commit was sent and never answered."""
 
     def __init__(self, sentence: str, *, outcome_unknown: bool = False) -> None:
         super().__init__(sentence)
@@ -64,7 +65,7 @@ class Again(Exception):
 
 
 class Batch(Protocol):
-    """The data to write: a micro-batch of a query, or a batch write."""
+    """Holds the data to write: a micro-batch of a query, or a batch write."""
 
     name: str
     key: bytes | None
@@ -84,7 +85,7 @@ class Batch(Protocol):
 
 @dataclass
 class Recent:
-    """The sizes of the last batches, from which the sink predicts whether the driver can write the next one.
+    """Records the sizes of the last batches, from which the sink predicts whether the driver can write the next one.
 
     The first batch, at the start or after a failure, goes to the executors, because it may be a backlog.
     """
@@ -115,7 +116,7 @@ class Recent:
 
 @dataclass(frozen=True)
 class Connected:
-    """The state that one transactional id keeps from batch to batch while nothing fails."""
+    """Holds the state that one transactional id keeps from batch to batch while nothing fails."""
 
     wire: Wire
     targets: Targets
@@ -146,7 +147,7 @@ class Connected:
 
 
 class Attempt:
-    """One attempt at one batch; `run` is called once."""
+    """Makes one attempt at one batch; `run` is called once."""
 
     def __init__(
         self, options: Options, connected: Connected, server: ClaimServer, df: DataFrame, batch: Batch
@@ -162,7 +163,7 @@ class Attempt:
     def run(self) -> Progress | None:
         """Return the progress of the batch, or None if it is in Kafka already.
 
-        Raises Again, an EosError, or an exception of Spark.
+        Raises AttemptLost, an EosError, or an exception of Spark.
         """
         try:
             return self._run()
@@ -180,7 +181,7 @@ class Attempt:
     def _run(self) -> Progress | None:
         connected, batch = self._connected, self._batch
         if not self._transaction.initialised:
-            batch.refuse(self._look())
+            batch.refuse(self._look_for_marker())
         self._measure("init", self._transaction.init)
         self._options.on_step("init")
         found = self._measure("decide", self._find_marker)
@@ -213,7 +214,7 @@ class Attempt:
         log.info("batch committed", **self._who(), state="CompleteCommit", **progress.figures())
         return progress
 
-    def _look(self) -> Marker | None:
+    def _look_for_marker(self) -> Marker | None:
         """Return the marker, possibly while other instances are at work.
 
         Return None if there is none, or if its transaction is still open.
@@ -368,19 +369,19 @@ class Attempt:
         return None
 
     def _to_public_error(self, stopped: Stopped) -> Exception:
-        """Return the exception for `stopped` that callers see: Again, or an error of eos.errors."""
+        """Return the exception for `stopped` that callers see: AttemptLost, or an error of eos.errors."""
         if stopped.answer is Answer.FENCED:
             return self._settle(stopped)
         refused = self._abort()
         if stopped.answer is Answer.RESTART:
             # An attempt that is lost for another reason may have lost its epoch too.
             fenced = refused is not None and refused.answer is Answer.FENCED
-            return self._settle(stopped) if fenced else Again(str(stopped), outcome_unknown=self._commit_sent)
+            return self._settle(stopped) if fenced else AttemptLost(str(stopped), outcome_unknown=self._commit_sent)
         kind = NotAuthorised if stopped.answer is Answer.UNAUTHORISED else ConfigurationError
         return kind(self._describe_error(stopped))
 
     def _settle(self, error: Exception) -> Exception:
-        """Return Again, unless another instance owns the epoch.
+        """Return AttemptLost, unless another instance owns the epoch.
 
         The coordinator is queried, because an init would fence the newer instance.
         """
@@ -404,7 +405,7 @@ class Attempt:
         if owner in (ownership.Owner.NEWER, ownership.Owner.ABORTED_EARLY):
             newer = "" if answer is None else f" (epoch {answer.epoch} of producer {answer.producer_id} by now)"
             return Fenced(f"{self._describe_error(error)}: another query, or another run of this one, took over{newer}")
-        return Again(f"{error}: {owner.value}", outcome_unknown=self._commit_sent)
+        return AttemptLost(f"{error}: {owner.value}", outcome_unknown=self._commit_sent)
 
     def _measure(self, step: str, call: Callable[[], T]) -> T:
         started = time.monotonic()

@@ -38,11 +38,11 @@ _NONCE = 32
 _MAC = hashlib.sha256().digest_size
 _LENGTH = 4
 _LONGEST = 1 << 16  # bytes of a request or response
-_PATIENCE_S = 1.0  # for a client, from its connection to the last byte of its request
+_PATIENCE_S = 1.0  # time that a client has from its connection to the last byte of its request
 _MOST = 64  # clients at once
-_PORTS = 16  # after the requested one, as spark.port.maxRetries
+_PORTS = 16  # number of ports to try after the requested one, as spark.port.maxRetries
 _DEADLINE_S = 60.0  # for a claim
-_TRY_S = 10.0  # for one request: a full queue may have lost the connection, and only one side knows
+_TRY_S = 10.0  # time for one request: a full queue may have lost the connection, and only one side knows
 _PAUSE_S = 0.1
 
 
@@ -53,7 +53,7 @@ class ClaimReceiver(Protocol):
 
 
 class Claims:
-    """The grants of the current attempt, without I/O."""
+    """Holds the grants of the current attempt, without I/O."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Claims:
 
 @dataclass(frozen=True)
 class ClaimClient:
-    """The driver's address for claims; it travels to the executors with the task."""
+    """Holds the driver's address for claims; the task carries it to the executors."""
 
     host: str
     port: int
@@ -196,7 +196,7 @@ class ClaimServer:
             async with asyncio.TaskGroup() as callers:
                 while True:
                     await room.acquire()
-                    callers.create_task(self._hear(await self._accept(listening), room))
+                    callers.create_task(self._serve_client(await self._accept(listening), room))
 
     async def _accept(self, listening: socket.socket) -> socket.socket:
         """Accept the next client.
@@ -208,15 +208,15 @@ class ClaimServer:
                 connection, _ = await self._loop.sock_accept(listening)
                 return connection
             except OSError as error:
-                self._tell(error)
+                self._log_rarely(error)
                 await asyncio.sleep(_PAUSE_S)
 
-    def _tell(self, error: OSError) -> None:
+    def _log_rarely(self, error: OSError) -> None:
         """Log at most one line every ten seconds: without file descriptors each attempt to accept fails."""
         if self._waits.tick():
             log.warning("tasks' claims wait", error=str(error))
 
-    async def _hear(self, connection: socket.socket, room: asyncio.Semaphore) -> None:
+    async def _serve_client(self, connection: socket.socket, room: asyncio.Semaphore) -> None:
         try:
             with connection:
                 async with asyncio.timeout(_PATIENCE_S):
@@ -265,7 +265,7 @@ def _listen(bind: str, port: int) -> socket.socket:
     raise AssertionError("the last port is listened on or raises")
 
 
-def place_of(setting: Callable[[str], str | None]) -> tuple[str, str]:
+def driver_addresses(setting: Callable[[str], str | None]) -> tuple[str, str]:
     """Return the driver's address for executors, and the address to listen on, from the settings of Spark's own driver.
 
     Executors of a local master are threads of this process.

@@ -26,7 +26,7 @@ _KINDS: dict[str, type[EosError]] = {
 
 
 class ExecutorFailure(Exception):
-    """The exception that a task raises; its text is the line with the error."""
+    """Is the exception that a task raises; its text is the line with the error."""
 
 
 def to_line(error: EosError) -> ExecutorFailure:

@@ -1,4 +1,4 @@
-"""The progress marker: Kafka itself records which batch of a sink is committed.
+"""Defines the progress marker, by which Kafka itself records which batch of a sink is committed.
 
 Owns the marker's record, the rule that compares a batch with it (`decide`, a pure function), and the reading of the
 compacted topic `__eos_sinks`. The marker is written in the same transaction as the batch's rows, so it exists exactly
@@ -35,7 +35,7 @@ CONFIG = {
     "min.cleanable.dirty.ratio": "0.1",
 }
 
-_VERSION = 2  # of a marker's value: docs/reference/formats.md
+_VERSION = 2  # version of a marker's value: docs/reference/formats.md
 _FETCH_MAX_VERSION = 12  # requests by topic name
 # 5: a new leader reports that it does not know its high watermark yet (KIP-207)
 _LIST_OFFSETS_MIN_VERSION, _LIST_OFFSETS_MAX_VERSION = 5, 7
@@ -47,7 +47,7 @@ _FETCH_WAIT_MS = 100
 
 @dataclass(frozen=True)
 class Marker:
-    """The last batch of a sink that is in Kafka.
+    """Describes the last batch of a sink that is in Kafka.
 
     `query`: the id of the streaming query (stored in its checkpoint), or "" for a batch write. `batch`: its number, or
     the caller's batch_id. `offsets`: a digest of the batch's source offsets. `adopted`: the last adopt_at that was
@@ -114,7 +114,7 @@ class Decision(Enum):
 
 
 class WrongProgress(Exception):
-    """The marker and the checkpoint do not belong together; `args[0]` is a sentence with the remedy."""
+    """Reports a marker and a checkpoint that do not belong together; `args[0]` is a sentence with the remedy."""
 
 
 def decide(
@@ -174,7 +174,7 @@ _Written = tuple[bytes | None, int]  # a marker, or None after its tombstone; an
 
 
 class MarkerReader:
-    """The markers of one sink, from one partition of the topic, as of the last `read`.
+    """Reads the markers of one sink from one partition of the topic, and keeps them as of the last `read`.
 
     Each read continues at the position of the last one. Markers of other sinks are not kept.
     """

@@ -1,4 +1,4 @@
-"""The arguments of a sink, checked before anything is sent.
+"""Checks the arguments of a sink before anything is sent.
 
 Owns the refusal of arguments and settings. It must never connect to Kafka or Spark.
 """
@@ -55,7 +55,7 @@ def refuse_unsafe(settings: Callable[[str], str | None]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The checked arguments of a sink.
+    """Holds the checked arguments of a sink.
 
     `topic` is as the user gave it, `topics` a tuple. `connection`: Kafka's settings, with the contents of files in
     place of their paths, so that they hold on executors too.

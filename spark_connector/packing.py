@@ -17,7 +17,7 @@ from spark_connector.placing import TARGET, Places
 from spark_connector.workers import begin_task
 
 SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
-TOO_MUCH = -1  # in place of a share: the task had more rows than allowed
+TOO_MUCH = -1  # stands in place of a share: the task had more rows than allowed
 PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
 # The size of one value, estimated before compression: above half a region of the JVM's heap (at least 1 MB) an array
 # costs the garbage collector more.

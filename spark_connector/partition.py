@@ -196,7 +196,8 @@ _TAGS = bytes(3)
 
 
 class Produce(ProduceRequest, init=False):  # type: ignore[call-arg, misc]
-    """A Produce request with one batch for one partition, acks=all, in a transaction; its log line shows no records."""
+    """Encodes a Produce request with one batch for one partition, acks=all, in a transaction. Its log line has no
+    records."""
 
     def __init__(self, transactional_id: str, topic: str, partition: int, batch: Batch) -> None:
         data = ProduceRequest.TopicProduceData

@@ -26,12 +26,13 @@ Int64s = NDArray[np.int64]
 UInt32s = NDArray[np.uint32]
 _SEED, _M = np.uint32(0x9747B28C), np.uint32(0x5BD1E995)
 _13, _15, _24 = np.uint32(13), np.uint32(15), np.uint32(24)
-_FIRST_BYTES = np.array([0, 0xFF, 0xFFFF, 0xFFFFFF], np.uint32)  # of a little-endian word
+# Masks for the first 0 to 3 bytes of a little-endian word.
+_FIRST_BYTES = np.array([0, 0xFF, 0xFFFF, 0xFFFFFF], np.uint32)
 
 
 @dataclass(frozen=True)
 class Places:
-    """The targets of a sink, and the rule that assigns a row to one.
+    """Holds the targets of a sink, and the rule that assigns each row to a target.
 
     `topics`: (name, number of partitions) in the order of the targets: target i is a partition of the first topic,
     later targets belong to the next ones. A row goes to the topic in its column `topic`, or else to the first topic. In
@@ -133,7 +134,7 @@ def _murmur2(data: memoryview, starts: Int64s, lengths: Int64s) -> UInt32s:
         order = np.argsort(-whole, kind="stable")
         starts, lengths, whole = starts[order], lengths[order], whole[order]
     h: UInt32s = _SEED ^ lengths.astype(np.uint32)
-    ends = np.searchsorted(-whole, -np.arange(int(whole[0])), side="left")  # how many keys have a word i
+    ends = np.searchsorted(-whole, -np.arange(int(whole[0])), side="left")  # number of keys that have a word i
     for i, count in enumerate(ends.tolist()):
         k = words[starts[:count] + 4 * i] * _M
         k = (k ^ (k >> _24)) * _M

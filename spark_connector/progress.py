@@ -1,4 +1,4 @@
-"""The figures of one delivered batch: rows, bytes, and the seconds of each step.
+"""Reports the figures of one delivered batch: rows, bytes, and the seconds of each step.
 
 Owns the names of these figures in the log, in Spark's metrics and for callers. It must never decide anything, and a
 metrics system that refuses them must not fail a committed batch.
@@ -20,7 +20,7 @@ _ENABLED = "spark.sql.streaming.metricsEnabled"
 
 @dataclass(frozen=True)
 class Progress:
-    """The figures of a batch that this call committed. `batch`: "batch 7", or "write DAY"."""
+    """Holds the figures of a batch that this call committed. `batch`: "batch 7", or "write DAY"."""
 
     transactional_id: str
     batch: str

@@ -26,7 +26,7 @@ _LINES_BEFORE_OFFSETS = 2  # the version of the log, and metadata with times tha
 
 @dataclass(frozen=True)
 class Query:
-    """The query that calls a foreachBatch function.
+    """Describes the query that calls a foreachBatch function.
 
     `id` is stored in the checkpoint, so it stays the same after a restart. `run` changes at each start. `offsets` is a
     digest of the batch's end offsets. `execution` is Spark's StreamExecution.

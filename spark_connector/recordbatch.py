@@ -38,17 +38,17 @@ _MAGIC = 2
 _TRANSACTIONAL = 0x10
 _XERIAL_HEADER = b"\x82SNAPPY\x00\x00\x00\x00\x01\x00\x00\x00\x01"
 _XERIAL_BLOCK = 32 * 1024
-_VARINT_BYTES = 10  # of a 64-bit number at most
+_VARINT_BYTES = 10  # the longest varint, that of a 64-bit number
 _NOTHING = pa.scalar(b"", pa.binary())
 _MAX_SEQUENCE = 2**31 - 1  # the next sequence is 0
 
 
 class RecordRefused(ValueError):
-    """A record that cannot be written; `args[0]` is a sentence."""
+    """Reports a record that cannot be written; `args[0]` is a sentence."""
 
 
 class RecordTooLarge(RecordRefused):
-    """A record that exceeds the topic's max.message.bytes by itself."""
+    """Reports a record that exceeds the topic's max.message.bytes by itself."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(
@@ -59,9 +59,10 @@ class RecordTooLarge(RecordRefused):
 
 @dataclass(frozen=True)
 class Batch:
-    """One encoded record batch; `base_sequence` counts the records before it, without the wrap of Kafka's int32."""
+    """Holds one encoded record batch; `base_sequence` counts the records before it, without the wrap of Kafka's
+    int32."""
 
-    pieces: tuple[Buffer, ...]  # its bytes in order; the sender concatenates them
+    pieces: tuple[Buffer, ...]  # the bytes of the batch in order; the sender concatenates them
     base_sequence: int
     records: int
 
@@ -131,11 +132,11 @@ def _header(
 
 @dataclass(frozen=True)
 class _Columns:
-    """The parts of n records that do not depend on the batch of a record."""
+    """Holds the parts of n records that do not depend on a record's batch."""
 
     key_varints: _Varints  # the last part before `columns`
     columns: list[Column]  # the rest of each record: key, length, value, number of headers, headers if present
-    sizes: Int64s  # of the records without their own length and deltas
+    sizes: Int64s  # sizes of the records without their own length and deltas
     timestamps: Int64s
 
     @classmethod
@@ -235,7 +236,7 @@ def _zigzag(numbers: Int64s) -> NDArray[np.uint64]:
 
 
 class _Varints(NamedTuple):
-    """The varints of n numbers; the bytes of number i are `digits[i, :sizes[i]]`."""
+    """Holds the varints of n numbers; the bytes of number i are `digits[i, :sizes[i]]`."""
 
     digits: Bytes  # (n, longest)
     sizes: Int64s  # (n,)
@@ -290,7 +291,7 @@ def _lz4(body: Buffer) -> bytes:
     # Kafka's readers refuse blocks that depend on each other. Level 1 is the Java client's; cramjam's default 4 takes
     # six times as long for 8 % fewer bytes.
     compressor: Any = cramjam.lz4.Compressor(level=1, block_linked=False)
-    compressor.compress(bytes(body))  # its class accepts nothing else
+    compressor.compress(bytes(body))  # the compressor's class accepts nothing else
     return bytes(compressor.finish())
 
 

@@ -79,7 +79,7 @@ def gather(
     if existing_plan is not None:
         tasks = int(existing_plan.rdd().getNumPartitions())
     elif most_packers is not None:
-        df, tasks = df.coalesce(most_packers), most_packers  # or fewer, which stay as they are
+        df, tasks = df.coalesce(most_packers), most_packers  # fewer partitions stay as they are
     else:
         return None
     of_each = min(most_bytes, most_in_all // max(1, min(tasks, most_packers or tasks)))
@@ -150,7 +150,7 @@ def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
         yield
     finally:
         for name in ours:
-            with contextlib.suppress(Py4JError, OSError):  # a JVM that has ended does not need it
+            with contextlib.suppress(Py4JError, OSError):  # a JVM that has ended needs no restored settings
                 if (was := before[name]) is None:
                     conf.unset(name)
                 else:

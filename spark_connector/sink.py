@@ -1,4 +1,4 @@
-"""The exactly-once Kafka sink: each micro-batch, or each batch write, is one transaction of one producer identity.
+"""Implements the exactly-once Kafka sink: each micro-batch or batch write is one transaction of one producer identity.
 
 Owns the functions that users call, and the number of times that a batch is retried. attempt.py owns the steps of one
 attempt. A batch must be retried only by a new attempt, whose first step fences the previous one.
@@ -20,8 +20,8 @@ from eos.errors import ConfigurationError, Temporary
 from eos.kafka.admin import ownership
 from eos.kafka.client.cluster import ClusterAdmin
 from spark_connector import query
-from spark_connector.attempt import Again, Attempt, Batch, Connected, translate
-from spark_connector.claims import ClaimServer, place_of
+from spark_connector.attempt import Attempt, AttemptLost, Batch, Connected, translate
+from spark_connector.claims import ClaimServer, driver_addresses
 from spark_connector.marker import Decision, Marker, WrongProgress, decide, is_of_a_write, sink_key
 from spark_connector.options import Options, refuse_unsafe
 from spark_connector.progress import Progress, to_spark_metrics
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _FORGOTTEN_AT_ONCE = 10_000  # markers of old writes
 _INIT_S = 10.0  # the time from another run's note of a batch in the checkpoint to that run's init
 _ASK_AGAIN_S = 0.25
-RESTARTS = 3  # of a batch inside one call; an exception from foreachBatch ends the query
+RESTARTS = 3  # retries of a batch inside one call; an exception from foreachBatch ends the query
 
 
 def exactly_once_sink(
@@ -71,7 +71,7 @@ def exactly_once_sink(
 
 
 class Stream:
-    """A foreachBatch function that writes each micro-batch to Kafka exactly once."""
+    """Implements a foreachBatch function that writes each micro-batch to Kafka exactly once."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class _Write:
 
 
 class _Sink:
-    """The state that one transactional id keeps from batch to batch."""
+    """Holds the state that one transactional id keeps from batch to batch."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -299,7 +299,7 @@ class _Sink:
                 if self._connected is None:
                     self._connected = Connected.to(self._options)
                 return Attempt(self._options, self._connected, server, df, batch).run()
-            except Again as again:
+            except AttemptLost as again:
                 self._disconnect()
                 if attempt == RESTARTS or (batch.key is None and again.outcome_unknown):
                     raise Temporary(
@@ -337,7 +337,7 @@ class _Sink:
 
             refuse_unsafe(setting)
             ship_ourselves(df.sparkSession)
-            self._server = ClaimServer(*place_of(setting), self._options.claims_port)
+            self._server = ClaimServer(*driver_addresses(setting), self._options.claims_port)
         return self._server
 
     def _disconnect(self) -> None:

@@ -1,4 +1,4 @@
-"""Spark's Kafka source with the settings that make it read committed records only, and lose none.
+"""Configures Spark's Kafka source to read only committed records, and to lose none.
 
 Owns those settings and their enforcement. It must never read anything itself.
 
@@ -56,7 +56,7 @@ def read_committed(
         raise ConfigurationError("read_committed needs at least one topic")
     more = dict(options or {})
     _check(more)
-    log.hide_debug_lines("py4j")  # it logs all that it passes to Java, including passwords in the options
+    log.hide_debug_lines("py4j")  # py4j logs all that it passes to Java, including passwords in the options
     reader: Any = (spark.readStream if streaming else spark.read).format("kafka")
     java = java_consumer({**(settings or {}), "bootstrap.servers": bootstrap_servers})
     values = {f"kafka.{name}": value for name, value in java.items()} | {

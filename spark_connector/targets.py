@@ -1,4 +1,4 @@
-"""The targets of a sink: the topics' partitions, and the settings of the cluster that a batch must respect.
+"""Reads the targets of a sink: the topics' partitions, and the settings of the cluster that a batch must respect.
 
 Owns the checks before the first record, each with one sentence, and the creation of the marker's topic. It must never
 change an existing topic.
@@ -29,7 +29,7 @@ _ISR_PATIENCE_S = 15.0
 
 @dataclass(frozen=True)
 class Target:
-    """One partition that a batch may write; its index in the list of targets is its number."""
+    """Describes one partition that a batch may write; its index in the list of targets is its number."""
 
     topic: str
     partition: int
@@ -38,14 +38,14 @@ class Target:
 
 @dataclass(frozen=True)
 class TopicLimits:
-    """The settings of a topic that a batch must respect."""
+    """Holds the settings of a topic that a batch must respect."""
 
     max_bytes: int
     min_in_sync: int
 
 
 class Targets:
-    """The topics of one sink; topic settings are read once, partitions and their replicas for each batch."""
+    """Reads the topics of one sink: topic settings once, partitions and their replicas for each batch."""
 
     def __init__(self, wire: Wire, topics: Sequence[str], timeout_s: float) -> None:
         self._wire, self._topics, self._timeout_s = wire, tuple(topics), timeout_s

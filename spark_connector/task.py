@@ -1,4 +1,4 @@
-"""The executor's half of the sink: one Spark task alone writes one share of the Kafka partitions.
+"""Implements the executor's half of the sink: one Spark task alone writes one share of the Kafka partitions.
 
 A small batch is one share, and the driver writes it in the same way. This module owns the order in a task: claim, then
 write, then report the result. It must never begin or end a transaction, or write without a claim. It imports nothing of
@@ -43,10 +43,10 @@ _SENTENCE_CHARACTERS = 500
 
 
 class Result(NamedTuple):
-    """A task's report to the driver; if `answer` names an Answer, nothing of the task may be committed."""
+    """Holds a task's report to the driver; if `answer` names an Answer, nothing of the task may be committed."""
 
     share: int
-    partitions: int  # that the task wrote
+    partitions: int  # number of partitions that the task wrote
     rows: int  # input rows
     sequences: int  # last sequence + 1 of each partition, all acknowledged
     bytes: int
@@ -70,7 +70,7 @@ RESULT = pa.schema([("result", pa.string())])
 
 @dataclass(frozen=True)
 class Job:
-    """The input of a task, pickled once per micro-batch.
+    """Holds the input of a task, pickled once per micro-batch.
 
     `targets`: (topic, partition, max.message.bytes). Target i belongs to share i % `shares`.
     """
@@ -111,7 +111,7 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
                 rows += unpacked.num_rows
             if share is not None:
                 share.drive()
-            del batch  # otherwise it would stay in memory next to Spark's next one
+            del batch  # otherwise this batch would stay in memory next to Spark's next one
         if share is None:
             return None
         share.finish()
@@ -156,7 +156,7 @@ def _find_consequence(error: Exception) -> tuple[Answer, str]:
 
 
 class _Share:
-    """The partitions that this task writes, and the rows that wait for them.
+    """Holds the partitions that this task writes, and the rows that wait for them.
 
     The constructor claims the share before it knows anything else about the rows.
     """

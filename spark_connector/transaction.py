@@ -1,4 +1,4 @@
-"""One transaction of the sink as its coordinator sees it: InitProducerId, AddPartitionsToTxn, EndTxn.
+"""Runs one transaction of the sink at its coordinator: InitProducerId, AddPartitionsToTxn, EndTxn.
 
 Owns the three requests and their retries. It must never decide whether a batch is to be written (marker.py does), and
 never end a transaction with another identity than the one that began it: a delayed copy of a request meets a newer
@@ -26,7 +26,7 @@ _END_MAX_VERSION = 4
 
 
 class Transaction:
-    """The successive transactions of one transactional id. `timeout_s`: how long each call is retried."""
+    """Runs the successive transactions of one transactional id. `timeout_s`: how long each call is retried."""
 
     def __init__(self, wire: Wire, transactional_id: str, transaction_timeout_ms: int, timeout_s: float) -> None:
         self._wire, self.transactional_id = wire, transactional_id

@@ -1,4 +1,5 @@
-"""A connection to a Kafka cluster for requests that no client library offers: kafka-python's, driven by hand.
+"""Connects to a Kafka cluster for requests that no client library offers, with kafka-python's connection driven by
+hand.
 
 Owns the connection (TLS and SASL are kafka-python's), the lookup of leaders and coordinators, and the retry loop. It
 must never decide the meaning of a broker's error code for a transaction, and never start a thread: kafka-python's loop
@@ -34,15 +35,15 @@ _FIND_COORDINATOR_MAX_VERSION = 3  # one key per request
 
 
 class Unreachable(Exception):
-    """There was no answer within the deadline; `args[0]` is a sentence."""
+    """Reports that no answer came within the deadline; `args[0]` is a sentence."""
 
 
 class Broken(Exception):
-    """The connection broke or did not exist; the request may or may not have been carried out."""
+    """Reports that the connection broke or did not exist; the request may or may not have been carried out."""
 
 
 class Partition(NamedTuple):
-    """One partition as Metadata describes it; `leader` -1: it has no leader."""
+    """Holds one partition as Metadata describes it; `leader` -1: it has no leader."""
 
     leader: int
     replicas: int
@@ -50,10 +51,9 @@ class Partition(NamedTuple):
 
 
 class Wire:
-    """A connection to a cluster.
-
-    `connection`: the settings needed to connect, by Kafka's names (Settings.connection). Unlike kafka-python's form of
-    them (a TLS context) they can be sent to executors. `request_timeout_ms`: for one request.
+    """Connects to a cluster. `connection`: the settings needed to connect, by Kafka's names (Settings.connection).
+    Unlike kafka-python's form of them (a TLS context) they can be sent to executors. `request_timeout_ms`: for one
+    request.
     """
 
     def __init__(

@@ -22,11 +22,11 @@ _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC
 
 def begin_task() -> None:
     """Prepare the Python worker for a task; call this before the task does anything."""
-    _spare_the_collector()
+    _exclude_modules_from_collection()
     _keep_memory()
 
 
-def _spare_the_collector() -> None:
+def _exclude_modules_from_collection() -> None:
     """Exclude the objects of loaded modules from garbage collection.
 
     Spark's worker collects all garbage after every task (pyspark/daemon.py). With pandas and pyarrow loaded that visits

@@ -48,7 +48,7 @@ def takes_record(function: Callable[..., object], frame: types.FrameType | None)
     try:
         _, *rest = inspect.signature(function).parameters.values()
     except (TypeError, ValueError, NameError):
-        return False  # the check of the first parameter reports it
+        return False  # the check of the first parameter reports the error
     if not rest or rest[0].annotation is inspect.Parameter.empty:
         return False
     annotation = resolve_annotation(function, rest[0].annotation, frame)
@@ -89,10 +89,10 @@ def may_return_none(function: Callable[..., object]) -> bool:
         annotation = inspect.signature(function).return_annotation
         return annotation is inspect.Signature.empty or _allows_none(resolve_annotation(function, annotation, None))
     except ConfigurationError:
-        # It names something imported for type checkers only, or local to another function.
+        # The annotation names something imported for type checkers only, or local to another function.
         return not isinstance(annotation, str) or _NAMES_NONE.search(annotation) is not None
     except (TypeError, ValueError, NameError):
-        return True  # the check of its parameters reports it
+        return True  # the check of the function's parameters reports the error
 
 
 def _allows_none(annotation: Any) -> bool:

@@ -107,7 +107,7 @@ def run_one(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def close() -> None:
     """Cancel the tasks that still run on this thread's loop, and close the loop."""
     runner, _thread_loop.runner = _thread_loop.runner, None
-    if runner is not None and not runner.get_loop().is_closed():  # a function may have closed it
+    if runner is not None and not runner.get_loop().is_closed():  # a function may have closed the loop
         runner.close()
 
 
@@ -137,7 +137,7 @@ async def outcome_of(coroutine: Coroutine[Any, Any, Any]) -> Outcome:
         return await coroutine
     except BaseException as error:  # noqa: BLE001 - the caller decides
         if (interruption := interruption_of(error)) is not None:
-            _stop_with(interruption)  # at once: the others may run for a long time
+            _stop_with(interruption)  # stop at once: other coroutines may run for a long time
         return error
 
 

@@ -44,7 +44,7 @@ Hook = TypeVar("Hook", bound=Callable[[], object])
 
 
 class App:
-    """Functions from source topics to destination topics under one id.
+    """Holds functions from source topics to destination topics under one id.
 
     The id is the consumer group, and the prefix of every transactional id. An App itself does no I/O; `eos run`,
     `eos.run` and Spark run it.
@@ -55,7 +55,7 @@ class App:
     def __init__(self, id: str) -> None:
         _check_name(id, "the id of an App")
         self.id = id
-        self.routes: dict[str, Route] = {}  # by source topic, including topics that patterns matched
+        self.routes: dict[str, Route] = {}  # the routes by source topic, including topics that patterns matched
         self.patterns: dict[re.Pattern[str], Route] = {}
         self.start_hooks: list[Callable[[], object]] = []
         self.stop_hooks: list[Callable[[], object]] = []
@@ -83,7 +83,7 @@ class App:
     def follows(self, route: Route) -> bool:
         """Return whether a function with time reads what another function of the App writes.
 
-        Its time is then not that of its own records (eos/worker/watermarks.py).
+        The time of such a function is not that of its own records (eos/worker/watermarks.py).
         """
         return route.uses_time and not self.chained.isdisjoint(route.sources)
 
@@ -234,7 +234,7 @@ class App:
             more: dict[str, Any] = {"stores": stores, "name": name, "with_record": with_record, "timing": timing}
             route = Route(function, annotation, sources, destinations, False, policy, *coders, **more)
             if timing.windows is not None:
-                route.handlers[""] = make_window_cleaner(route)  # until on_close names another one
+                route.handlers[""] = make_window_cleaner(route)  # until on_close names another function
             self._add(route)
             return function
 
@@ -301,9 +301,9 @@ class App:
         """Decorate the function that runs once for each window of `function`, when the window is final.
 
         Its first parameter gets the `Window`. Further parameters are states of `function`, with the same names and
-        annotations. An output has the key of the window, and is a millisecond older than its end, unless it sets its
-        own. The window's state is deleted afterwards. `to` and the error policy are as in `on_timer`. The decorator
-        returns the function unchanged.
+        annotations. An output has the key of the window and a timestamp one millisecond before the window's end, unless
+        it sets its own. The window's state is deleted afterwards. `to` and the error policy are as in `on_timer`. The
+        decorator returns the function unchanged.
         """
         route = self._route_of(function, "on_close")
         if route.timing.windows is None:

@@ -147,7 +147,7 @@ class Layer:
         self.changed: dict[bytes, Value] = {}
         # `changed` by row and field, after a row has been read in order.
         self._rows: dict[bytes, Overlay[Value]] | None = None
-        self._bounds: dict[bytes, Bounds] = {}  # of rows that were read in order
+        self._bounds: dict[bytes, Bounds] = {}  # the bounds of rows that were read in order
 
     def get(self, cell: bytes) -> Value:
         return self.changed[cell] if cell in self.changed else self._below.get(cell)

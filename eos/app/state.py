@@ -99,12 +99,12 @@ class Store(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
-        """Return whether the function keeps values in it; False for Timers."""
+        """Return whether the function keeps values in the store; False for Timers."""
         return self.kind is not Timers
 
     @property
     def stored_name(self) -> str:
-        """Return its name in the changelog."""
+        """Return the store's name in the changelog."""
         return self.was or self.name
 
     @property
@@ -399,7 +399,8 @@ class MapState(_KeyedState, MutableMapping[K, V]):
             passed = field if back else after
             if value is not _ABSENT:
                 yield unfield(field), value
-                # before the cells are read: after the function has returned they may belong to another transaction
+                # Check before the cells are read: after the function has returned they may belong to another
+                # transaction.
                 self._open()
         self._bounds = self._bounds.at_end(passed, start if back else stop, back)
 
@@ -523,7 +524,7 @@ class _Numbered(MapState[int, Any]):
             self._bounds = self._read_bounds(cells)
         if self._bounds.high == AFTER_FIELDS:
             next(self._entries(b"", None, back=True), None)
-        high = self._bounds.high  # the last number and a zero byte; or a number that is free again; or empty
+        high = self._bounds.high  # the last number and a zero byte, or a number that is free again, or empty bytes
         field = self._compiled.field(self._compiled.decode_key(high[:8]) + len(high) - 8 if high else 0)
         self._seen.setdefault(field, _NO_VALUE)
         self._set(field, value)

@@ -52,7 +52,7 @@ def find_stores(function: Callable[..., Any], frame: types.FrameType | None, bat
     try:
         first, *parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError, NameError):
-        return ()  # the check of the first parameter reports it
+        return ()  # the check of the first parameter reports the error
     _check_first_parameter(function_name(function), first, resolve_annotation(function, first.annotation, frame))
     found = []
     for parameter in parameters:

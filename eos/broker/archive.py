@@ -67,7 +67,7 @@ def _verify(java: Path, jars: Sequence[Path], part: Path) -> None:
         return
     command = [str(java), "-Xshare:on", "-XX:+VerifySharedSpaces", f"-XX:SharedArchiveFile={part}"]
     command += ["-cp", os.pathsep.join(map(str, jars)), "-version"]
-    with tempfile.TemporaryDirectory() as crash:  # for the report of a crash
+    with tempfile.TemporaryDirectory() as crash:  # receives the report if the JVM crashes
         whole = subprocess.run(command, cwd=crash, capture_output=True, check=False).returncode == 0
     if not whole:
         part.unlink()
@@ -106,5 +106,5 @@ def _write_archive(version: str, part: Path) -> None:
         producer.send_offsets_to_transaction(read, consumer.consumer_group_metadata())
         producer.commit_transaction()
         consumer.close()
-        # Stop it cleanly: the JVM writes the archive at its end.
+        # Stop the node cleanly: the JVM writes the archive at its end.
         kafka.stop(0)

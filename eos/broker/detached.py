@@ -221,7 +221,7 @@ class DetachedKafka:
                 try:
                     os.kill(pid, number)
                 except ProcessLookupError:
-                    continue  # it ended after the check
+                    continue  # the process ended after the check
 
     def _wait_down(self, running: dict[int, int], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

@@ -91,7 +91,7 @@ class Node:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd=self.directory,  # for the report of a crashed JVM
+            cwd=self.directory,  # a JVM that crashes writes its report here
         )
 
     def _copy_format(self, storage: Path, cluster_id: str) -> None:

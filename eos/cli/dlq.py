@@ -258,7 +258,7 @@ def _report_missing(selection: Selection, limit: int | None = None) -> None:
     """Print the requested records without a pending dead letter. Raises UsageError if no dead letter was selected."""
     sentences = [f"no pending dead letter of {log.printable(place)}" for place in sorted(selection.missing)]
     if selection.selected or selection.selects_all:
-        for sentence in sentences if limit is None else ():  # with a limit some dead letters were not read
+        for sentence in sentences if limit is None else ():  # with a limit, some dead letters were not read
             _warn(sentence)
         return
     more = f", nor of {len(sentences) - 1} other records" if len(sentences) > 1 else ""

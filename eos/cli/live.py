@@ -24,15 +24,15 @@ class Rates:
     """Compute the records per second of each worker between two readings. A restarted worker counts from zero."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[float, int]] = {}
+        self._last_readings: dict[str, tuple[float, int]] = {}
         self._rate: dict[str, float] = {}
 
     def of(self, status: Status) -> float:
-        at, before = self._last.get(status.instance, (status.started_at, 0))
+        at, before = self._last_readings.get(status.instance, (status.started_at, 0))
         if status.at - at >= _INTERVAL_S:
             gained = status.records_in - before if status.records_in >= before else status.records_in
             self._rate[status.instance] = gained / (status.at - at)
-            self._last[status.instance] = (status.at, status.records_in)
+            self._last_readings[status.instance] = (status.at, status.records_in)
         return self._rate.get(status.instance, 0.0)
 
 

@@ -126,7 +126,8 @@ def _restart_app(loaded: Settings, app: App, where: Target, wait: float, dry_run
     for topic in plan.between:
         print(f"to be emptied: {topic}, between functions")
     if outputs := sorted(app.destinations - app.chained):
-        print(f"unchanged: {', '.join(outputs)}; its readers get the outputs of {plan.again} input records again")
+        count = plan.offsets_read_again
+        print(f"unchanged: {', '.join(outputs)}; its readers get the outputs of {count} input records again")
     if dry_run:
         return
     confirm(f"delete the state of {app.id} and handle its input again", yes)

@@ -35,7 +35,7 @@ _LOCAL_LEVELS = {"debug": "WARN"}
 
 @app.callback()
 def spark() -> None:
-    """Apps on Spark."""
+    """Run Apps on Spark."""
 
 
 @app.command("run")

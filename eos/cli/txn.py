@@ -240,8 +240,8 @@ def _print_table(table: Table, nothing: str, rows: int) -> None:
 
 
 def _open_for(row: ListedTransaction) -> str:
-    """Return how long a transaction has been open; "-" if it has ended, because its start time is then that of the last
-    one."""
+    """Return how long a transaction has been open; "-" if it has ended, because the coordinator then reports the start
+    time of the last transaction."""
     if row.state in ENDED or row.start_ms < 0:
         return "-"
     return f"{max(0.0, time.time() - row.start_ms / 1000):.1f} s"

@@ -38,7 +38,7 @@ class Found:
     """Holds the records read after the run: flights and committed outputs, and a count with read_uncommitted."""
 
     flights: Log
-    outputs: Log  # of topics.OUTPUTS, in this order
+    outputs: Log  # the records of topics.OUTPUTS, in this order
     uncommitted: int  # records that a read_uncommitted reader gets from the same topics
     committed: Mapping[TopicPartition, int]
     ends: Ends

@@ -34,7 +34,8 @@ _TOPICS = (
     NewTopic(HOURS, topics.PARTITIONS, config={"cleanup.policy": "compact"}),
 )
 _WORK_TIMEOUT_S = 400.0
-_BATCHES = 6  # about this many for any number of flights: a kill must come between the first and the last
+# Approximate number of batches, for any number of flights: a kill must come between the first and the last.
+_BATCHES = 6
 _JVM_EXIT_TIMEOUT_S = 60.0
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -84,7 +84,7 @@ def directory_for_logs() -> Iterator[Path]:
             raise
         directory.rmdir()
         raise
-    except BaseException:  # after an interrupt nobody reads them
+    except BaseException:  # after an interrupt nobody reads the logs
         shutil.rmtree(directory, ignore_errors=True)
         raise
     shutil.rmtree(directory)
@@ -117,7 +117,7 @@ def target(name: str = "flights") -> str:
 
 
 def _displayed_target() -> str:
-    """Return the argument as one would type it here; the workers themselves run in another directory."""
+    """Return the argument as a user would type it here; the workers themselves run in another directory."""
     return target().removeprefix(f"{Path.cwd()}{os.sep}")
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from eos.errors import causes
 
 MAX_FRAMES = 5  # maximum number of frames
-MAX_TEXT_BYTES = 1_000  # for all frames together; a line of code may be long
+MAX_TEXT_BYTES = 1_000  # limit for all frames together; a line of code may be long
 _MAX_LINE_CHARACTERS = 200
 
 _OURS = str(Path(__file__).parent.parent) + os.sep

@@ -60,5 +60,5 @@ def tally_of(metadata: str | None) -> Tally | None:
         if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:
             return None
     except (ValueError, KeyError, TypeError):
-        return None  # another program wrote it, or a worker without lineage
+        return None  # another program wrote the metadata, or a worker without lineage
     return Tally(begin, inputs, outputs)

@@ -150,7 +150,7 @@ def _find_type(kinds: type[_Node] | tuple[type[_Node], ...], node: object, seen:
     if isinstance(node, tuple):
         children = node
     elif isinstance(node, msgspec.inspect.Field):
-        children = (node.type,)  # its default is the user's object
+        children = (node.type,)  # only the type: the field's default is the user's object
     elif isinstance(node, msgspec.inspect.Type):
         children = tuple(getattr(node, name) for name in node.__struct_fields__)
     return next((found for child in children if (found := _find_type(kinds, child, seen)) is not None), None)
@@ -188,7 +188,7 @@ def _str(value: bytes | None) -> str:
 def wrap_decoder(decode: Callable[[bytes], Any] | None, annotation: object) -> Decode | None:
     """Return a user's decoder with the common rules.
 
-    It gets bytes only, its exceptions become DecodeError, and the annotation decides about tombstones.
+    The decoder gets only bytes, its exceptions become DecodeError, and the annotation decides about tombstones.
     """
     if decode is None:
         return None

@@ -38,7 +38,7 @@ from eos.records import Each, Feed, FeedResult, Header, Record, Send, format_pos
 Position = tuple[str, int, int]  # topic, partition and offset of a record
 
 _TIMERS_AT_ONCE = 500
-_LINES, _LINES_INTERVAL_S = 10, 10.0  # at most this many lines about single records per interval
+_LINES, _LINES_INTERVAL_S = 10, 10.0  # maximum number of log lines about single records per interval
 # The maximum number of lines of the user's code whose failures are logged with frames. A function created for each
 # record would have endlessly many.
 _MOST_TRACES = 100
@@ -54,15 +54,16 @@ _NO_THREAD = "can't start new thread"  # the message of a RuntimeError without a
 
 
 class RecordRefused(Exception):
-    """The client or the broker permanently refused an output of the record."""
+    """Reports that the client or the broker permanently refused an output of the record."""
 
 
 class DeadLetterRefused(Exception):
-    """The client or the broker refused the dead letter of the record too; the record has no other destination."""
+    """Reports that the client or the broker refused the record's dead letter too. The record has no other
+    destination."""
 
 
 class Feeds(Protocol):
-    """The part of a transaction that a handler uses.
+    """Defines the part of a transaction that a handler uses.
 
     `waited_s`: seconds that sends have waited for room in the client's queue, in this transaction and earlier ones.
     `is_over`: the transaction should end soon.
@@ -117,7 +118,7 @@ class Collector:
 
 
 class Halt(NamedTuple):
-    """The end of a transaction's records: only the first `handled` records are done.
+    """Ends a transaction's records early: only the first `handled` records are done.
 
     `error`: the run ends with this error once those records are committed. None: the next record is handed out in
     another transaction, after `pause_s` seconds if it failed.
@@ -129,11 +130,12 @@ class Halt(NamedTuple):
 
 
 _EARLIER_TIMER: Final = Halt(0)
-"""Stands for the end of due timers before one that is no longer the first: a timer function has set an earlier one."""
+"""Stands for a stop before a due timer that is no longer the first, because a timer function has set an earlier
+timer."""
 
 
 class TimedCall(NamedTuple):
-    """One call of a route's function, or successive calls on single records, with its duration."""
+    """Holds one call of a route's function, or successive calls on single records, with the duration."""
 
     route: Route
     records: list[Record]
@@ -146,9 +148,9 @@ class Handler:
     An `async def` runs on at most `concurrent_most` records at once, a batch function gets at most `batch_most`.
     `passing`: names of headers, see Route. `policy`: applies to all functions in place of their own. `cells_of`:
     returns where the state of a function is kept. `tasks_of`: returns the tasks of a function, by partition.
-    `silent_until_ms` returns up to which time the event time of a partition follows the clock, given how long it must
-    have been silent; 0: it does not. `watermark_ms` returns the time that a partition has reached whose function reads
-    what another function of the App writes.
+    `silent_until_ms` returns the time up to which a partition's event time follows the clock, given how long the
+    partition must have been silent; 0: it does not follow the clock. `watermark_ms` returns the event time that a
+    partition has reached, for a function that reads the output of another function of the App.
     """
 
     def __init__(
@@ -171,9 +173,9 @@ class Handler:
         self._sizes = SliceSizes(batch_most, concurrent_most)
         self._feeds: dict[Route, Feed] = {}
         self._timed: dict[Route, Route] = {}  # functions that use time, with their timer functions and tasks
-        self._fired: list[Record] = []  # the last timers that fired in the open transaction
-        self._one_timer = False  # each transaction fires one timer only
-        self._following: set[Route] = set()  # those whose time is not that of their own records
+        self._last_fired: list[Record] = []  # the last timers that fired in the open transaction
+        self._fires_one_at_a_time = False  # each transaction fires only one timer
+        self._downstream: set[Route] = set()  # routes whose event time is not that of their own records
         self._tasks_of: Callable[[Route], Mapping[Partition, TaskCells]] = tasks_of or (lambda _: {})
         for route in app.functions:
             if ledger is not None:
@@ -184,30 +186,30 @@ class Handler:
             if route.uses_time:
                 self._timed[route] = made
                 if app.follows(route):
-                    self._following.add(made)
+                    self._downstream.add(made)
                 self._feeds |= {handler: handler.feed for handler in made.handlers.values()}
         # The failures of each record. Kept until its offset is committed, because an abort hands the
         # record out again.
         self._failures: dict[Position, int] = {}
-        # Records that are not run like the others when they are handed out again. A refused record has its error, until
+        # Records that run alone when they are handed out again. A refused record has its error, until
         # its offset is committed: two refused records in one transaction must both be remembered. A record that is
         # retried has None. While there are any, records take the slower path.
-        self._special: dict[Position, BaseException | None] = {}
-        self._dead: set[Position] = set()  # records whose dead letters the last call of `handle` sent
+        self._isolated: dict[Position, BaseException | None] = {}
+        self._dead_lettered: set[Position] = set()  # records whose dead letters the last call of `handle` sent
         self._record_log = _RecordLog(now)
         # The earliest time at which the first output of the open transaction was sent, and its `waited_s` at that time.
-        self._sending: tuple[float, float] | None = None
+        self._first_output: tuple[float, float] | None = None
         self.longest: TimedCall | None = None
-        """The longest call since `begun`."""
+        """The longest call since the last call of `begun`."""
 
     def open_s(self, txn: Feeds, now: float) -> float:
         """Return the longest time for which the broker may have known the open transaction, without waits for room.
 
         The broker's clock starts with the first output; the result is 0 before it.
         """
-        if self._sending is None:
+        if self._first_output is None:
             return 0.0
-        since, waited_s = self._sending
+        since, waited_s = self._first_output
         return now - since - (txn.waited_s - waited_s)
 
     def _feed_of(self, each: Each) -> Feed:
@@ -218,10 +220,10 @@ class Handler:
         began, waited_s = self._now(), txn.waited_s
         fed = txn.feed(feed, records)
         ended = self._now()
-        if self._sending is None and fed.sent:
+        if self._first_output is None and fed.sent:
             # A single call sends nothing before it ends.
             single = route.batch or route.concurrent or len(records) == 1
-            self._sending = (ended, txn.waited_s) if single else (began, waited_s)
+            self._first_output = (ended, txn.waited_s) if single else (began, waited_s)
         is_longest = self.longest is None or ended - began > self.longest.seconds
         if is_longest and route.gives is None:  # a timer function has no records that could be handled one by one
             self.longest = TimedCall(route, records, ended - began)
@@ -230,51 +232,53 @@ class Handler:
     # ---- notifications from the session -------------------------------------------------------------------------
 
     def begun(self) -> None:
-        """Note that a transaction is open and empty."""
-        self.longest = self._sending = None
-        self._fired = []
+        """Note that a transaction has begun, without outputs so far."""
+        self.longest = self._first_output = None
+        self._last_fired = []
 
     def ended(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
         """Forget the failures of records that are now committed or assigned to another member."""
-        if self._special or self._failures:
-            self._special = {p: error for p, error in self._special.items() if _is_due(p, owned, committed)}
+        if self._isolated or self._failures:
+            self._isolated = {p: error for p, error in self._isolated.items() if _is_due(p, owned, committed)}
             self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
 
     def unreadable(self, position: Position, why: str) -> None:
         """Note that this record was fetched but cannot be read, so that its function does not get it."""
-        self._special[position] = DecodeError(why)
+        self._isolated[position] = DecodeError(why)
 
     def refused(self, record: Record, failure: Exception) -> None:
-        """Note that an output of the record was refused; its transaction aborts and all of its records come again."""
+        """Note that an output of the record was refused. The transaction aborts, and all of its records are handed out
+        again."""
         position = _position(record)
-        error: Exception = (DeadLetterRefused if position in self._dead else RecordRefused)(str(failure))
+        error: Exception = (DeadLetterRefused if position in self._dead_lettered else RecordRefused)(str(failure))
         error.__cause__ = failure
-        self._special[position] = error
+        self._isolated[position] = error
 
     def isolate_timers(self) -> None:
-        """Fire the next timers one per transaction, to find the one of which an output is refused."""
-        self._one_timer = True
+        """Fire each of the next timers in its own transaction, to find the timer with the refused output."""
+        self._fires_one_at_a_time = True
 
     def refused_of_timers(self, failure: Exception) -> bool:
-        """Note that an output of the timers in the aborted transaction was refused; return whether there were any."""
-        if self._fired and self._one_timer:
-            self._one_timer = False
-            self.refused(self._fired[-1], failure)
-        elif self._fired:
-            self._one_timer = True
+        """Note that an output of timers in the aborted transaction was refused. Return whether it had fired any
+        timers."""
+        if self._last_fired and self._fires_one_at_a_time:
+            self._fires_one_at_a_time = False
+            self.refused(self._last_fired[-1], failure)
+        elif self._last_fired:
+            self._fires_one_at_a_time = True
         return self.has_fired
 
     @property
     def has_fired(self) -> bool:
-        """Return whether timers fired in the open transaction, or in the one that was aborted last."""
-        return bool(self._fired)
+        """Return whether timers fired in the open transaction, or in the last aborted transaction."""
+        return bool(self._last_fired)
 
     def tick(self) -> None:
-        """Log the lines that the limit held back, once the interval is over; called even without records."""
+        """Log a summary of the suppressed lines once the interval is over. Called even when there are no records."""
         self._record_log.tick()
 
     def end(self) -> None:
-        """Log the lines that the limit held back; there are no more records."""
+        """Log a summary of the suppressed lines at the end of the run."""
         self._record_log.log_rest()
 
     # ---- handling -----------------------------------------------------------------------------------------------
@@ -291,7 +295,7 @@ class Handler:
 
     def handle_route(self, txn: Feeds, route: Route, records: list[Record]) -> Halt | None:
         """Handle the records of one route, as `handle` does."""
-        self._dead.clear()
+        self._dead_lettered.clear()
         halt = self._run(txn, route, records)
         if (timed := self._timed.get(route)) is None:
             return halt
@@ -308,7 +312,7 @@ class Handler:
         while at < len(records):
             size = self._run_length(records, at, most)
             part = records[at : at + size] if at or size < len(records) else records
-            error = self._special.get(_position(part[0])) if self._special else None
+            error = self._isolated.get(_position(part[0])) if self._isolated else None
             if error is None:
                 fed = self._feed(txn, feed, route, part)
                 if isinstance(fed.error, TimersDue) and route.gives is not None:
@@ -319,27 +323,27 @@ class Handler:
                     if halt is not None:
                         return halt._replace(handled=at)
                     continue
-                at, error = at + fed.handled, fed.error and self._blame(route, records[at + fed.handled], fed.error)
+                at, error = at + fed.handled, fed.error and self._classify(route, records[at + fed.handled], fed.error)
                 if error is None:
-                    if self._special:
-                        self._special.pop(_position(part[0]), None)
+                    if self._isolated:
+                        self._isolated.pop(_position(part[0]), None)
                     continue
                 if len(part) > 1 and route.batch and not isinstance(error, EosError):
                     if self._policy_of(route) == stop:
                         return Halt(at, _poison_batch(route, part, error))
                     most = 1  # record by record from here on, to find the one that failed
                     continue
-            halt = self._by_policy(txn, route, records[at], error)
+            halt = self._apply_policy(txn, route, records[at], error)
             if halt is not None:
                 return halt._replace(handled=at)
             at += 1
         return None
 
     def _run_length(self, records: list[Record], at: int, most: int) -> int:
-        """Return how many records from `at` on run together; special records run alone."""
-        if self._special:
+        """Return how many records from `at` on run together; isolated records run alone."""
+        if self._isolated:
             for number, record in enumerate(records[at : at + most]):
-                if _position(record) in self._special:
+                if _position(record) in self._isolated:
                     return max(1, number)
         return most
 
@@ -347,32 +351,32 @@ class Handler:
 
     def has_due_timers(self) -> bool:
         """Return whether timers are due although no record waits."""
-        return any(True for _ in self._waiting())
+        return any(True for _ in self._find_due_tasks())
 
     def fire_waiting(self, txn: Feeds) -> Halt | None:
         """Fire the timers that are due without a further record: those of the clock, those left by a transaction, and
         those of silent partitions."""
-        for timed in self._following:
+        for timed in self._downstream:
             for partition, task in self._tasks_of(timed).items():
                 task.time_ms = max(task.time_ms, self._watermark_ms(partition))
-        for timed, partition, task, timers, until_ms in self._waiting():
+        for timed, partition, task, timers, until_ms in self._find_due_tasks():
             if (halt := self._fire(txn, timed, partition, task, timers, until_ms)) is not None:
                 return halt
         return None
 
-    def advance(self, txn: Feeds, to_ms: int, only_following: bool = False) -> Halt | None:
+    def advance(self, txn: Feeds, to_ms: int, only_downstream: bool = False) -> Halt | None:
         """Move the time of all tasks to `to_ms`, as records of that time would, and fire all timers that are due.
 
-        `only_following`: leave out functions whose time is that of their own records.
+        `only_downstream`: leave out functions whose time is that of their own records.
         """
-        for timed in self._following if only_following else self._timed.values():
+        for timed in self._downstream if only_downstream else self._timed.values():
             for partition, task in list(self._tasks_of(timed).items()):
                 task.time_ms = max(task.time_ms, to_ms)
                 if (halt := self._fire(txn, timed, partition, task, task.timers, task.time_ms)) is not None:
                     return halt
         return self.fire_waiting(txn)
 
-    def _waiting(self) -> Iterator[tuple[Route, Partition, TaskCells, DueTimers, int]]:
+    def _find_due_tasks(self) -> Iterator[tuple[Route, Partition, TaskCells, DueTimers, int]]:
         """Yield each function and task whose timers are due although no record arrived, with the time up to which they
         fire."""
         for timed in self._timed.values():
@@ -381,7 +385,7 @@ class Handler:
                 clock_ms = task.clock_ms()
                 if task.clock_timers.due(clock_ms, 1):
                     yield timed, partition, task, task.clock_timers, clock_ms
-                now_ms = max(task.time_ms, self._watermark_ms(partition) if timed in self._following else 0)
+                now_ms = max(task.time_ms, self._watermark_ms(partition) if timed in self._downstream else 0)
                 if task.timers.due(now_ms, 1):
                     yield timed, partition, task, task.timers, now_ms
                 if idle_ms is None or not task.timers.due(clock_ms - idle_ms, 1):
@@ -410,27 +414,28 @@ class Handler:
     ) -> Halt | None:
         """Fire the timers of a task that are due, in order. Halt if the transaction is over before all have fired."""
         window_of = functools.partial(find_window, timed.timing, task)
-        while due := timers.due(until_ms, 1 if self._one_timer else _TIMERS_AT_ONCE):
+        while due := timers.due(until_ms, 1 if self._fires_one_at_a_time else _TIMERS_AT_ONCE):
             if timers is task.timers:
                 task.time_ms = max(task.time_ms, due[-1][0])
             fired = [record_of(*partition, cell, due_ms, window_of) for due_ms, cell in due]
-            self._fired = fired
+            self._last_fired = fired
             for name, group in itertools.groupby(fired, key=_timer_name):
                 if (handler := timed.handlers.get(name)) is None:
-                    return Halt(0, _unknown_timer(timed, name))
+                    return Halt(0, _unknown_timer_error(timed, name))
                 halt = self._run(txn, handler, list(group))
                 if halt is _EARLIER_TIMER:
                     break
                 if halt is not None:
                     return halt._replace(handled=0)
-            if txn.is_over or self._one_timer:
+            if txn.is_over or self._fires_one_at_a_time:
                 return Halt(0)
         return None
 
     # ---- a record that failed -----------------------------------------------------------------------------------
 
-    def _by_policy(self, txn: Feeds, route: Route, record: Record, error: BaseException) -> Halt | None:
-        """Apply the route's policy to a record whose outputs cannot be sent; None: go on with the next record."""
+    def _apply_policy(self, txn: Feeds, route: Route, record: Record, error: BaseException) -> Halt | None:
+        """Apply the route's policy to a record whose outputs cannot be sent. None means to continue with the next
+        record."""
         if isinstance(error, EosError):
             return Halt(0, error)  # the App is wrong, not the record (an undeclared destination, ...)
         position = _position(record)
@@ -438,7 +443,7 @@ class Handler:
         last, policy = isinstance(error, DeadLetterRefused), self._policy_of(route)
         wait_s = policy.wait_s(failures) if not last and _is_retried(policy, error) else None
         if wait_s is not None:
-            self._special[position] = None
+            self._isolated[position] = None
             self._record_log.line(
                 "record failed, retry scheduled", record, error, frames_of(error), after_s=wait_s, failures=failures
             )
@@ -453,20 +458,20 @@ class Handler:
             self._record_log.line("record skipped", record, error, frames)
         else:
             sends.append(make_dead_letter(record, error, frames, self._app.id, route.name))
-            self._dead.add(position)
+            self._dead_lettered.add(position)
             txn.count(dead_letters=1)
             self._record_log.line("dead letter", record, error, frames, to=sends[0][0])
         self._feed(txn, self._feed_of(lambda _: iter([sends])), route, [record])
         if route.discard is not None:
             route.discard(record)
             self._failures.pop(position, None)
-            self._special.pop(position, None)
+            self._isolated.pop(position, None)
         return None
 
     def _policy_of(self, route: Route) -> Policy:
         return route.on_error if self._policy is None else self._policy
 
-    def _blame(self, route: Route, record: Record, error: BaseException) -> BaseException:
+    def _classify(self, route: Route, record: Record, error: BaseException) -> BaseException:
         """Return Temporary for an error that shows a lack of memory, files, threads or disk on this machine.
 
         Such an error is not a failure of the record: a policy would skip it, and then the next one. The error stays as
@@ -476,9 +481,9 @@ class Handler:
         named = self._policy_of(route).on
         if cause is None or isinstance(error, named) or isinstance(cause, named):
             return error
-        where = _where(record)
+        where = _describe_position(record)
         temporary = Temporary(
-            f"{route.name} ran out of resources on {where}: {_named(class_name(error), error)}",
+            f"{route.name} ran out of resources on {where}: {_describe_failure(class_name(error), error)}",
             remedy="the record counts as unread; give the process more of the resource that the error names "
             "(memory, files, threads, disk)",
         )
@@ -512,8 +517,8 @@ def _position(record: Record) -> Position:
     return record.topic, record.partition, record.offset
 
 
-def _where(record: Record) -> str:
-    """Return the position of a record for messages; for a timer, which timer it is."""
+def _describe_position(record: Record) -> str:
+    """Return the position of a record for messages. For a record that stands for a timer, describe the timer."""
     due = due_of(record)
     return format_position(*_position(record)) if due is None else describe(due)
 
@@ -524,7 +529,7 @@ def _timer_name(fired: Record) -> str:
     return due.name
 
 
-def _unknown_timer(timed: Route, name: str) -> ConfigurationError:
+def _unknown_timer_error(timed: Route, name: str) -> ConfigurationError:
     return ConfigurationError(
         f"the timer {name!r} of {timed.name} is due, but no function runs for it: the code had one when it was set",
         remedy=f'add it again with @app.on_timer({timed.name}, "{name}")',
@@ -538,8 +543,8 @@ def _is_due(position: Position, owned: Collection[Partition], committed: Mapping
 
 
 def _poison(route: Route, record: Record, error: BaseException) -> PoisonRecord:
-    where = _where(record)
-    sentence = f"{route.name} failed on {where}: {_named(type(error).__name__, error)}"
+    where = _describe_position(record)
+    sentence = f"{route.name} failed on {where}: {_describe_failure(type(error).__name__, error)}"
     return _with_cause(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
 
 
@@ -547,15 +552,16 @@ def _poison_batch(route: Route, records: list[Record], error: BaseException) -> 
     """Return the error of a failed batch; policy stop does not run the batch again to find the record."""
     spans = spans_of(records).items()
     where = ", ".join(f"{topic}[{partition}]@{first}..{last}" for (topic, partition), (first, last) in spans)
-    sentence = f"{route.name} failed on one of {len(records)} records ({where}): {_named(type(error).__name__, error)}"
+    failure = _describe_failure(type(error).__name__, error)
+    sentence = f"{route.name} failed on one of {len(records)} records ({where}): {failure}"
     head = records[0]
     poison = PoisonRecord(sentence, head.topic, head.partition, head.offset)
     poison.remedy = "an on_error= policy finds out which record it is (docs/howto/failures.md)"
     return _with_cause(poison, error)
 
 
-def _named(name: str, error: BaseException) -> str:
-    """Return the name of a failure, with its message if it has one."""
+def _describe_failure(name: str, error: BaseException) -> str:
+    """Return the class name of an exception, with its message if it has one."""
     return f"{name}: {message}" if (message := short_message(error)) else name
 
 
@@ -565,19 +571,19 @@ def _with_cause(poison: PoisonRecord, error: BaseException) -> PoisonRecord:
 
 
 class _RecordLog:
-    """The log lines about single records, limited in number.
+    """Limits the number of log lines about single records.
 
     A topic full of failing records must not fill the disk with its log, but every kind of failure must appear in it. So
     the first failure at each line of the user's code is always logged with its frames. Lines above the limit are
-    summed up at the end of the interval and of the run.
+    suppressed and summarised at the end of the interval and of the run.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._since, self._lines = 0.0, 0
+        self._interval_began, self._lines = 0.0, 0
         self._traced: set[tuple[object, ...]] = set()
         self._unlogged: dict[str, int] = {}  # by event
-        self._last: tuple[Record, str] | None = None  # the last record that was not logged, and its error
+        self._last_unlogged: tuple[Record, str] | None = None  # the last record that was not logged, and its error
 
     def line(self, event: str, record: Record, error: BaseException, frames: list[Frame], **more: object) -> None:
         self.tick()
@@ -585,7 +591,7 @@ class _RecordLog:
         self._lines += 1
         if not first and self._lines > _LINES:
             self._unlogged[event] = self._unlogged.get(event, 0) + 1
-            self._last = record, _named(class_name(error), error)
+            self._last_unlogged = record, _describe_failure(class_name(error), error)
             return
         if first and frames:
             more["trace"] = format_frames(frames, " > ")
@@ -593,7 +599,7 @@ class _RecordLog:
             more["at"] = f"{frames[-1].file}:{frames[-1].line}"
         where: dict[str, object] = {"topic": record.topic, "partition": record.partition}
         where |= {"offset": record.offset} if (due := due_of(record)) is None else {"timer": describe(due)}
-        log.warning(event, **where, error=_named(class_name(error), error), **more)
+        log.warning(event, **where, error=_describe_failure(class_name(error), error), **more)
 
     def _is_first(self, line: tuple[object, ...]) -> bool:
         """Return whether a failure at this line of code is logged for the first time."""
@@ -603,17 +609,17 @@ class _RecordLog:
         return True
 
     def tick(self) -> None:
-        """Log the sum of the held-back lines once the interval is over."""
+        """Log a summary of the suppressed lines once the interval is over."""
         now = self._now()
-        if now - self._since >= _LINES_INTERVAL_S:
+        if now - self._interval_began >= _LINES_INTERVAL_S:
             self.log_rest()
-            self._since, self._lines = now, 0
+            self._interval_began, self._lines = now, 0
 
     def log_rest(self) -> None:
-        if self._last is None:
+        if self._last_unlogged is None:
             return
-        record, error = self._last
-        last = _where(record)
+        record, error = self._last_unlogged
+        last = _describe_position(record)
         each = ", ".join(f"{event}: {count}" for event, count in self._unlogged.items())
         log.warning("more records failed", unlogged=sum(self._unlogged.values()), of=each, last=last, error=error)
-        self._unlogged, self._last = {}, None
+        self._unlogged, self._last_unlogged = {}, None

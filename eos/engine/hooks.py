@@ -20,11 +20,11 @@ from eos.errors import Temporary, raise_if_interrupted, safe_str
 
 
 class HookFailed(Temporary):
-    """A function of `on_start` or `on_stop` raised its `__cause__`; it affected no record."""
+    """Reports that a function of `on_start` or `on_stop` raised the `__cause__`. No record is affected."""
 
 
 class Hooks:
-    """The hooks of one run of an App."""
+    """Runs the hooks of one run of an App."""
 
     def __init__(self, app: App) -> None:
         self._app = app

@@ -15,7 +15,7 @@ _LARGEST = 2_000
 
 
 class SliceSizes:
-    """Sizes of the slices in which a worker handles records.
+    """Decides the sizes of the slices in which a worker handles records.
 
     A batch function gets at most `batch_most` records, and an `async def` runs on at most `concurrent_most` at once.
     Slices of other functions adapt to about 5 ms, so that a slow function still ends its transaction in time."""
@@ -29,7 +29,7 @@ class SliceSizes:
         return self.together(route, self._single)
 
     def together(self, route: Route | None, single: int) -> int:
-        """Return how many records of a route run at once; `single` if it takes one at a time."""
+        """Return how many records of a route run at once; `single` if its function takes one record at a time."""
         if route is not None and route.batch:
             return self.batch_most
         return self._concurrent_most if route is not None and route.concurrent else single

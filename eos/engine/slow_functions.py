@@ -29,13 +29,13 @@ DEFAULT_MAX_POLL_INTERVAL_MS = 300_000  # librdkafka's default
 
 @dataclass
 class _Attempt:
-    """A call over a limit whose transaction may be lost."""
+    """Holds a call that took longer than a limit, so that its transaction may be lost."""
 
     sentence: str
     who: Mapping[str, object]
     spans: dict[Partition, tuple[int, int]]  # first and last offset of the records
     is_one_call: bool  # one call was too slow; otherwise only several calls together were
-    is_group: bool  # that call handled several records
+    is_group: bool  # the slow call handled several records
 
     @property
     def is_single(self) -> bool:
@@ -43,16 +43,16 @@ class _Attempt:
 
 
 class SlowFunctions:
-    """The judgement about slow functions of one worker."""
+    """Judges which functions of one worker are too slow."""
 
     def __init__(self, settings: Settings) -> None:
         self._transaction_ms = settings.transaction_timeout_ms
         self._poll_ms = int(settings.get("max.poll.interval.ms", DEFAULT_MAX_POLL_INTERVAL_MS))
         self._most = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
-        self._attempts: dict[Partition, _Attempt] = {}  # of the open transaction, the last one per partition
+        self._attempts: dict[Partition, _Attempt] = {}  # the last attempt of each partition in the open transaction
         self._lost_twice: _Attempt | None = None
         self._slow: dict[Partition, int] = {}  # first record of each partition in a call that was lost
-        self._one_by_one: dict[Partition, int] = {}  # records up to these offsets run alone, to find the slow one
+        self._one_by_one: dict[Partition, int] = {}  # records up to these offsets run alone, to find the slow record
 
     @property
     def runs_one_by_one(self) -> bool:

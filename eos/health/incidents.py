@@ -14,7 +14,8 @@ from eos import log
 from eos.health.status import Incident
 
 _MAX_INCIDENTS = 50
-_MAX_CHARACTERS = 2_000  # per incident: all are sent with every status, and an exception may quote a whole record
+# Maximum length of an incident: every status contains all of them, and an exception may quote a whole record.
+_MAX_CHARACTERS = 2_000
 # Events below the level of a warning that help to explain a failure.
 _NOTABLE_EVENTS = frozenset(
     {"producer replaced", "partitions assigned", "partitions revoked", "partitions lost", "session started", "stopping"}

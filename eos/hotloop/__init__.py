@@ -1,4 +1,4 @@
-"""The code that runs once per record, between the consumer's message and the producer's queue.
+"""Runs the code that is called once per record, between the consumer's message and the producer's queue.
 
 Owns the choice between two forms of the same four functions: compiled (_native.c), if a compiler was available when the
 package was installed, and Python (python.py), which defines them. The compiled ones save a sixth to a quarter of the

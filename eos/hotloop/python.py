@@ -1,4 +1,4 @@
-"""The hot loop in Python: the reference for the compiled one (_native.c), step by step.
+"""Implements the hot loop in Python: the reference for the compiled one (_native.c), step by step.
 
 Change rules in both places; tests/unit/test_hotloop.py runs both on the same cases.
 """
@@ -26,11 +26,11 @@ Call = tuple[Any, ...]
 
 
 class _Nothing:
-    """A type without objects; it equals no partition."""
+    """Is a type without objects; it equals no partition."""
 
 
 class _Unusual(Exception):
-    """Raised for a result that the caller must handle."""
+    """Reports a result that the caller must handle."""
 
 
 # Not `m.headers()`: CPython does not check that call for an exception that the method set while returning a result.

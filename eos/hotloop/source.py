@@ -1,4 +1,4 @@
-"""The checksum of the source of a compiled loop, built into the loop and compared when the loop is imported.
+"""Computes the checksum of the source of a compiled loop, which is built into it and compared when it is imported.
 
 Used by build.py (by its path, before the package is installed) and by the import. It must import nothing that takes
 time, because a worker's start waits for it.

@@ -39,7 +39,7 @@ class CommitOffsets:
         self._positions, self._participants, self._owner_info, self._world = positions, participants, owner_info, world
         self._history = GroupHistory(settings, settings["group.id"], world)
         self._refresh_at = world.now()  # when all offsets are to be committed again
-        self._number = 0  # of the last commit that was started
+        self._number = 0  # number of the last commit that was started
         self._stamp: dict[str, object] = {}  # the mark that the last started commit wrote into its offset metadata
 
     def to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:

@@ -1,4 +1,4 @@
-"""The order of calls of a consume-transform-produce loop: the only place that decides to commit or abort.
+"""Defines the order of calls of a consume-transform-produce loop: the only place that decides to commit or abort.
 
 Modelled on franz-go's GroupTransactSession. Each part of a session (parts.py) has one task:
 
@@ -50,9 +50,9 @@ class Loop:
         self._stopping = parts.stopping
         self._recovery = Recovery(parts)
         self.group, self.now = parts.group, parts.world.now
-        self._last: Transaction | None = None  # the last transaction that began; its phase shows its progress
-        self._failure: CallFailed | None = None  # of a send in the open transaction
-        self._commit: Commit | None = None  # started, and its outcome is not noted yet
+        self._latest: Transaction | None = None  # the transaction that began last; its phase shows its progress
+        self._failure: CallFailed | None = None  # the failure of a send in the open transaction
+        self._commit: Commit | None = None  # a started commit whose outcome is not noted yet
         self._is_in_turn = False  # see _turn
 
     @property
@@ -61,7 +61,7 @@ class Loop:
 
     @property
     def _open(self) -> Transaction | None:
-        return self._last if self._last is not None and self._last.phase is _OPEN else None
+        return self._latest if self._latest is not None and self._latest.phase is _OPEN else None
 
     # ---- turns ------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Loop:
 
     @property
     def _is_stopping_in_turn(self) -> bool:
-        """True if a turn was interrupted and a stop was requested. Nothing is recovered then: `close` aborts."""
+        """Return True if a turn was interrupted and a stop was requested. Nothing is recovered then: `close` aborts."""
         return self._stopping() and self._is_in_turn
 
     def _next(self) -> Transaction | None:
@@ -145,12 +145,12 @@ class Loop:
         self._world.step("begun")
         self._failure = None
         self._consumer.begin_transaction()
-        if self._last is not None:
-            self._last.mark_aborted()  # marks a given-up one as aborted; others stay unchanged
+        if self._latest is not None:
+            self._latest.mark_aborted()  # marks a transaction that was given up as aborted; others stay unchanged
         now, first_ms = self._world.now(), self._positions.first_timestamp_ms
         begun = Transaction(self, now, self._pacing.begin(now), first_ms, self.waited_s)
         self._outcomes.begun(begun)
-        self._last = begun
+        self._latest = begun
 
     def close(self) -> None:
         """Abort the open transaction and close the producer. Nothing can begin or recover afterwards."""
@@ -260,22 +260,22 @@ class Loop:
         assert transaction is not None
         transaction.finish_handling(self._world.now())
         with self._recovering():
-            # 1 Choose the offsets. Records of a lost partition must not be committed, so a failed send does not count
+            # 1. Choose the offsets. Records of a lost partition must not be committed, so a failed send does not count
             # then.
             offsets = self._offsets.to_commit(self._consumer.start_offsets.uncommitted)
             self._consumer.raise_if_lost()
-            # 2 Send the participants' own records, for example changelogs.
+            # 2. Send the participants' own records, for example changelogs.
             for participant in self._participants:
                 participant.before_flush(self._send_all, offsets.keys())
             if self._failure is not None:
                 raise self._failure
-            # 3 Flush; raises the first delivery error.
+            # 3. Flush; raises the first delivery error.
             self._world.step("flush")
             self._producer.flush(lambda: self._fetcher.prefetch(self._positions.taken))
             self._world.step("flushed")
-            # 4 After the flush, check that we are still a member of the group and own all partitions.
+            # 4. After the flush, check that we are still a member of the group and own all partitions.
             group = self._consumer.group_metadata(offsets)
-            # 5 Send the offsets and commit, on the committer's thread.
+            # 5. Send the offsets and commit, on the committer's thread.
             self._start_commit(transaction, offsets, group)
             self._finish_commit()
             return True
@@ -284,7 +284,7 @@ class Loop:
     def _start_commit(self, transaction: Transaction, offsets: Mapping[Partition, int], group_metadata: Any) -> None:
         job = self._committer.job_of(self._offsets.with_metadata(offsets, self._producer), group_metadata)
         commit = Commit(transaction, offsets, self._positions.taken, self._world.now(), job)
-        # Nothing more can be sent in it, even if a signal interrupts us from here on.
+        # Nothing more can be sent in the transaction, even if a signal interrupts us from here on.
         transaction.start_commit()
         self._commit = commit
 
@@ -335,7 +335,7 @@ class Loop:
         try:
             yield
         except PoisonRecord:
-            self._is_in_turn = False  # the transaction is aborted and noted: an application may catch this and go on
+            self._is_in_turn = False  # the transaction is aborted and noted: an application may catch this and continue
             raise
         self._is_in_turn = False
 

@@ -1,4 +1,4 @@
-"""How transactions end: who takes part in them, who listens, and the one place that notifies them all.
+"""Reports how transactions end: to their participants and their listener, from this one place.
 
 A `Participant` keeps something that counts only if the transaction commits: the numbers of lineage, the state of
 functions. A `Listener` wants to know how transactions end: a worker is one, and so is an application that overrides the
@@ -24,7 +24,7 @@ from eos.session.transaction import Phase, Transaction
 
 
 class Outcome(Enum):
-    """How a transaction ended."""
+    """Lists the ways in which a transaction can end."""
 
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -35,7 +35,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit that was started, with everything needed to finish it."""
+    """Holds a commit that was started, with everything needed to finish it."""
 
     transaction: Transaction
     offsets: Mapping[Partition, int]
@@ -46,12 +46,12 @@ class Commit:
 
     @property
     def open_s(self) -> float:
-        """How long the transaction was open, once it is committed."""
+        """Return for how many seconds the committed transaction was open."""
         return float(self.job.result) - self.transaction.began_at
 
     @property
     def sending_s(self) -> float:
-        """How much of that time was spent sending its outputs."""
+        """Return how many of those seconds were spent sending its outputs."""
         return self.open_s - (self.transaction.handling_s or 0.0)
 
 
@@ -81,7 +81,7 @@ class Listener:
     """Receives a session's notifications, on the session's thread. The methods do nothing unless overridden."""
 
     def on_idle(self) -> None:
-        """Called about every 100 ms while there is nothing to do."""
+        """Do periodic work: called about every 100 ms while there is nothing else to do."""
 
     def has_work(self) -> bool:
         """Return whether a transaction should begin although no record waits."""
@@ -96,22 +96,22 @@ class Listener:
         return ()
 
     def on_end(self, transaction: Transaction, outcome: Outcome) -> None:
-        """Called once for each transaction, in order, before the next one begins. `TransactSession.committed` has its
-        offsets if it was committed."""
+        """Receive the outcome of a transaction: called once for each, in order, before the next one begins.
+        `TransactSession.committed` has its offsets if it was committed."""
 
     def on_unreadable(self, topic: str, partition: int, offset: int, why: str) -> None:
-        """Called for a fetched record whose headers cannot be decoded (records.UnreadableHeaders). The session hands it
+        """Handle a fetched record whose headers cannot be decoded (records.UnreadableHeaders). The session hands it
         out like all others, for applications that ignore headers."""
 
     def on_refused(self, record: Record, failure: CallFailed) -> None:
-        """Called if the client or the cluster permanently refused an output of this record. Its transaction is aborted,
-        and its records are handed out again unless this method raises, as it does by default."""
+        """Handle an input record of which the client or the cluster permanently refused an output. Its transaction is
+        aborted, and its records are handed out again unless this method raises, as it does by default."""
         where = format_position(record.topic, record.partition, record.offset)
         sentence = f"an output of {where} was refused: {failure}"
         raise PoisonRecord(sentence, record.topic, record.partition, record.offset) from failure
 
     def on_refused_without_record(self, failure: CallFailed) -> None:
-        """Called if an output was refused in a transaction that took no record, and it is unknown which output it is.
+        """Handle an unknown output that was refused in a transaction that took no record.
         Its transaction is aborted, and the loop goes on unless this method raises, as it does by default."""
         raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
 
@@ -125,7 +125,7 @@ class Outcomes:
         self.counters = counters
         self._participants, self._listener, self._world = participants, listener, world
         self._subscribers: list[Callable[[Commit], None]] = []
-        self._begun: Transaction | None = None  # its outcome is not reported yet
+        self._unreported: Transaction | None = None  # the transaction whose outcome is not reported yet
 
     def subscribe(self, committed: Callable[[Commit], None]) -> None:
         """Call `committed` with each successful commit, before the participants are notified. An interrupted call is
@@ -133,7 +133,7 @@ class Outcomes:
         self._subscribers.append(committed)
 
     def begun(self, transaction: Transaction) -> None:
-        self._begun = transaction
+        self._unreported = transaction
 
     def committed(self, commit: Commit) -> None:
         """Notify everyone that this commit succeeded, and count it."""
@@ -145,7 +145,7 @@ class Outcomes:
     def ended(self, outcome: Outcome) -> bool:
         """Report the outcome of the last transaction. Return False if it was reported before. A transaction whose
         commit was not started is aborted, whatever `outcome` says."""
-        transaction, self._begun = self._begun, None
+        transaction, self._unreported = self._unreported, None
         if transaction is None:
             return False
         outcome = outcome if transaction.phase is Phase.COMMITTING else Outcome.ABORTED

@@ -19,7 +19,8 @@ from eos.session.producer.producer import TransactionalProducer
 
 
 class Parts:
-    """`stopping` returns True once a stop was requested. The other arguments are TransactSession's."""
+    """Assembles the parts of one session. `stopping` returns True once a stop was requested. The other arguments are
+    TransactSession's."""
 
     def __init__(
         self,
@@ -83,5 +84,5 @@ class Parts:
 
     @property
     def group_consumer(self) -> GroupConsumer:
-        """The present consumer; a replacement is another object."""
+        """Return the present consumer; a replacement is another object."""
         return self.fetcher.group_consumer

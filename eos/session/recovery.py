@@ -1,4 +1,4 @@
-"""How a session recovers from a failed call: the plan for each action, and the effect of each step.
+"""Recovers a session from a failed call: the plan for each action, and the effect of each step.
 
 PLAN lists the steps of each action, and INSTEAD the steps that replace a failed one. Recovery owns the counts of aborts
 and rebuilds, and the breaker that stops a session which rebuilds again and again. eos/kafka/client/failures.py maps
@@ -51,28 +51,28 @@ INSTEAD: Mapping[Step, tuple[Step, ...]] = {
 
 @dataclass
 class Trouble:
-    """A failed call, and the transaction in which it failed."""
+    """Holds a failed call, and the transaction in which it failed."""
 
     failure: CallFailed
     """The last failure: a failed step replaces it."""
     taken: int
-    """Records that the transaction took."""
+    """Number of records that the transaction took."""
     last: Record | None
-    """The last record that it took."""
+    """The last record that the transaction took."""
     offsets: Mapping[Partition, int]
-    """The offsets of its commit. If the group has committed them, it succeeded."""
+    """The offsets of the transaction's commit. If the group has committed them, the commit succeeded."""
     open_s: float = 0.0
-    """How long it was open."""
+    """How long the transaction was open."""
     handling_s: float = 0.0
     """The part of that time in which its records were handled, without the waits of sends."""
     delivered: float = 1.0
     """The share of its outputs that arrived."""
     first: CallFailed = field(init=False)
-    """The failure with which it began."""
+    """The failure with which the trouble began."""
     owner: str = ""
     """The coordinator's answer about the transactional.id."""
     is_counted: bool = False
-    """Whether the breaker has counted it."""
+    """Whether the breaker has counted this failure."""
     too_slow: str = ""
     """The part that took too long, in a sentence, if it failed because of that."""
     next_is_smaller: bool = False
@@ -83,7 +83,7 @@ class Trouble:
 
     @property
     def is_slow_handling(self) -> bool:
-        """True if handling its records took most of the time."""
+        """Return True if handling the transaction's records took most of the time."""
         return self.handling_s > self.open_s / 2
 
     @property
@@ -92,8 +92,8 @@ class Trouble:
 
 
 def carry_out(trouble: Trouble, steps: Mapping[Step, Callable[[Trouble], None]]) -> None:
-    """Take the steps that the failure requires. A step that fails replaces the failure, but a refused record is still
-    searched for. Raises the error that stops the session."""
+    """Take the steps that the failure requires. A step that fails replaces the failure, but the search for a refused
+    record continues. Raises the error that stops the session."""
     plan = plan_of(trouble.failure)
     while plan:
         step, *plan = plan
@@ -115,7 +115,8 @@ def plan_of(failure: CallFailed, failed: Step | None = None) -> list[Step]:
     return list(PLAN[action])
 
 
-MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
+# Rebuilds without a commit in between; after that, a supervisor's back-off is the better place to wait.
+MOST_REBUILDS = 5
 _ABORTS_TO_WARN_OF = 3  # rebalance aborts in a row; a member that comes or goes causes one or two
 # Actions and calls by which a transaction shows that it was open for too long.
 _BY_TIME = frozenset({Action.ABORT, Action.REBUILD, Action.SETTLE, Action.LOOK, Action.RETRY})
@@ -235,7 +236,7 @@ class Recovery:
     def _rejoin(self, trouble: Trouble) -> None:
         self._count_rebuild(trouble)
         self._ownership.confirm(self._producer, trouble.reason)
-        self._outcomes.ended(Outcome.UNKNOWN)  # while the assignment is known
+        self._outcomes.ended(Outcome.UNKNOWN)  # notify while the assignment is known
         self._fetcher.replace_consumer()
         self._producer.replace(f"failure: {trouble.reason}")
         self._fetcher.rejoin()

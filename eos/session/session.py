@@ -1,4 +1,4 @@
-"""TransactSession: producer, consumer and group in one object, as an application uses it.
+"""Defines TransactSession: producer, consumer and group in one object, as an application uses it.
 
 Owns a session's settings, its life and its visible state. eos/session/loop.py decides what a session does.
 """
@@ -71,10 +71,10 @@ class TransactSession:
         with_ends: bool = False,
         world: World = REAL,
     ) -> None:
-        """`participants`, `listener`: see eos/session/outcomes.py. With a listener, a session can be created before its
-        topics are known, and `set_topics` sets them before the start. `handled_at_once`: how many records the
-        application handles at once; a poll of a backlog takes whole batches of them. `with_ends`: `find_end` notices
-        when a partition was read to its end."""
+        """Create a session. `participants`, `listener`: see eos/session/outcomes.py. With a listener, a session can be
+        created before its topics are known, and `set_topics` sets them before the start. `handled_at_once`: how many
+        records the application handles at once; a poll of a backlog takes whole batches of them. `with_ends`:
+        `find_end` notices when a partition was read to its end."""
         self.settings = to_settings(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         topics = list(topics) if topics is not None else named
@@ -134,7 +134,7 @@ class TransactSession:
             self.close()
             raise
         self._parts.owner_info.note_owned("our start")
-        self.producer.poll_identity(_IDENTITY_S)  # so that log events name it from the start
+        self.producer.poll_identity(_IDENTITY_S)  # set before the start, so that log events name it
         log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
 
     def _start_producer(self, admin: ClusterAdmin, deadline: float) -> None:
@@ -219,7 +219,7 @@ class TransactSession:
 
     @property
     def assignment(self) -> frozenset[Partition]:
-        """Partitions that are read, as of the last poll."""
+        """Return the partitions that are read, as of the last poll."""
         return self.group_consumer.assignment.reading
 
     def find_end(self, partition: Partition) -> tuple[int, float] | None:
@@ -231,12 +231,12 @@ class TransactSession:
 
     @property
     def committed(self) -> Mapping[Partition, int]:
-        """Next offset of each owned partition, as far as it is committed."""
+        """Return the committed next offset of each owned partition that has one."""
         return self._parts.positions.committed
 
     @property
     def taken(self) -> int:
-        """Records that the open transaction took."""
+        """Return the number of records that the open transaction took."""
         return self._parts.positions.taken
 
     def lag(self) -> int | None:

@@ -1,4 +1,4 @@
-"""One open transaction, as the loop's body and the worker use it: take records, send, and end it early.
+"""Defines an open transaction, as the loop's body and the worker use it: take records, send, and end it early.
 
 eos/session/loop.py decides the effect of these calls.
 """
@@ -16,7 +16,7 @@ from eos.records import Feed, FeedResult, Headers, Record
 
 
 class Phase(Enum):
-    """The phase of a transaction."""
+    """Lists the phases of a transaction."""
 
     OPEN = "records are handed out and outputs sent"
     COMMITTING = "its commit was started: nothing more can be sent in it, whatever the outcome of the commit"
@@ -25,18 +25,18 @@ class Phase(Enum):
 
 
 class Turns(Protocol):
-    """The loop that a transaction belongs to: eos/session/loop.py, or the loop of a test."""
+    """Defines the loop that a transaction belongs to: eos/session/loop.py, or the loop of a test."""
 
     group: str
     now: Callable[[], float]
 
     @property
     def taken(self) -> int:
-        """Records that the open transaction took."""
+        """Return the number of records that the open transaction took."""
 
     @property
     def waited_s(self) -> float:
-        """See Transaction."""
+        """Return the same as Transaction.waited_s."""
 
     def is_open(self, txn: Transaction) -> bool:
         """Return True if it is open, False if it was given up during the loop's body. Raises IllegalState if it has
@@ -54,13 +54,13 @@ class Turns(Protocol):
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult: ...
 
     def end_now(self, txn: Transaction) -> bool:
-        """Commit; return False if it was aborted and its records are handed out again."""
+        """Commit the transaction; return False if it was aborted and its records are handed out again."""
 
     def abort(self, txn: Transaction, why: str) -> None: ...
 
 
 class Transaction:
-    """One open transaction and its input records. Valid until the loop's next turn.
+    """Represents one open transaction and its input records. Valid until the loop's next turn.
 
     If the session has to give it up meanwhile (another instance took its place, the consumer died), the loop's body
     need not check for it: `records` and `take` hand out no more records, sends are ignored, `commit` returns False, and
@@ -79,12 +79,13 @@ class Transaction:
         self._loop = loop
         # World.now(); after `until` no more records are handed out.
         self.began_at, self._until = began_at, until
-        self.first_timestamp_ms = first_timestamp_ms  # of the first record that waited when it began
+        # Timestamp of the first record that waited when the transaction began.
+        self.first_timestamp_ms = first_timestamp_ms
         self.phase = Phase.OPEN
-        self.handling_s: float | None = None  # set once all of its records are handled; see handling_until
-        self.waited_before = waited_before  # `waited_s` when it began
+        self.handling_s: float | None = None  # set once all records of the transaction are handled; see handling_until
+        self.waited_before = waited_before  # `waited_s` when the transaction began
         self._records: Iterator[Record] | None = None
-        self._ahead = 0  # taken by `records`, but not handed out yet
+        self._ahead = 0  # number of records taken by `records` but not handed out yet
         self.sent = self.skipped = self.dead_letters = self.late = self.duplicates = 0
 
     # ---- used by the loop --------------------------------------------------------------------------------------
@@ -200,8 +201,8 @@ class Transaction:
 
     @property
     def waited_s(self) -> float:
-        """The seconds that its producer's sends have waited for room in the client's queue, earlier transactions
-        included."""
+        """Return the seconds that its producer's sends have waited for room in the client's queue, in earlier
+        transactions too."""
         return self._loop.waited_s
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:

@@ -30,7 +30,7 @@ class LimitedWarnings:
         self._began = clock()
         self._lines: Counter[str] = Counter()  # by host
         self._suppressed: Counter[str] = Counter()
-        self._last = ""
+        self._last_reason = ""
         self._timer: asyncio.TimerHandle | None = None
 
     def warn(self, client: str, reason: object, **fields: Any) -> None:
@@ -43,9 +43,10 @@ class LimitedWarnings:
             events.warning(self._message, **fields, client=client, reason=reason)
             return
         self._suppressed[host if host in self._suppressed or len(self._suppressed) < _HOSTS_COUNTED else "others"] += 1
-        self._last = str(reason)
+        self._last_reason = str(reason)
         if self._timer is None:
-            with contextlib.suppress(RuntimeError):  # without a loop the next warning or the end reports
+            # Without a loop, the next warning or the end of the shim reports the counts.
+            with contextlib.suppress(RuntimeError):
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.flush)
 
     def flush(self) -> None:
@@ -60,7 +61,7 @@ class LimitedWarnings:
                 self._summary,
                 count=self._suppressed.total(),
                 clients=", ".join(hosts + more),
-                last_reason=self._last,
+                last_reason=self._last_reason,
             )
         self._began = self._clock()
         self._lines.clear()

@@ -99,7 +99,7 @@ class Link:
         self._reset_before: Exchange | None = None
         self._requests = FrameSplitter(REQUEST_HEAD.size, largest_frame, self._open_request)
         self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response)
-        self._acks: AcksReader | None = None  # of a Produce whose head is not complete yet
+        self._acks: AcksReader | None = None  # reads a Produce whose head is not complete yet
         self._pending: deque[Exchange] = deque()
         self.has_request = False  # true once the first request has begun
         self.is_logged_in = False
@@ -375,7 +375,8 @@ class _Side(asyncio.BufferedProtocol):
     def __init__(self, link: Link, received: Callable[[Piece], Piece | None], buffer: ReadBuffer) -> None:
         self._link, self._received, self._buffer = link, received, buffer
         self._transport: asyncio.Transport | None = None
-        self._raw_transport: asyncio.Transport | None = None  # with TLS the transport of the TCP socket
+        # The transport of the TCP socket, if the connection uses TLS.
+        self._raw_transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         self._keeps_buffer = False  # unsent bytes may be a view of a read buffer
         self._has_ended_writing = False  # true after `write_end`
@@ -522,7 +523,7 @@ class _Side(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None:
             if self.is_writable:
-                self._unsent += map(bytes, pieces)  # these arrived before reading could be paused
+                self._unsent += map(bytes, pieces)  # these bytes arrived before reading could be paused
             return
         if self._has_ended_writing:
             return

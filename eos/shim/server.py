@@ -46,7 +46,7 @@ class Shim:
         self.connections_made = 0
         self._links: set[Link] = set()
         self._links_without_login: dict[Link, None] = {}  # links without a completed login, the oldest first
-        self._addresses: dict[Link, str] = {}  # of all links, including those in their TLS handshake
+        self._addresses: dict[Link, str] = {}  # the addresses of all links, including those in their TLS handshake
         self._connections_by_address: Counter[str] = Counter()  # connections by address
         self._handshakes: set[asyncio.Task[None]] = set()  # mostly TLS handshakes
         self._warnings = LimitedWarnings("connection closed", "more connections closed")

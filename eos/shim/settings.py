@@ -61,7 +61,7 @@ class ShimSettings:
     idle_timeout_s: float = IDLE_TIMEOUT_S
     connect_timeout_s: float = 10.0
     drain_timeout_s: float = 10.0
-    version_query_interval_s: float = 5.0  # between two queries of brokers that lack a needed version
+    version_query_interval_s: float = 5.0  # time between two queries of brokers that lack a needed version
     is_internal: bool = False  # true between two shims of one process: its ports are internal
 
     def __post_init__(self) -> None:

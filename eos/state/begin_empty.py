@@ -57,7 +57,9 @@ class EmptyStates:
         spans = {} if self._fit.missing else tail.topic_offsets(settings, self.topic, _REQUEST_TIMEOUT_S, world)
         self._require_complete_changelog(spans)
         kept: dict[str, str] = {}
-        self._left = {partition: self._look(partition, span, kept) for partition, span in sorted(spans.items())}
+        self._left = {
+            partition: self._find_leftovers(partition, span, kept) for partition, span in sorted(spans.items())
+        }
         have = notes.current_header(app.id, route).stores
         self.removed = sorted(name for name, shape in kept.items() if have.get(name) != shape)
         self.starting_empty = sorted(name for name, shape in have.items() if kept.get(name) != shape)
@@ -96,7 +98,7 @@ class EmptyStates:
             if (error := changelog.explain_unsettled(where, span, ends.get(partition, 0))) is not None:
                 raise error
 
-    def _look(self, partition: int, span: tail.OffsetRange, kept: dict[str, str]) -> _Leftovers:
+    def _find_leftovers(self, partition: int, span: tail.OffsetRange, kept: dict[str, str]) -> _Leftovers:
         """Find the entries of states that the function does not have, and add the kind of each stored state to
         `kept`."""
         have, found, header = notes.current_header(self._app_id, self._route).stores, dict[bytes, None](), None
@@ -117,7 +119,7 @@ class EmptyStates:
         kept.update(stores)
         gone = {name for name, shape in stores.items() if have.get(name) != shape}
         if any(" per " in stores[name] for name in gone):
-            gone |= {EVENT_TIMERS, OPEN_SESSIONS}  # they belong to the windows, whose state is deleted
+            gone |= {EVENT_TIMERS, OPEN_SESSIONS}  # these entries belong to the windows, whose state is deleted
         return _Leftovers([cell for cell in found if parse_cell(cell)[0] in gone], header=True)
 
     def carry_out(self) -> None:

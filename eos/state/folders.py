@@ -35,8 +35,8 @@ _FOLDER_NOTE = b"noted"
 _DAMAGED = "damaged"  # a file next to the engine's folder
 _SYNCED = "synced"  # likewise
 _MEMORY_BYTES = 64 << 20
-_MAX_ROW_BYTES = 100  # LMDB allows 511, the field included
-_MAX_REST_BYTES = 400  # of a cell's name in a note's name
+_MAX_ROW_BYTES = 100  # LMDB allows 511 bytes, the field included
+_MAX_REST_BYTES = 400  # bytes of a cell's name in a note's name
 
 
 class InFolder:

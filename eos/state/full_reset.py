@@ -69,7 +69,7 @@ class FullReset:
                 raise not_authorised(f"topic {topic}", "DELETE")
 
     @property
-    def again(self) -> int:
+    def offsets_read_again(self) -> int:
         """Return how many offsets of the input are read again."""
         return sum(max((move.low if move.before is None else move.before) - move.after, 0) for move in self.moves)
 
@@ -90,9 +90,9 @@ class FullReset:
         after = [move for topic in ends for move in self._at_end(topic, ends[topic])]
         moves = [*self.moves, *after]
         partitions = Counter(move.partition[0] for move in moves)  # each plan has all partitions of its topic
-        self._all.commit([self._begun(move, partitions[move.partition[0]]) for move in moves])
+        self._all.commit([self._with_first_note(move, partitions[move.partition[0]]) for move in moves])
 
-    def _begun(self, move: Move, partitions: int) -> Move:
+    def _with_first_note(self, move: Move, partitions: int) -> Move:
         """Return the move with the offset metadata that a worker notes before its first record."""
         topic, _ = move.partition
         route, note = self._app.routes[topic], None

@@ -45,7 +45,7 @@ class Keeper:
     def __init__(self, app: App, settings: Settings, world: World = REAL) -> None:
         self._app_id, self._settings, self._world = app.id, settings, world
         self._routes = {route.sources[0]: route for route in app.stateful}
-        self._following = {source for source, route in self._routes.items() if app.follows(route)}
+        self._downstream = {source for source, route in self._routes.items() if app.follows(route)}
         self._topics = changelog.changelogs_of(app.id, app.stateful)
         self.topics = frozenset(self._topics.values())
         self._tasks: dict[Partition, Task] = {}  # tasks whose state is restored
@@ -53,11 +53,11 @@ class Keeper:
         # Partitions without a committed offset when they were assigned. Under `latest` the group may commit one before
         # they are restored.
         self._uncommitted: set[Partition] = set()
-        self._fits: dict[str, changelog.ChangelogFit] = {}  # by the name of the changelog
+        self._fits: dict[str, changelog.ChangelogFit] = {}  # the fits by the name of the changelog
         self._checked_at = world.now()
         self._thread: Watchdog | None = None  # checks the changelogs again
         self._checking: Job | None = None
-        self._client: Any = None  # created for the first query of a changelog's end
+        self._client: Any = None  # a client, created for the first query of a changelog's end
         self._next_clean_up = world.now() + _CLEAN_UP_INTERVAL_S / 10
         self._sent_at = 0.0  # World.unix() before the open transaction's offsets are sent
         self._ids: dict[str, str] = {}  # topic ids of the changelogs, by name
@@ -201,7 +201,7 @@ class Keeper:
         engine: str = self._settings["eos.state.engine"]
         coming = ((source, n) for source, few in self._restoring.items() for one in few for n in one.partitions)
         tasks = len(self._tasks.keys() | set(coming)) + new
-        needed = tasks * (ENGINES[engine].files + 1) + _OTHER_FILES  # one more: the lock of its folder
+        needed = tasks * (ENGINES[engine].files + 1) + _OTHER_FILES  # one more file: the lock of the task's folder
         allowed = allow_open_files(2 * needed)  # RocksDB opens more files as state grows
         if allowed < needed:
             raise ConfigurationError(
@@ -270,7 +270,7 @@ class Keeper:
         except BaseException:
             values.close()
             raise
-        return Task(values, route.ttls, self._world.unix, header.encoded(), route.uses_time, source in self._following)
+        return Task(values, route.ttls, self._world.unix, header.encoded(), route.uses_time, source in self._downstream)
 
     def _restoring_of(self, route: Route, topic: str, ends: Mapping[int, int | None]) -> Restoring:
         def values(partition: int, whichever: bool) -> Values | None:

@@ -26,7 +26,7 @@ from eos.state import changelog
 from eos.state.values import Value, Values, own_entries
 
 _STEP_S = 0.1
-_FOLDER_WAIT_S = 2.0  # for a folder that another process is about to release
+_FOLDER_WAIT_S = 2.0  # time to wait for a folder that another process is about to release
 _PAUSE_S = 0.05
 _REQUEST_TIMEOUT_S = 10.0
 _CHECK_INTERVAL_S = 1.0  # how often waiting partitions are checked while others are read
@@ -34,7 +34,7 @@ _LOG_INTERVAL_S = 5.0
 # The markers of a decided transaction take a moment to arrive; no other transaction is open in a changelog.
 _SETTLE_TIMEOUT_S = 30.0
 _MAX_BYTES = 8 << 20  # read and not yet written, over all partitions
-_FIRST_READ = 16  # records: their size is not known yet
+_FIRST_READ = 16  # number of records, whose size is not known yet
 _MAX_READ = 1_000
 
 
@@ -81,7 +81,7 @@ class Restoring:
         self._expiring = route.ttls
         self._open_values, self._tombstone_retention_s = open_values, tombstones_s
         self._left = {partition: _Partition(min_end) for partition, min_end in partitions.items()}
-        self._ends: dict[int, int] = {}  # of the partitions that are being read
+        self._ends: dict[int, int] = {}  # the ends of the partitions that are being read
         self._ready: dict[int, Values] = {}
         self._client: Any = None
         self._began = world.now()

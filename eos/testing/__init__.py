@@ -1,4 +1,4 @@
-"""Tools for tests of your own Apps, used by eos' own tests too.
+"""Provides tools for tests of your own Apps, used by eos' own tests too.
 
 `run(app, records)` runs an App's functions without a broker. `sweep` runs an App through every fault at every step of a
 transaction. `Session` replaces a TransactSession in tests of your own loop. The rest are modules: the checker,

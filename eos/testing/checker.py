@@ -36,7 +36,7 @@ _SMALL_TABLE_SLOTS = 1 << 20
 
 
 class Ends(NamedTuple):
-    """Last stable offsets and log end offsets, each by (topic, partition)."""
+    """Holds last stable offsets and log end offsets, each by (topic, partition)."""
 
     stable: Mapping[TopicPartition, int]
     log_end: Mapping[TopicPartition, int]
@@ -213,7 +213,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Inputs and outputs joined once, for all rules.
+    """Holds inputs and outputs, joined once for all rules.
 
     `inputs` are sorted by topic, partition, offset. Input row r owns the cells starts[r]..starts[r+1]-1, one per
     expected copy. `row` and `cell` (one per output) are -1 for an output without an input. `times` (one per cell)
@@ -632,13 +632,13 @@ class _Index:
             raise ValueError(f"{records.name(int(i))} was read twice")
         edges = np.searchsorted(parts, np.arange(self._part_count + 1))
         filled = edges[1:] > edges[:-1]
-        self._first = np.zeros(self._part_count, np.int64)
-        self._last = np.full(self._part_count, -1, np.int64)  # below any first offset: an empty partition has no record
-        self._first[filled], self._last[filled] = offset[edges[:-1][filled]], offset[edges[1:][filled] - 1]
-        spans = self._last - self._first + 1
+        self._firsts = np.zeros(self._part_count, np.int64)
+        self._lasts = np.full(self._part_count, -1, np.int64)  # -1: the partition has no record
+        self._firsts[filled], self._lasts[filled] = offset[edges[:-1][filled]], offset[edges[1:][filled] - 1]
+        spans = self._lasts - self._firsts + 1
         if float(spans.sum(dtype=np.float64)) > 2.0**62:
             raise ValueError("the offsets are too large to be numbered")
-        self._shift = np.cumsum(spans) - spans - self._first
+        self._shift = np.cumsum(spans) - spans - self._firsts
         slots = offset + self._shift[parts]
         total = int(spans.sum())
         self._sorted: Int64s | None = None
@@ -652,7 +652,7 @@ class _Index:
 
     def rows(self, topic: Int32s, partition: Int32s, offset: Int64s) -> Int64s:
         """Return the row of each record in sorted order, or -1 if the record does not exist."""
-        if not self._part_count or not self._last.max(initial=-1) >= 0:
+        if not self._part_count or not self._lasts.max(initial=-1) >= 0:
             return np.full(len(offset), -1, np.int64)
         # Compared before it is multiplied: a nonexistent partition must not map to another topic's number.
         known = (topic >= 0) & (topic < self._part_count // self._partitions)
@@ -660,7 +660,7 @@ class _Index:
         part = topic * np.int32(self._partitions) + partition
         if not known.all():
             part[~known] = 0
-        known &= (offset >= self._first[part]) & (offset <= self._last[part])
+        known &= (offset >= self._firsts[part]) & (offset <= self._lasts[part])
         slot = offset + self._shift[part]
         if not known.all():
             slot[~known] = 0
@@ -713,7 +713,7 @@ def _descents(values: Int64s, group: NDArray[np.int32 | np.int64], or_equal: boo
 
 def _first_appearances(pair: Int64s, cell: Int64s) -> Int64s:
     """Return the positions of the first record of each (pair, cell), in their order."""
-    by_cell = np.lexsort((cell, pair))  # stable: equal ones stay in the order of the partition
+    by_cell = np.lexsort((cell, pair))  # stable: equal numbers stay in the order of the partition
     repeated = (pair[by_cell[1:]] == pair[by_cell[:-1]]) & (cell[by_cell[1:]] == cell[by_cell[:-1]])
     keep = np.ones(len(cell), np.bool_)
     keep[by_cell[1:][repeated]] = False

@@ -59,7 +59,7 @@ _EXCEPTIONS: dict[Action, type[EosError]] = {
 
 @dataclass(frozen=True, eq=False)
 class Log:
-    """Records as they were read: per partition in offset order, partitions interleaved.
+    """Holds records as they were read: per partition in offset order, partitions interleaved.
 
     `topic` (n,) int32 is an index into `topics`, `partition` (n,) int32, `offset` (n,) int64, `timestamp` (n,) int64 in
     ms since 1970 (-1: none). `keys` and `values` are lists of n (empty if contents were not kept). `headers` is such a
@@ -474,7 +474,7 @@ def _last_header(message: Message, name: str) -> bytes | None:
 
 def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
-        "log_level": 0,  # its lines would mix with the user's; its errors are raised anyway
+        "log_level": 0,  # the client's lines would mix with the user's; its errors are raised anyway
         # librdkafka's default of 1000 ms stops fetching for that long whenever its queue is full: 3.7x slower on a
         # backlog.
         "fetch.queue.backoff.ms": 5,

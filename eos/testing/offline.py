@@ -133,7 +133,7 @@ def run(app: App, steps: Iterable[Record | tuple[Any, ...] | Advance], *, order:
             if not given:
                 # All input is handled, so functions that read what others write have reached its time.
                 before = len(kept.sends)
-                ran.retries += _settle(functools.partial(handler.advance, kept, latest_ms, only_following=True))
+                ran.retries += _settle(functools.partial(handler.advance, kept, latest_ms, only_downstream=True))
                 given += _internal_records(app, kept.sends[before:], offsets)
         finished = True
     finally:

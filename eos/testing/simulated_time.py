@@ -33,7 +33,7 @@ def advance(to: datetime | int, *, clock: bool = False) -> Advance:
 
 
 class _TestTask(Task):
-    """A task whose clock the test sets."""
+    """Represents a task whose clock the test sets."""
 
     clock: Tasks
 
@@ -42,7 +42,7 @@ class _TestTask(Task):
 
 
 class Tasks:
-    """The tasks of a run, and its time."""
+    """Holds the tasks of a run, and the time that the test has set."""
 
     def __init__(self, app: App) -> None:
         self._app = app

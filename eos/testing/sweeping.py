@@ -291,7 +291,7 @@ class Sweeper:
     @property
     def _mode(self) -> str:
         mode = f"protected, {self._side} side" if self._protect else "unprotected"
-        # none of the client's settings, which include passwords
+        # show none of the client's settings, which include passwords
         own = {name: value for name, value in sorted(self._more.items()) if name.startswith("eos.")}
         return ", ".join([mode, *(f"{name}={value}" for name, value in own.items())])
 
@@ -434,7 +434,7 @@ def sweep(
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Return a table: a row per step and fault, a column per way through the shim and group protocol.
 
-    If a case ran repeatedly, it shows a wrong run.
+    If a case ran repeatedly, the table shows a wrong run.
     """
     columns = list(dict.fromkeys((outcome.mode, outcome.case.protocol) for outcome in outcomes))
     title = f"{len(outcomes)} runs, {sum(not outcome.wrong for outcome in outcomes)} right"

@@ -1,4 +1,4 @@
-"""The check of topics between two functions of an App: records that another group wrote there must not be handled."""
+"""Checks the topics between two functions of an App: records that another group wrote there must not be handled."""
 
 from __future__ import annotations
 

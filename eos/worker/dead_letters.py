@@ -54,7 +54,7 @@ def group_of(app_id: str) -> str:
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A dead letter: its position, the record as its function got it, and its worker's notes by name."""
+    """Describes a dead letter: its position, the record as its function got it, and its worker's notes by name."""
 
     position: str
     partition: int
@@ -134,7 +134,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class Done:
-    """The settled dead letters of one partition: all before `offset` (-1: nothing is known), and the `runs` after
+    """Holds the settled dead letters of one partition: all before `offset` (-1: nothing is known), and the `runs` after
     it."""
 
     offset: int = -1
@@ -212,7 +212,7 @@ def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
 
 
 class ReplayProgress:
-    """The settled dead letters of a topic, kept as a group's committed offsets without joining the group."""
+    """Keeps the settled dead letters of a topic as a group's committed offsets, without joining the group."""
 
     def __init__(self, settings: Settings, group: str, world: World = REAL) -> None:
         self._group, self._world = group, world
@@ -244,7 +244,7 @@ class ReplayProgress:
         return found
 
     def note_committed(self, topic: str, after: Mapping[int, Done]) -> None:
-        """Note that the settling of these dead letters is committed now."""
+        """Note that the transaction which settled these dead letters is committed."""
         self._committed_progress[topic].update(after)
         self.settled[topic].update(after)
 

@@ -25,7 +25,7 @@ _TIMEOUT_S = 5.0
 
 
 class IdlePartitions:
-    """`find_end`: see TransactSession.find_end."""
+    """Finds the silent partitions of one session. `find_end`: see TransactSession.find_end."""
 
     def __init__(
         self, settings: Settings, find_end: Callable[[Partition], tuple[int, float] | None], world: World
@@ -35,7 +35,7 @@ class IdlePartitions:
         self._watcher: Watcher | None = None
         self._client: Any = None
         self._lock = threading.Lock()
-        self._wanted: set[Partition] = set()  # for the next query
+        self._wanted: set[Partition] = set()  # the partitions for the next query
         self._is_queried = False
         self._error: Exception | None = None  # a permanent one
         self._ends: Mapping[Partition, int] = {}

@@ -30,7 +30,7 @@ def load_app(target: str) -> App:
     try:
         module = importlib.import_module(name)
     except EosError:
-        raise  # its message explains the wrong App
+        raise  # the message explains what is wrong with the App
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(f"there is no module {name} (looked in {os.getcwd()} and the Python path)") from error

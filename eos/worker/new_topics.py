@@ -57,14 +57,14 @@ def require_topics(app: App, servers: str, waiting: Mapping[str, str] = MappingP
 
 
 class NewTopics:
-    """The search for new topics of one App, every `topic.metadata.refresh.interval.ms`; each topic is reported once."""
+    """Searches for new topics of one App every `topic.metadata.refresh.interval.ms`, and reports each topic once."""
 
     def __init__(self, settings: Settings, app: App, world: World = REAL) -> None:
         self._settings, self._app, self._world = settings, copy.copy(app), world
         self._interval_s = int(settings.get("topic.metadata.refresh.interval.ms", _REFRESH_MS)) / 1000
         self._arrived: deque[list[str] | ConfigurationError] = deque()
         self._warned: set[str] = set()
-        self._unknown: Counter[str] = Counter()  # checks of topics that not every broker knew
+        self._check_counts: Counter[str] = Counter()  # checks of topics that not every broker knew
         self._check = Check(self._search, self._on_error)
 
     def now(self) -> list[str]:
@@ -75,7 +75,7 @@ class NewTopics:
         there = topic_names(self._settings, self._settings["eos.startup.timeout.ms"] / 1000, self._world)
         if self._settings["eos.create.topics"]:
             there |= self._try_to_create_topics(find_missing_dead_letter_topics(self._app, there))
-        waiting = self._waiting(there)
+        waiting = self._warn_of_waiting(there)
         names = self._app.add_topics(there - waiting.keys())
         require_topics(self._app, self._settings.bootstrap_servers, waiting)
         return names
@@ -98,7 +98,7 @@ class NewTopics:
             found += topics
         return found
 
-    def _waiting(self, there: set[str]) -> dict[str, str]:
+    def _warn_of_waiting(self, there: set[str]) -> dict[str, str]:
         """Return the topics that lack a dead-letter topic, and warn once about each."""
         waiting = find_missing_dead_letter_topics(self._app, there)
         for topic in waiting.keys() - self._warned:
@@ -138,17 +138,17 @@ class NewTopics:
             there |= self._try_to_create_topics(
                 find_missing_dead_letter_topics(self._app, everywhere | (there - found.keys()))
             )
-        if new := self._app.add_topics(everywhere - self._waiting(there).keys()):
+        if new := self._app.add_topics(everywhere - self._warn_of_waiting(there).keys()):
             self._arrived.append(new)
         return min(_SOON_S, self._interval_s) if soon else self._interval_s
 
     def _may_become_readable(self, topics: Collection[str]) -> bool:
         """Return whether one of these topics, unknown to a broker or without a leader, may be readable soon."""
         for topic in topics:
-            self._unknown[topic] += 1
-            if self._unknown[topic] == _LOOKS:
+            self._check_counts[topic] += 1
+            if self._check_counts[topic] == _LOOKS:
                 log.warning("matching topic not known to all brokers", topic=topic)
-        return any(self._unknown[topic] < _LOOKS for topic in topics)
+        return any(self._check_counts[topic] < _LOOKS for topic in topics)
 
     def _try_to_create_topics(self, letters: dict[str, str]) -> set[str]:
         try:

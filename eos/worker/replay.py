@@ -46,7 +46,7 @@ _MOST = 100  # dead letters in one transaction
 
 @dataclass(frozen=True)
 class Settled:
-    """A settled dead letter and its outputs; if `failed` names an exception class, the only output is a new dead
+    """Holds a settled dead letter and its outputs; if `failed` names an exception class, the only output is a new dead
     letter."""
 
     letter: DeadLetter
@@ -56,7 +56,7 @@ class Settled:
 
 @dataclass
 class ReplayResult:
-    """The results of settling the dead letters of one topic."""
+    """Holds the results for the settled dead letters of one topic."""
 
     handled: int = 0
     outputs: int = 0
@@ -67,7 +67,7 @@ class ReplayResult:
 
 
 class Settler(Protocol):
-    """The processing of a single dead letter."""
+    """Processes a single dead letter."""
 
     def settle(self, letter: DeadLetter) -> Settled: ...
 
@@ -127,7 +127,7 @@ def sources_of(app: App) -> list[str]:
 
 
 class _Step(NamedTuple):
-    """A settled dead letter, and the first offset after the previous one."""
+    """Holds a settled dead letter, and the first offset after the previous dead letter."""
 
     first: int
     settled: Settled
@@ -137,12 +137,12 @@ class Settling:
     """Settles dead letters in transactions, each of which commits outputs together with the offsets of settled dead
     letters.
 
-    `whose`: the App's id. Dead letters without an App's id belong to every App.
+    `app_id`: the App's id. Dead letters without an App's id belong to every App.
     """
 
-    def __init__(self, whose: str, settings: Settings, world: World = REAL) -> None:
-        self._whose, self._world = whose, world
-        self._group = group_of(whose)
+    def __init__(self, app_id: str, settings: Settings, world: World = REAL) -> None:
+        self._app_id, self._world = app_id, world
+        self._group = group_of(app_id)
         self._settings = settings.with_values(**{"group.id": self._group, "transactional.id": self._group})
         self._transactions = Transactions(self._settings, offsets=True, world=world)
         self._interval_s = self._settings["eos.transaction.interval.ms"] / 1000
@@ -200,7 +200,7 @@ class Settling:
         skipped: dict[int, DeadLetter] = {}  # other Apps' dead letters, which this run skips
         until = self._world.now() + self._interval_s
         for letter in waiting:
-            if not letter.is_of(self._whose):
+            if not letter.is_of(self._app_id):
                 result.of_other_apps[letter.app] = result.of_other_apps.get(letter.app, 0) + 1
                 skipped[letter.partition] = letter
                 continue
@@ -231,13 +231,13 @@ class Settling:
                 return
             ((first, one),) = batch
             if one.failed:
-                raise  # its own dead letter is refused
+                raise  # the dead letter for another replay is refused too
             batch = [_Step(first, settler.on_refused(one.letter, refused))]
             self._send(topic, batch)
         for one in (step.settled for step in batch):
             if one.failed:
                 result.failed[one.failed] = result.failed.get(one.failed, 0) + 1
-            elif one.letter.is_of(self._whose):
+            elif one.letter.is_of(self._app_id):
                 result.handled += 1
                 result.outputs += len(one.sends)
 
@@ -260,7 +260,7 @@ class Settling:
 
 
 class Replay:
-    """The replays of one App: `with Replay(app, settings) as replay: replay.topic("orders")`.
+    """Replays the dead letters of one App: `with Replay(app, settings) as replay: replay.topic("orders")`.
 
     `letters_of`: another App's id; its dead letters are replayed in place of this App's, from that App's committed
     offsets.

@@ -16,7 +16,7 @@ from eos.records import Record
 
 
 class Retention:
-    """The retention of the topics that an App's functions write to; `topics` come from the preflight."""
+    """Knows the retention of the topics that an App's functions write to; `topics` come from the preflight."""
 
     def __init__(self, app: App, topics: Mapping[str, Topic]) -> None:
         self._app = app

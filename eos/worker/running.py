@@ -1,4 +1,4 @@
-"""`eos.run` runs an App like the command `eos run`, from a program of your own: a script, a notebook, a debugger."""
+"""Provides `eos.run`, which runs an App like the command `eos run`, from your own script, notebook or debugger."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from eos.errors import ConfigurationError
 from eos.records import Record, readable_headers
 from eos.session.outcomes import Outcome
 
-_LINKS = 32  # of one span, each to another trace
+_LINKS = 32  # maximum number of links of one span, each to another trace
 _TRACE = "traceparent", "tracestate"
 
 
@@ -30,7 +30,7 @@ class _Open:
 
 
 class Spans:
-    """The spans of one worker."""
+    """Creates the spans of one worker."""
 
     def __init__(self, attributes: Mapping[str, str]) -> None:
         try:
@@ -88,7 +88,7 @@ class Spans:
     def ended(self, outcome: Outcome) -> None:
         opened, self._open = self._open, None
         if opened is None:
-            return  # a transaction that only moved offsets
+            return  # a transaction that only committed offsets has no span
         opened.span.set_attribute("messaging.batch.message_count", opened.records)
         opened.span.set_attribute("eos.outcome", outcome.value)
         if outcome is Outcome.ABORTED:

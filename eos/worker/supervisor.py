@@ -35,7 +35,7 @@ from eos.health.status import Incident, Status, add_counts, judge_report
 from eos.signals import Handlers
 
 NAME_VARIABLE = "EOS_SUPERVISED_WORKER"
-MOST_RESTARTS = 8  # of one worker, without running for SETTLED_S in between
+MOST_RESTARTS = 8  # restarts of one worker, without a run of SETTLED_S in between
 SETTLED_S = 60.0
 LONGEST_PAUSE_S = 30.0
 TEMPORARY = 75
@@ -74,14 +74,14 @@ def final_code(codes: Sequence[int]) -> int:
 
 
 class GaveUp(EosError):
-    """A worker was restarted too often; the supervisor may be started again later."""
+    """Reports that a worker was restarted too often; the supervisor may be started again later."""
 
     exit_code = TEMPORARY
 
 
 @dataclass
 class Child:
-    """One supervised worker: its current process, if there is one, and its state."""
+    """Represents one supervised worker: its current process, if there is one, and its state."""
 
     instance: str
     process: subprocess.Popen[bytes] | None = None
@@ -90,7 +90,7 @@ class Child:
     restarts: int = 0
     restarts_in_a_row: int = 0
     code: int | None = None
-    status: Status | None = None  # its counts include all earlier processes
+    status: Status | None = None  # the counts include those of all earlier processes
     lives_before: Status | None = None
     last_report_at: float | None = None  # the time of the current process's last report
     pipe: int | None = None
@@ -125,7 +125,7 @@ class Supervisor:
         self._record_statuses = keep
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
-        self._stop_asked = 0
+        self._stop_requests = 0
         self._stopping_since: float | None = None
         self._reloading = threading.Event()
         self._codes: list[int] = []
@@ -180,17 +180,17 @@ class Supervisor:
     def _unfinished(self) -> bool:
         if any(child.running or child.start_again_at is not None for child in self.children):
             return True
-        return self._record_statuses and not self._stop_asked
+        return self._record_statuses and not self._stop_requests
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(_LOOP_S):
             key.data()
         while self._signals:
-            self._asked_to_stop(self._signals.pop(0))
+            self._handle_stop_signal(self._signals.pop(0))
         for child in self.children:
             self._look_after(child)
         self._kill_overdue()
-        if self._reloading.is_set() and not self._stop_asked:
+        if self._reloading.is_set() and not self._stop_requests:
             self._reload()
 
     def _look_after(self, child: Child) -> None:
@@ -273,9 +273,9 @@ class Supervisor:
                 child.restarts_in_a_row = 0
                 self._start(child)
 
-    def _asked_to_stop(self, number: int) -> None:
-        self._stop_asked += 1
-        log.info("stopping", signal=signal.Signals(number).name, asked=self._stop_asked)
+    def _handle_stop_signal(self, number: int) -> None:
+        self._stop_requests += 1
+        log.info("stopping", signal=signal.Signals(number).name, asked=self._stop_requests)
         self._reloading.clear()
         self._stopping_since = time.monotonic()
         self.stop()  # the second request makes each worker abort its open transaction
@@ -399,7 +399,7 @@ def _code_words(code: int) -> str:
 
 
 class PrefixedStream:
-    """A text stream that begins every line with `prefix` and writes whole lines, so that lines of workers do not mix.
+    """Writes whole lines to a text stream, each with `prefix`, so that lines of workers do not mix.
 
     A closed reader is not an error: a line that cannot be written must not fail the record that wrote it.
     """

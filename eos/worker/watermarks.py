@@ -32,7 +32,7 @@ _TIMEOUT_S = 5.0
 
 
 def upstream_of(app: App) -> dict[str, list[str]]:
-    """Return the topics from which each topic is written that a function with time reads within the App."""
+    """Return, for each topic between functions that a function with time reads, the source topics of its writers."""
     return {
         topic: sorted(source for source, writer in app.routes.items() if topic in writer.all_destinations)
         for topic, route in app.routes.items()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Worker(Listener):
-    """One App on one session, in the calling thread; the session reports the outcome of each transaction to it.
+    """Runs one App on one session, in the calling thread; the session reports the outcome of each transaction to it.
 
     `run()` returns when stopped by a signal or, with `until_end`, when the group has handled everything that was
     readable at the start. It raises subclasses of EosError. `session.counters` has its counts so far.
@@ -194,7 +194,8 @@ class Worker(Listener):
         self.on_tick()
 
     def may_finish(self) -> bool:
-        """Wait until the windows that the whole input closes are closed, in functions that read what others write."""
+        """Wait until functions that read topics of other functions have closed the windows that the whole input
+        closes."""
         if self._reached is None:
             return True
         if any(self.session.find_end(partition) is None for partition in self.session.assignment):
@@ -230,7 +231,7 @@ class Worker(Listener):
 
     def on_refused(self, record: Record, failure: CallFailed) -> None:
         if failure.record is None and self._handler.has_fired:
-            self._handler.isolate_timers()  # it may be an output of a timer that fired before the record
+            self._handler.isolate_timers()  # the refused output may be that of a timer that fired before the record
         else:
             self._handler.refused(record, failure)
 

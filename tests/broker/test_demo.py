@@ -106,7 +106,7 @@ def test_demo_refuses_a_cluster_that_has_its_topics(kafka: LocalKafka, tmp_path:
         admin.delete_topics([topics.LATE])[topics.LATE].result(10)
 
 
-def test_demo_exits_69_without_a_cluster(tmp_path: Path) -> None:
+def test_demo_exits_with_69_without_a_cluster(tmp_path: Path) -> None:
     demo = start_demo(tmp_path / "t", "--bootstrap-servers", "127.0.0.1:1")
     printed, _ = demo.communicate(timeout=60)
 
@@ -214,7 +214,7 @@ def test_proof_finds_swapped_records() -> None:
     assert judged([swapped[0], DELAYS[1], swapped[1], *DELAYS[3:], *LATES]) == {"records out of order"}
 
 
-def test_faults_without_effect_prove_nothing() -> None:
+def test_proof_fails_if_a_fault_had_no_effect() -> None:
     exact, effective = found(DELAYS + LATES), Contrast(flights=6, records=7, doubled=1, kills=1)
     assert wrong(proof.fault_rows(exact, 1, 1, effective)) == set()
     assert len(wrong(proof.fault_rows(exact, 0, 1, effective))) == 1

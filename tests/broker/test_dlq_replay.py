@@ -109,7 +109,7 @@ def shop(kafka: LocalKafka, names: Names, tmp_path: Path) -> Shop:
     return Shop(kafka, names, tmp_path)
 
 
-def test_next_replay_handles_only_the_failures_of_the_last_one(
+def test_next_replay_handles_only_failures_of_the_previous_replay(
     shop: Shop,
 ) -> None:
     shop.send(shop.source, [("a", "good", []), ("b", "bad 1", [("trace", b"t")]), ("c", "bad 2", [])])
@@ -184,7 +184,7 @@ def test_replay_without_committed_offsets_needs_a_start_option(shop: Shop) -> No
     assert shop.outputs() == ["BAD 0", "BAD 1"]
 
 
-def test_dead_letters_are_dropped_and_repaired_one_by_one(shop: Shop) -> None:
+def test_dead_letters_can_be_dropped_and_repaired_individually(shop: Shop) -> None:
     shop.write_dead_letters(4)
     dropped = shop.eos("dlq", "drop", "shop:app", "--letter", f"{shop.source}[0]@1")
     assert (dropped.returncode, dropped.stdout) == (0, f"{shop.dlq}: 1 dropped\n"), dropped.stderr
@@ -218,7 +218,7 @@ def test_dead_letters_are_dropped_and_repaired_one_by_one(shop: Shop) -> None:
     assert shop.listed() == []
 
 
-def test_output_refused_by_the_client_fails_its_dead_letter_only(shop: Shop) -> None:
+def test_output_refused_by_the_client_fails_only_its_dead_letter(shop: Shop) -> None:
     shop.write_dead_letters(3)
     printed = shop.replay("--function", "far_too_large")
     assert printed == "3 replayed, 2 handled (2 outputs), 1 failed again"
@@ -228,7 +228,7 @@ def test_output_refused_by_the_client_fails_its_dead_letter_only(shop: Shop) -> 
     assert kind["first"] == f"{shop.source}[0]@1"
 
 
-def test_invalid_replay_is_refused_with_one_sentence(shop: Shop) -> None:
+def test_invalid_replay_command_is_refused_with_one_sentence(shop: Shop) -> None:
     for arguments, code, sentence in (
         (
             ("replay", "shop:app", "--function", "nope"),
@@ -247,7 +247,7 @@ def test_invalid_replay_is_refused_with_one_sentence(shop: Shop) -> None:
         assert "Traceback" not in ended.stderr
 
 
-def test_replay_fenced_by_a_newer_one_repeats_nothing_and_exits_79(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fenced_replay_repeats_nothing_and_exits_with_79(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start a newer replay, which fences the older one only by its offsets: the older producer would take the id
     back."""
     values = shop.write_dead_letters(4)
@@ -274,7 +274,7 @@ def test_replay_fenced_by_a_newer_one_repeats_nothing_and_exits_79(shop: Shop, m
     assert shop.outputs() == sorted(value.upper() for value in values)
 
 
-def test_dead_letters_of_another_app_are_replayed_on_request_only(shop: Shop) -> None:
+def test_dead_letters_of_another_app_are_replayed_only_on_request(shop: Shop) -> None:
     """Give two Apps one source topic and so one dead-letter topic; no function handles dead letters of the other
     App."""
     now_ms = int(time.time() * 1000)  # Retention removes old records immediately.

@@ -126,7 +126,9 @@ ENDRULE
 
 
 @pytest.mark.deep
-def test_loaded_records_are_handled_even_if_readable_late(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_loaded_records_are_handled_even_if_they_become_readable_late(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Delay the control records, so that a worker with `--until-end` would see none of the loaded records."""
     (tmp_path / "late.btm").write_text(LATE)
     (agent,) = maven_jars("byteman", [f"org.jboss.byteman:byteman:{BYTEMAN}"], "byteman", BYTEMAN)

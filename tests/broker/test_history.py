@@ -58,7 +58,7 @@ def values_of(log: Any, partition: int) -> list[bytes]:
     return [value for value, at in zip(log.values, log.partition, strict=True) if at == partition]
 
 
-def test_isolation_level_decides_about_aborted_records(kafka, names, producer):
+def test_isolation_level_decides_whether_aborted_records_are_read(kafka, names, producer):
     topic = create_topic(kafka.bootstrap_servers, names("mixed"), 4)
     one = producer("writer")
     with transaction(one):
@@ -110,7 +110,7 @@ def test_committed_read_ends_at_an_open_transaction(kafka, names, producer):
     assert read_topic(kafka.bootstrap_servers, topic).values == [b"before", b"waits behind it"]
 
 
-def test_read_ends_although_the_topic_grows(kafka, names):
+def test_read_ends_while_the_topic_keeps_growing(kafka, names):
     topic = create_topic(kafka.bootstrap_servers, names("growing"), 2)
     plain, stopping = Producer({"bootstrap.servers": kafka.bootstrap_servers}), threading.Event()
     write(plain, topic, 0, [b"x"] * 100)

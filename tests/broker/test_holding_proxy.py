@@ -70,7 +70,7 @@ def test_held_end_txn_delays_the_commit_until_its_release(
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
-def test_held_request_arrives_although_its_client_is_disconnected(
+def test_held_request_arrives_after_its_client_disconnected(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
 ) -> None:
     hold, commit = held_commit(proxy, raw, topic)
@@ -146,7 +146,7 @@ def test_late_add_partitions_starts_a_hanging_transaction(
     assert late.deliver_late().error == 0
     ghost = transaction_of(servers, raw.transactional_id)
     assert (ghost.state, len(ghost.partitions)) == ("Ongoing", 1)
-    raw.commit_one(topic, "two")  # The next real transaction absorbs it.
+    raw.commit_one(topic, "two")  # The hanging transaction becomes a part of the next real one.
     assert settled_values(servers, topic)[0] == [b"one", b"two"]
 
 

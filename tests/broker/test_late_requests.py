@@ -175,7 +175,7 @@ def test_late_commit_duplicates_a_record_unless_producer_is_replaced(
     late = scenario.proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
     with scenario.session() as session:
         handle(session, scenario.target)
-        txn = next(session)  # Commits the first one: its EndTxn was cut, and the client's retry succeeded.
+        txn = next(session)  # Commits the first transaction: its EndTxn was cut, and the client's retry succeeded.
         assert late.hit
         (record,) = txn.records
         send(txn, scenario.target, record, range(1))
@@ -294,7 +294,7 @@ def test_late_offset_commit_rewinds_unless_producer_is_replaced(scenario: Scenar
     indirect=True,
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_late_offset_commit_refused_by_kafka_3_9_needs_no_new_id(
+def test_kafka_3_9_refuses_late_offset_commit_without_a_new_id(
     scenario: Scenario,
 ) -> None:
     late_offset_commit(scenario)
@@ -312,7 +312,7 @@ def late_offset_commit(scenario: Scenario) -> None:
     watching = False
     with scenario.session(world=World(step=deliver)) as session:
         handle(session, scenario.target)
-        handle(session, scenario.target)  # Commits the first one, whose TxnOffsetCommit was cut and retried.
+        handle(session, scenario.target)  # Commits the first transaction, whose TxnOffsetCommit was cut and retried.
         assert late.hit
         watching = True
         assert session._loop._end()
@@ -354,7 +354,7 @@ def wait_for_statistics(session: TransactSession) -> None:
     ],
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_next_transaction_waits_for_statistics_after_a_retry(
+def test_next_transaction_after_a_retry_waits_for_statistics(
     scenario: Scenario, api: ApiKey, fault: Fault, settings: dict[str, int]
 ) -> None:
     scenario.load(2)
@@ -362,7 +362,7 @@ def test_next_transaction_waits_for_statistics_after_a_retry(
         handle(session, scenario.target)
         wait_for_statistics(session)
         late = scenario.proxy.on(api, fault)
-        handle(session, scenario.target)  # commits the first one
+        handle(session, scenario.target)  # commits the first transaction
         assert late.hit
         assert session.producer.replacements == {"retry": 1}
         assert late.deliver_late().error == INVALID_PRODUCER_EPOCH
@@ -375,7 +375,7 @@ def test_next_transaction_waits_for_statistics_after_a_retry(
     "api", [ApiKey.EndTxn, ApiKey.AddOffsetsToTxn, ApiKey.TxnOffsetCommit], ids=lambda api: api.name
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_slow_call_without_retry_keeps_the_producer(scenario: Scenario, api: ApiKey) -> None:
+def test_producer_is_kept_after_a_slow_call_without_retry(scenario: Scenario, api: ApiKey) -> None:
     """Delay an answer for longer than a retry takes, as a busy broker does."""
     scenario.load(2)
     with scenario.session() as session:
@@ -383,7 +383,7 @@ def test_slow_call_without_retry_keeps_the_producer(scenario: Scenario, api: Api
         slow = scenario.proxy.on(api, Fault.HOLD_RESPONSE)
         release = threading.Timer(0.6, slow.release)
         release.start()
-        handle(session, scenario.target)  # commits the first one
+        handle(session, scenario.target)  # commits the first transaction
         release.join()
         assert slow.hit
         assert session.producer.replacements == {}
@@ -392,7 +392,7 @@ def test_slow_call_without_retry_keeps_the_producer(scenario: Scenario, api: Api
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_slow_call_of_a_new_producer_keeps_it(scenario: Scenario) -> None:
+def test_new_producer_is_kept_after_a_slow_call(scenario: Scenario) -> None:
     """Keep a new producer after a slow call; else small transactions of a slow coordinator would replace each
     producer."""
     scenario.load(2)
@@ -402,7 +402,7 @@ def test_slow_call_of_a_new_producer_keeps_it(scenario: Scenario) -> None:
         release = threading.Timer(1.0, lambda: slow.wait() and slow.release())
         handle(session, scenario.target)
         release.start()
-        handle(session, scenario.target)  # commits the first one
+        handle(session, scenario.target)  # commits the first transaction
         release.join()
         assert session.producer.replacements == {"abort": 1}
         assert session._loop._end()
@@ -410,7 +410,7 @@ def test_slow_call_of_a_new_producer_keeps_it(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_transactions_without_outputs_keep_the_producer(scenario: Scenario) -> None:
+def test_producer_is_kept_after_transactions_without_outputs(scenario: Scenario) -> None:
     """Send only offsets: their first request meets the markers of the transaction before, and is retried once
     answered."""
     scenario.load(60)
@@ -425,7 +425,7 @@ def test_transactions_without_outputs_keep_the_producer(scenario: Scenario) -> N
 
 
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_late_copy_of_its_init_does_not_stop_a_session(scenario: Scenario) -> None:
+def test_session_survives_a_late_copy_of_its_init(scenario: Scenario) -> None:
     """Let a late InitProducerId take the next epoch while the session is idle.
 
     To the coordinator, an init of a newer instance looks the same.

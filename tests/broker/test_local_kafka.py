@@ -75,7 +75,7 @@ def test_committed_record_survives_a_stop_and_a_kill(names: Callable[[str], str]
     assert not kafka.directory.exists()
 
 
-def test_used_port_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+def test_start_on_a_used_port_names_it_and_leaves_nothing(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with (
@@ -95,7 +95,7 @@ def test_used_port_is_named_and_leaves_nothing(tmp_path: Path) -> None:
         ({"metric.reporters": "no.such.Reporter"}, "stopped while starting.*no.such.Reporter.*server.log"),
     ],
 )
-def test_failed_start_is_one_sentence_with_the_reason(
+def test_failed_start_reports_its_reason_in_one_sentence(
     config: dict[str, object], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eos.broker.node.storage_copy_path", lambda *_: tmp_path / "none")
@@ -175,7 +175,7 @@ def broker(tmp_path: Path) -> Iterator[Command]:
     command("stop")
 
 
-def test_broker_commands_start_show_and_stop(broker: Command, names: Callable[[str], str]) -> None:
+def test_broker_commands_start_show_and_stop_a_broker(broker: Command, names: Callable[[str], str]) -> None:
     port = str(free_ports(1)[0])
     assert broker("status")[0] == 69
     assert broker("stop") == (0, "Kafka is not running\n")

@@ -30,7 +30,7 @@ def test_partitions_of_a_late_heartbeat_answer_are_read(
     elsewhere = create_topic(servers, names("elsewhere"))
     configure(
         servers, group, "consumer.heartbeat.interval.ms", "500", ResourceType.GROUP
-    )  # a late response shows sooner
+    )  # a short interval, so that a late response is noticed sooner
     other = Consumer({"bootstrap.servers": servers, "group.id": group, "group.protocol": "consumer", "log_level": 0})
     other.subscribe(
         [source], on_revoke=lambda *_: None

@@ -177,7 +177,7 @@ def marked(move: Move) -> object:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("move", [marked(move) for move in MOVES])
-def test_each_order_counts_once_across_a_move_and_its_reversal(move: Move, tmp_path: Path) -> None:
+def test_each_order_counts_once_after_migrating_there_and_back(move: Move, tmp_path: Path) -> None:
     with LocalKafka() as kafka:
         servers = kafka.bootstrap_servers
         for name, code in programs_of(move.page).items():

@@ -169,7 +169,7 @@ def test_metrics_agree_with_kafka_and_lag_with_the_stable_offset(kafka: LocalKaf
 # ---- probes ------------------------------------------------------------------------------------------------
 
 
-def test_worker_stuck_in_its_function_is_not_live_and_names_the_line(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_worker_stuck_in_a_function_is_not_live_and_reports_the_line(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     run = Running(pipeline, settings=QUICK + SHORT_LIMITS)
     run.wait("/readyz", 200)

@@ -65,7 +65,7 @@ def test_only_an_overdue_transaction_is_ended(kafka: LocalKafka, names: Names) -
         producer.commit()
 
 
-def test_request_changes_no_transaction_in_another_state(kafka: LocalKafka, names: Names) -> None:
+def test_abort_request_changes_no_transaction_that_has_moved_on(kafka: LocalKafka, names: Names) -> None:
     """Send the request after the transaction changed: its coordinator, owner or successor may act after our check."""
     name, topic = names("id"), names("t")
     first = open_transaction(kafka, topic, name)
@@ -97,7 +97,7 @@ def test_request_changes_no_transaction_in_another_state(kafka: LocalKafka, name
     assert states == ["CompleteCommit", "CompleteAbort", "Empty"]
 
 
-def test_member_ends_the_overdue_transaction_of_a_dead_one(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_member_ends_the_overdue_transaction_of_a_dead_member(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 3_000)
     settings = {"session.timeout.ms": "3000", "heartbeat.interval.ms": "500"}
     paused = pipeline.worker("a", work_ms=1, settings=settings, holds=[("offsets sent", 3)])

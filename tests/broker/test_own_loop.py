@@ -81,13 +81,13 @@ def loop(kafka: LocalKafka, names: Callable[[str], str]) -> Loop:
 ALL = [b"%d" % number for number in range(COUNT)]
 
 
-def test_end_of_the_body_commits(loop: Loop) -> None:
+def test_loop_commits_at_the_end_of_its_body(loop: Loop) -> None:
     loop.finish()
     assert loop.copied() == ALL
     assert stable_offset(loop.servers, loop.group, loop.source) == COUNT + 1  # including the marker after them
 
 
-def test_records_left_by_a_break_are_redelivered(loop: Loop) -> None:
+def test_records_not_taken_before_a_break_are_redelivered(loop: Loop) -> None:
     with loop.session() as session:
         for txn in session:
             for record in txn.records:
@@ -97,7 +97,7 @@ def test_records_left_by_a_break_are_redelivered(loop: Loop) -> None:
     assert loop.copied() == ALL
 
 
-def test_kept_iterator_counts_only_records_it_returned(loop: Loop) -> None:
+def test_kept_record_iterator_commits_only_the_records_it_returned(loop: Loop) -> None:
     with loop.session() as session:
         for txn in session:
             kept = txn.records
@@ -113,7 +113,7 @@ def test_records_may_be_collected_before_they_are_handled(loop: Loop) -> None:
     assert loop.copied() == ALL
 
 
-def test_exception_in_the_body_aborts(loop: Loop) -> None:
+def test_exception_in_the_loop_body_aborts_the_transaction(loop: Loop) -> None:
     with pytest.raises(ZeroDivisionError), loop.session() as session:
         for txn in session:
             for record in txn.records:
@@ -162,7 +162,7 @@ def test_rejected_and_refused_records_become_dead_letters(loop: Loop) -> None:
     assert session.counters.dead_letters == 2
 
 
-def test_missing_output_is_named_at_the_start_or_first_record(
+def test_error_names_missing_output_at_the_start_or_first_record(
     loop: Loop,
 ) -> None:
     nowhere, soon = f"{loop.target}-nowhere", {"topic.metadata.propagation.max.ms": 300}
@@ -306,7 +306,8 @@ def test_random_aborts_of_a_backlog_keep_records_and_order(
             with contextlib.suppress(ZeroDivisionError), load.begin() as txn:
                 for i in range(4_500):
                     txn.send(source, b"%d" % i, partition=i % partitions)
-                _ = 1 // (number % 3 - 2)  # Also the last one, so that partitions end with aborted records.
+                # The last transaction aborts too, so that partitions end with aborted records.
+                _ = 1 // (number % 3 - 2)
             if number % 3 != 2:
                 for i in range(4_500):
                     expected[i % partitions].append(b"%d" % i)
@@ -340,7 +341,7 @@ def test_random_aborts_of_a_backlog_keep_records_and_order(
     assert [stable_offset(servers, settings["group.id"], source, p) for p in range(partitions)] == ends
 
 
-def test_aborted_session_does_not_fence_a_newer_one(loop: Loop) -> None:
+def test_aborted_session_does_not_fence_a_newer_session(loop: Loop) -> None:
     """Abort in a fenced session: its producer is replaced before the next transaction, and an init would take the id
     back."""
     with contextlib.closing(loop.session()) as newer:
@@ -383,7 +384,7 @@ def test_backlog_is_fetched_during_a_commit(loop: Loop) -> None:
     assert loop.copied() == [b"%d" % number for number in range(count)]
 
 
-def test_suspended_machine_is_not_treated_as_replaced(
+def test_session_on_a_suspended_machine_is_not_treated_as_replaced(
     loop: Loop,
 ) -> None:
     """Pause the session as a suspended virtual machine: the broker's clock advances, its own does not."""
@@ -458,7 +459,7 @@ def test_callback_error_in_a_poll_loses_no_records(loop: Loop) -> None:
     raised: list[str] = []
 
     def interrupt(text: str) -> None:
-        # During the poll that waits for more than these 600 records and holds all of them.
+        # Raise during the poll that holds all of these 600 records and waits for more.
         if json.loads(text)["type"] == "consumer" and session._parts.positions.committed and len(raised) < 3:
             raised.append(text)
             raise KeyboardInterrupt

@@ -195,7 +195,7 @@ def life(kafka: LocalKafka, tmp_path: Path, names: Names) -> Life:
     return Life(kafka, tmp_path, app, pattern=f"^{app}-in.*")
 
 
-def test_pattern_without_a_topic_is_exit_69(kafka: LocalKafka, tmp_path: Path, names: Names) -> None:
+def test_pattern_without_matching_topics_exits_with_69(kafka: LocalKafka, tmp_path: Path, names: Names) -> None:
     life = Life(kafka, tmp_path, names("app"), pattern=f"^{names('nothing')}-.*")
     sentence = f"no topic at {life.servers} matches '^{names('nothing')}-.*', and the App '{life.app}' names none"
     for ended in (life.run(), life.reset("--from", "earliest", "--yes")):
@@ -249,7 +249,9 @@ def test_supervised_workers_read_a_new_topic(life: Life) -> None:
     assert life.settled() == [b"a", b"b", b"b", b"c", b"c", b"d", b"d"]
 
 
-def test_new_topic_is_read_once_its_dead_letter_topic_exists(kafka: LocalKafka, tmp_path: Path, names: Names) -> None:
+def test_new_topic_is_read_only_after_its_dead_letter_topic_exists(
+    kafka: LocalKafka, tmp_path: Path, names: Names
+) -> None:
     app = names("app")
     life = Life(kafka, tmp_path, app, pattern=f"^{app}-in.*", on_error="dlq")
     create_topic(life.servers, f"{life.input}.dlq")
@@ -265,7 +267,7 @@ def test_new_topic_is_read_once_its_dead_letter_topic_exists(kafka: LocalKafka, 
         for topic in (f"{third}.dlq", third):  # in this order, so that the second topic is complete at once
             create_topic(life.servers, topic)
         life.load([b"c"], topic=third)
-        # It was checked after the second topic, which has waited since.
+        # The third topic was checked after the second one, which still waits for its dead-letter topic.
         wait_until("the third topic's output", lambda: life.outputs() == [b"a", b"c"], 60)
         create_topic(life.servers, f"{second}.dlq")
         wait_until("the second topic's output", lambda: life.outputs() == [b"a", b"b", b"c"], 60)
@@ -276,7 +278,9 @@ def test_new_topic_is_read_once_its_dead_letter_topic_exists(kafka: LocalKafka, 
 
 
 @pytest.mark.deep
-def test_dead_letter_topics_of_new_topics_are_created_if_set(kafka: LocalKafka, tmp_path: Path, names: Names) -> None:
+def test_dead_letter_topics_of_new_topics_are_created_if_configured(
+    kafka: LocalKafka, tmp_path: Path, names: Names
+) -> None:
     app = names("app")
     life = Life(kafka, tmp_path, app, pattern=f"^{app}-in.*", on_error="dlq")
     life.load([b"a", POISON])
@@ -298,7 +302,7 @@ def _all(life: Life, topic: str) -> list[bytes | None]:
     return [value for values in visible_values(life.servers, topic).values() for value in values]
 
 
-def test_deleted_topic_of_a_pattern_stops_one_worker_only(
+def test_deleted_topic_of_a_pattern_stops_only_one_worker(
     life: Life,
 ) -> None:
     life.load([b"a"])
@@ -315,7 +319,7 @@ def test_deleted_topic_of_a_pattern_stops_one_worker_only(
     assert life.settled() == [b"a", b"b", b"c"]
 
 
-def test_eos_run_of_a_test_reads_its_own_topics_only(kafka: LocalKafka, names: Names) -> None:
+def test_eos_run_fixture_reads_only_the_topics_of_its_test(kafka: LocalKafka, names: Names) -> None:
     strange = create_topic(kafka.bootstrap_servers, names("in-strange"))
     app = App(names("app"))
 
@@ -331,7 +335,7 @@ def test_eos_run_of_a_test_reads_its_own_topics_only(kafka: LocalKafka, names: N
     assert f"{strange}.dlq" not in known
 
 
-def test_worker_in_a_program_finds_its_topics(kafka: LocalKafka, names: Names) -> None:
+def test_worker_started_by_a_program_finds_topics_of_a_pattern(kafka: LocalKafka, names: Names) -> None:
     app = App(names("app"))
 
     @app.process(f"^{names('in')}-.*", to=names("out"))

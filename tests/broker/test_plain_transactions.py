@@ -51,7 +51,7 @@ def test_send_reports_topic_partition_and_offset(kafka: LocalKafka, settings: di
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"0", b"2"], 1: [b"1", b"3"]}
 
 
-def test_second_block_is_refused_and_leaves_the_first_open(
+def test_second_transaction_block_is_refused_and_first_stays_open(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     with Transactions(settings) as transactions:
@@ -164,7 +164,7 @@ def test_calls_in_the_wrong_order_raise_and_change_nothing(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"kept"]
 
 
-def test_newer_producer_fences_the_older_one(kafka: LocalKafka, settings: dict[str, object], topic: str) -> None:
+def test_newer_producer_fences_the_older_producer(kafka: LocalKafka, settings: dict[str, object], topic: str) -> None:
     with Transactions(settings) as old, contextlib.ExitStack() as newer:
         with old.begin() as txn:
             txn.send(topic, "old", partition=0)
@@ -180,7 +180,7 @@ def test_newer_producer_fences_the_older_one(kafka: LocalKafka, settings: dict[s
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"old", b"new", b"newer"]
 
 
-def test_aborted_producer_does_not_fence_a_newer_one(
+def test_aborted_producer_does_not_fence_a_newer_producer(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     """Abort in a fenced producer, which is replaced before the next transaction; an init would take the id back."""
@@ -282,7 +282,7 @@ def test_transaction_timeout_above_the_maximum_is_a_config_error(settings: dict[
         pass
 
 
-def test_missing_topic_is_named(settings: dict[str, object], names: Callable[[str], str]) -> None:
+def test_error_names_the_missing_topic(settings: dict[str, object], names: Callable[[str], str]) -> None:
     with pytest.raises(Unavailable, match=names("nowhere")), eos.transaction(settings) as txn:
         txn.send(names("nowhere"), "lost?")
 

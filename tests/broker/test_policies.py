@@ -248,13 +248,13 @@ def test_record_slower_than_the_timeout_gets_its_own_transaction(kafka: LocalKaf
     pipeline.finish(slow_at=(topic, partition, offset, 3.5), settings={"transaction.timeout.ms": "1500", **SESSION})
     worker = pipeline.workers[-1]
     assert f"for {topic}[{partition}]@{offset}, longer than transaction.timeout.ms=1500" in worker.log
-    # Once with others if it was among others, and once alone.
+    # The record may exceed the timeout together with others first, and then alone.
     assert worker.log.count("transaction exceeded its timeout") in (1, 2)
     pipeline.verify()
 
 
 @pytest.mark.long
-def test_function_slower_than_the_poll_interval_is_exit_78(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_function_slower_than_the_poll_interval_exits_with_78(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
     position = pipeline.record((pipeline.sources[0], 1), 20)
     settings = {"session.timeout.ms": "6000", "max.poll.interval.ms": "6000", "transaction.timeout.ms": "30000"}
@@ -395,7 +395,7 @@ def connect():
 )
 
 
-def test_start_hook_error_is_exit_75_with_the_users_frames(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_start_hook_error_exits_with_75_and_shows_user_frames(kafka: LocalKafka, pipelines: Pipelines) -> None:
     worker = pipelines.on(kafka).program(CANNOT_START, "--until-end")
     worker.assert_ended(75, "on_start: connect raised OSError: the database is away")
     assert "program.py" in worker.log
@@ -441,7 +441,7 @@ def test_refused_outputs_are_found_in_a_large_transaction(batch: bool, kafka: Lo
     assert "_UNKNOWN_PARTITION" in log
 
 
-def test_missing_dead_letter_topic_is_exit_69_at_the_start(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_missing_dead_letter_topic_exits_with_69_at_the_start(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 10)
     missing = ", ".join(f"{source}.dlq" for source in pipeline.sources)
     pipeline.program(TYPED, "--until-end").assert_ended(UNAVAILABLE, f"topics {missing} do not exist at ")

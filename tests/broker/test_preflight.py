@@ -83,7 +83,7 @@ def failed(rows: list[dict[str, object]]) -> list[str]:
 # In this order: the first transaction of the cluster creates its transaction log.
 
 
-def test_transaction_log_for_too_many_brokers_is_exit_78(kafka: LocalKafka, here: Directory) -> None:
+def test_transaction_log_that_needs_more_brokers_exits_with_78(kafka: LocalKafka, here: Directory) -> None:
     servers = kafka.bootstrap_servers
     for topic in (here.input, here.output):
         create_topic(servers, topic)
@@ -98,7 +98,7 @@ def test_transaction_log_for_too_many_brokers_is_exit_78(kafka: LocalKafka, here
     assert "no transaction can begin" in failed(here.doctor(servers))[0]
 
 
-def test_missing_topic_is_exit_69_and_can_be_created(kafka: LocalKafka, here: Directory) -> None:
+def test_missing_topic_exits_with_69_and_can_be_created(kafka: LocalKafka, here: Directory) -> None:
     servers = kafka.bootstrap_servers
     create_topic(servers, here.input, 3)
     fill(servers, here.input)
@@ -122,7 +122,7 @@ def test_missing_topic_is_exit_69_and_can_be_created(kafka: LocalKafka, here: Di
     assert [v for values in settled_values(servers, here.output).values() for v in values] == [b"x"]
 
 
-def test_transaction_timeout_above_the_maximum_is_exit_78(kafka: LocalKafka, here: Directory) -> None:
+def test_transaction_timeout_above_the_maximum_exits_with_78(kafka: LocalKafka, here: Directory) -> None:
     servers = kafka.bootstrap_servers
     for topic in (here.input, here.output):
         create_topic(servers, topic)
@@ -155,7 +155,7 @@ def test_doctor_shows_open_and_hanging_transactions(kafka: LocalKafka, here: Dir
     assert rows[0]["change"] == f"eos txn abort --topic {here.input} --partition 0"
 
 
-def test_missing_cluster_is_exit_69_within_seconds(here: Directory) -> None:
+def test_missing_cluster_exits_with_69_within_seconds(here: Directory) -> None:
     nowhere = f"127.0.0.1:{free_ports(1)[0]}"
     began = time.monotonic()
     ended = here.eos("doctor", "theapp.py:app", "--json", nowhere)
@@ -201,7 +201,7 @@ def test_older_broker_passes_the_preflight(kafka392: LocalKafka, here: Directory
     assert failed(here.doctor(servers)) == []
 
 
-def test_brokers_with_unreachable_addresses_are_named(here: Directory, kafka: LocalKafka) -> None:
+def test_error_names_brokers_with_unreachable_addresses(here: Directory, kafka: LocalKafka) -> None:
     """Advertise an address of another network, as in a container: only the first connection succeeds."""
     create_topic(kafka.bootstrap_servers, here.input, 1)
     create_topic(kafka.bootstrap_servers, here.output, 1)

@@ -162,7 +162,7 @@ def test_revoked_partitions_end_their_transaction(protocol: str, kafka: LocalKaf
     stop_all(pipeline, joining)
 
 
-def test_member_that_rejoined_unnoticed_commits_nothing_old(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_member_that_rejoined_unnoticed_commits_no_old_records(kafka: LocalKafka, pipelines: Pipelines) -> None:
     """Let librdkafka join again under a new member id without any event and with its partitions of before.
 
     A JoinGroup that finds the member unknown causes it, and the broker accepts offsets of the new member. Found by the
@@ -180,7 +180,7 @@ def test_member_that_rejoined_unnoticed_commits_nothing_old(kafka: LocalKafka, p
         pipeline.wait_members(1)
         taker.wait_log("committed taken", count=3)
         joining_again.release()
-        taker.wait_log("partitions revoked")  # for it; it does not know yet that they are newly assigned
+        taker.wait_log("partitions revoked")  # the worker learns of the revocation, but not yet of the new assignment
         disconnected.release()
         pipeline.wait_handled(pipeline.loaded)
         stop_all(pipeline, disconnected, taker)

@@ -102,7 +102,7 @@ def test_reset_is_refused_while_offsets_are_pending(life: Life) -> None:
     assert life.committed()[0] == 1
 
 
-def test_invalid_reset_target_is_refused_and_moves_nothing(life: Life) -> None:
+def test_invalid_reset_target_is_refused_and_moves_no_offset(life: Life) -> None:
     life.load([b"a"])
     assert life.run().returncode == 0
     for where, code in ((f"{life.input}:0:7", 78), (f"{life.input}:9:0", 64), ("other:0:0", 64), ("soon", 64)):
@@ -112,7 +112,7 @@ def test_invalid_reset_target_is_refused_and_moves_nothing(life: Life) -> None:
     assert life.committed() == [1, -1]
 
 
-def test_group_of_an_at_least_once_consumer_is_continued(life: Life) -> None:
+def test_worker_continues_the_group_of_an_at_least_once_consumer(life: Life) -> None:
     life.load([b"handled before", b"a"])
     consumer = Consumer(
         {"bootstrap.servers": life.servers, "group.id": life.app, "auto.offset.reset": "earliest"}
@@ -159,7 +159,7 @@ def test_reset_keeps_offset_metadata(life: Life) -> None:
 
 @pytest.mark.deep_for("more1")
 @pytest.mark.parametrize("more", [(), ("-X", "partition.assignment.strategy=range")])
-def test_app_with_changed_sources_reads_only_the_new_ones(life: Life, more: tuple[str, ...]) -> None:
+def test_app_with_changed_sources_reads_only_the_new_sources(life: Life, more: tuple[str, ...]) -> None:
     """Change the sources: a static member that returns gets its old partitions without a rebalance."""
     first, second = life.input, create_topic(life.servers, f"{life.input}-2")
     file = life.path / "theapp.py"
@@ -260,7 +260,7 @@ except eos.PoisonRecord as error:
 """
 
 
-def test_program_runs_an_app_as_the_command_does(life: Life) -> None:
+def test_program_runs_an_app_like_the_command_line(life: Life) -> None:
     (life.path / "program.py").write_text(PROGRAM)
     life.load([b"a"])
     command = [sys.executable, "program.py", life.servers]

@@ -232,7 +232,7 @@ def resource(case: Case, which: str) -> tuple[str, str, str]:
 @pytest.mark.deep_for("nothing-input", "nothing-output", "nothing-group")
 @pytest.mark.parametrize("which", ["input", "output", "group", "id"])
 @pytest.mark.parametrize("left", ["nothing", "describe"])
-def test_missing_right_is_exit_77_with_its_resource(which: str, left: str, case: Case) -> None:
+def test_missing_right_exits_with_77_and_names_its_resource(which: str, left: str, case: Case) -> None:
     case.allow_all()
     kind, name, sentence = resource(case, which)
     assert case.kafka.withdraw(kind, name) == 1
@@ -279,7 +279,7 @@ def test_right_withdrawn_during_a_run_stops_the_worker_with_77(which: str, case:
     assert sentence.split(":")[0] in last_line
 
 
-def test_command_without_its_right_is_exit_77(case: Case) -> None:
+def test_command_without_its_right_exits_with_77(case: Case) -> None:
     """Allow describing the topic, which is not enough to see whose transaction is open on it."""
     case.kafka.allow("TOPIC", case.input, "DESCRIBE")
     for arguments, resource, operation in (
@@ -297,7 +297,7 @@ def test_command_without_its_right_is_exit_77(case: Case) -> None:
 # ----------------------------------------------------------------------
 
 
-def test_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: str, pki: Path) -> None:
+def test_refused_login_exits_with_77_within_seconds(case: Case, token_endpoint: str, pki: Path) -> None:
     case.allow_all()
     wrong = ways(pki, token_endpoint)["token of an identity provider"][1] | {"sasl.oauthbearer.client.secret": "no"}
     for settings in (PLAIN | {"sasl.password": "not-hers"}, wrong):
@@ -309,7 +309,7 @@ def test_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: str
         took_under(15, began, "a refused login")
 
 
-def test_unknown_broker_certificate_is_exit_69_within_seconds(case: Case, pki: Path) -> None:
+def test_unknown_broker_certificate_exits_with_69_within_seconds(case: Case, pki: Path) -> None:
     settings = PLAIN | {"security.protocol": "sasl_ssl"}
     began = time.monotonic()
     ended = case.run("BOTH", settings)
@@ -320,7 +320,7 @@ def test_unknown_broker_certificate_is_exit_69_within_seconds(case: Case, pki: P
 
 
 @pytest.mark.parametrize("name", ["ssl.ca.location", "ssl.certificate.location", "ssl.key.location"])
-def test_missing_file_is_exit_78_and_named(name: str, case: Case, pki: Path) -> None:
+def test_missing_file_exits_with_78_and_is_named_in_the_error(name: str, case: Case, pki: Path) -> None:
     settings = {
         "security.protocol": "ssl",
         "ssl.ca.location": str(pki / "ca.pem"),

@@ -199,7 +199,7 @@ def test_until_end_leaves_later_records_to_the_next_run(kafka: LocalKafka, pipel
 # How it ends: signals.
 
 
-def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_sigterm_ends_the_batch_commits_and_exits_with_0(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 2_000)
     # Enough time for every transaction: none may be aborted.
     worker = pipeline.worker(work_ms=2, settings={"transaction.timeout.ms": "30000"})
@@ -222,7 +222,7 @@ def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines
 
 @pytest.mark.deep_for("the-shutdown-timeout")
 @pytest.mark.parametrize("how", ["a-second-sigterm", "the-shutdown-timeout"])
-def test_slow_stop_aborts_and_exits_75(how: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_slow_stop_aborts_and_exits_with_75(how: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
     pipeline.finish()  # one transaction is committed, however many records the slow worker's first one has
     pipeline.load(300)
@@ -284,7 +284,7 @@ def test_output_too_large_stops_the_worker_with_65(refused_by: str, kafka: Local
 # How it ends: missing topics and clusters.
 
 
-def test_missing_topic_is_exit_69_with_its_name(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_missing_topic_exits_with_69_and_is_named_in_the_error(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka)
     missing = f"{pipeline.app}-missing"
     worker = pipeline.program(APP, sources=[pipeline.sources[0], missing])
@@ -300,7 +300,7 @@ def test_missing_topic_is_exit_69_with_its_name(kafka: LocalKafka, pipelines: Pi
     ],
     ids=["four-seconds", "by-default"],
 )
-def test_unreachable_cluster_is_exit_69_in_time(
+def test_unreachable_cluster_exits_with_69_in_time(
     arguments: tuple[str, ...], limit_s: float, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka)

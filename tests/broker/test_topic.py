@@ -104,7 +104,8 @@ def test_topic_is_created_written_in_one_transaction_and_read(
         ids = [row["transactional_id"] for row in json.loads(capsys.readouterr().out)]
         return sum(each.startswith("eos-topic-send-") for each in ids)
 
-    wait_until("no send is listed", lambda: of_sends() == 0)  # The last one's markers may still be missing.
+    # The markers of the last transaction may still be missing.
+    wait_until("no send is listed", lambda: of_sends() == 0)
     assert of_sends("--prefix", "eos-topic-send-") >= 2
 
 
@@ -209,7 +210,7 @@ def test_missing_topic_is_not_created_by_a_query(eos: Run, names: Names) -> None
     assert topic not in eos("list")[1]
 
 
-def test_query_waits_for_new_topics_but_not_deleted_ones(eos: Run, kafka: LocalKafka, names: Names) -> None:
+def test_query_waits_for_new_topics_but_not_for_deleted_topics(eos: Run, kafka: LocalKafka, names: Names) -> None:
     """Query offsets early and late: after a broker fault, a soak saw OFFSET_OUT_OF_RANGE for existing records."""
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, 1)

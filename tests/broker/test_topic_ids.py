@@ -69,7 +69,8 @@ def test_recreated_topic_is_noticed_while_a_broker_is_down(
         began = time.monotonic()
         with Refusing(port) as refusing:
             admin = AdminClient({"bootstrap.servers": others, "log_level": 0})
-            # While it is in the metadata, clients may query it; librdkafka's AdminClient then never stopped trying it.
+            # While the broker is in the metadata, clients may query it. librdkafka's AdminClient then never stopped
+            # trying.
             wait_until(
                 "the cluster considers the broker down", lambda: len(admin.list_topics(timeout=10).brokers) == 2, 60
             )

@@ -219,7 +219,7 @@ def test_unknown_transactional_id_is_not_created(kafka: LocalKafka, names: Names
         assert admin.describe(name) is None
 
 
-def test_missing_topic_is_named(kafka: LocalKafka, names: Names) -> None:
+def test_error_names_the_missing_topic(kafka: LocalKafka, names: Names) -> None:
     refused = eos(kafka, "txn", "find-hanging", "--topic", names("missing"))
     assert refused.returncode == 69
     assert names("missing") in refused.stderr

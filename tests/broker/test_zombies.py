@@ -35,7 +35,7 @@ RECORDS = 2_000
 FENCED, TEMPORARY = 79, 75
 TIMEOUT_MS = 2_000
 LONG_MS = 30_000
-SHORT_MS = 2_000  # A record must be acknowledged within it, too.
+SHORT_MS = 2_000  # A record must be acknowledged within this time, too.
 HAS_TIME = {"transaction.timeout.ms": str(LONG_MS)}  # for producers that must not abort, however slow the machine is
 CONSUMER = {"group.protocol": "consumer"}
 VERSIONS = ["kafka", "kafka392"]
@@ -226,7 +226,7 @@ def test_idle_zombie_is_fenced_by_an_idle_successor(kafka: LocalKafka, pipelines
 
 
 @pytest.mark.deep
-def test_idle_zombie_in_the_consumer_protocol_is_fenced_at_a_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_idle_zombie_in_the_consumer_protocol_is_fenced_at_next_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     pipeline.set_group_session_timeout(2_000)
     zombie = pipeline.worker(settings=CONSUMER, keep_producer=True)  # as above
@@ -367,7 +367,7 @@ def test_id_that_ended_its_transactions_is_still_owned(producer: Start, topic: s
 
 
 @pytest.mark.deep_for("kafka392")
-def test_first_timed_out_transaction_is_our_timeout(producer: Start, topic: str, ask: Ask) -> None:
+def test_first_transaction_that_timed_out_is_recognised_as_ours(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
     raw.send(topic, "one")
@@ -396,7 +396,7 @@ def test_our_timeout_is_recognised_while_the_abort_is_prepared(producer: Start, 
 
 
 @pytest.mark.deep_for("kafka392")
-def test_instance_initialised_during_our_transaction_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_during_our_transaction_counts_as_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
     raw.send(topic, "one")
@@ -410,14 +410,14 @@ def test_instance_initialised_during_our_transaction_is_newer(producer: Start, t
     assert judge(situation(mine, late=True), wait_for(ask, mine, 2, "Ongoing")) is Owner.NEWER
 
 
-def test_instance_inside_its_init_is_not_our_timeout(producer: Start, topic: str, ask: Ask) -> None:
+def test_init_of_another_instance_is_not_taken_for_our_timeout(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
     raw.send(topic, "one")
     mine = identity(raw)
     init = Background(producer)
     wait_until("the init of the second producer arrives", lambda: getattr(ask(), "epoch", None) != mine.epoch)
-    # As late as possible: only the second response, 1.5 s later, shows that it was not our own timeout.
+    # The latest possible case: only the second response, 1.5 s later, shows that it was not our own timeout.
     assert settle(situation(mine, late=True), ask)[0] is Owner.NEWER
     init.result()
 
@@ -430,7 +430,7 @@ def test_instance_killed_in_its_init_counts_as_our_own_timeout(
         raw.begin()
         raw.send(topic, "one")
         mine = identity(raw)
-        # Its first InitProducerId fences ours and must be retried, which this producer never does.
+        # The first InitProducerId of the new producer fences ours and must be retried, which this producer never does.
         died = proxy.on(ApiKey.InitProducerId, Fault.BLACKHOLE, nth=2, transactional_id=names("tx"))
         with pytest.raises(KafkaException):
             RawInit(broker.proxied_servers, names("tx"))
@@ -439,7 +439,7 @@ def test_instance_killed_in_its_init_counts_as_our_own_timeout(
         assert judge(situation(mine), answer) is Owner.ABORTED_EARLY, (
             "the group must decide, because nobody owns the id"
         )
-        # It has done no work, so continuing is right: our init fences it if it comes back.
+        # The other producer has done no work, so continuing is right: our init fences it if it comes back.
         assert settle(situation(mine, late=True), ask)[0] is Owner.OWN_TIMEOUT
 
 
@@ -451,7 +451,7 @@ class RawInit(RawProducer):
 
 
 @pytest.mark.deep_for("kafka392")
-def test_instance_initialised_while_ours_was_idle_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_while_ours_was_idle_counts_as_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -463,7 +463,7 @@ def test_instance_initialised_while_ours_was_idle_is_newer(producer: Start, topi
     second.send(topic, "three")
     second.abort()
     answer = wait_for(ask, mine, 1, "CompleteAbort")
-    # The coordinator alone cannot distinguish it from our own late request, so the session queries the group.
+    # The coordinator alone cannot distinguish this from our own late request, so the session queries the group.
     assert judge(situation(mine, False), answer) is Owner.UNKNOWN_TIMEOUT
     # If we had an open transaction, the epoch would be E+2: our clock stopped, or the group decides.
     assert judge(situation(mine), answer) is Owner.ABORTED_EARLY
@@ -474,7 +474,7 @@ def test_instance_initialised_while_ours_was_idle_is_newer(producer: Start, topi
 
 
 @pytest.mark.deep_for("kafka392")
-def test_instance_with_the_next_epoch_is_newer_after_the_wait(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_with_the_next_epoch_counts_as_newer_after_a_wait(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -487,7 +487,7 @@ def test_instance_with_the_next_epoch_is_newer_after_the_wait(producer: Start, t
 
 
 @pytest.mark.deep_for("kafka392")
-def test_instance_initialised_after_our_timeout_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+def test_instance_initialised_after_our_timeout_counts_as_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
     raw.send(topic, "one")

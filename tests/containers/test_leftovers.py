@@ -51,7 +51,7 @@ def test_only_an_ended_process_is_dead() -> None:
     assert not is_dead(owner())
     assert is_dead(dead_owner())
     machine, pid, start = owner().rsplit("/", 2)
-    # Another process has its pid by now.
+    # The start time differs, so another process has this pid by now.
     assert is_dead(f"{machine}/{pid}/{int(start) - 1}")
     # Nobody can judge a process of another machine, and a person's cluster has no such name.
     assert not is_dead(f"elsewhere/{pid}/{int(start) - 1}")

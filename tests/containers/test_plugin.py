@@ -13,7 +13,7 @@ from eos.testing.clusters import choose
 from tests.support.users_pytest import run_pytest
 
 
-def test_given_cluster_is_used_without_faults(tmp_path: Path, kafka: LocalKafka) -> None:
+def test_plugin_uses_the_given_cluster_without_faults(tmp_path: Path, kafka: LocalKafka) -> None:
     test = """
 def test_it_is_used(eos_kafka):
     assert eos_kafka.controller() == 0
@@ -80,7 +80,7 @@ def test_a_cut(eos_kafka):
     assert ("eos: brokers are containers of" if backend == "container" else "local JVMs, as requested") in output
 
 
-def test_requested_backend_is_not_replaced(tmp_path: Path) -> None:
+def test_unavailable_requested_backend_is_not_replaced(tmp_path: Path) -> None:
     test = "def test_it(eos_cluster):\n    eos_cluster(nodes=1)\n"
     code, output = run_pytest(tmp_path, test, "--eos-kafka=container", DOCKER_HOST=f"unix://{tmp_path}/no.sock")
     assert code == 1, output

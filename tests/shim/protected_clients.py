@@ -58,7 +58,7 @@ class Faulty:
 
 @contextmanager
 def faulty(kafka: LocalKafka, side: str, option: str, name: str) -> Iterator[Faulty]:
-    """Start it; `side`: "client" puts the proxy between client and shim, "broker" between shim and broker."""
+    """Start a Faulty; `side`: "client" puts the proxy between client and shim, "broker" between shim and broker."""
     if side == "broker":
         with (
             HoldingProxy.before(kafka) as proxy,

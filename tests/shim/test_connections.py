@@ -348,7 +348,7 @@ def test_wrong_arguments_end_with_sentence_and_exit_code(broker: FakeBroker) -> 
             refused(code, sentence, *arguments)
 
 
-def test_upstream_that_is_not_kafka_is_named() -> None:
+def test_error_names_an_upstream_that_is_not_kafka() -> None:
     class Web(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             self.request.recv(100)

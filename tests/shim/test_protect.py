@@ -191,7 +191,7 @@ def test_h1_next_transaction_is_complete_after_a_late_end(
 @pytest.mark.deep_for("commit-kafka-python", "abort-confluent-kafka")
 @BOTH_CLIENTS
 @pytest.mark.parametrize("outcome", ["commit", "abort"])
-def test_end_with_lost_responses_ends_its_transaction_once(
+def test_end_txn_with_lost_responses_ends_its_transaction_once(
     kafka: LocalKafka, names: Names, client_name: str, outcome: str
 ) -> None:
     topic, commits = create_topic(kafka.bootstrap_servers, names("out")), outcome == "commit"

@@ -69,7 +69,7 @@ def test_client_survives_killed_shim_with_a_journal(
     client.begin()
     client.send(topic, "last")
     client.end(True)
-    # No init in between: a new identity would be two epochs further.
+    # There was no init in between: a new identity would be two epochs further.
     assert transaction_of(kafka.bootstrap_servers, name).producer_epoch == epoch + 1
     client.close()
     assert shim.stop() == 0

@@ -137,7 +137,7 @@ def address_of_new_leader(
 
 
 @pytest.mark.parametrize("version", [10, 11, 12])
-def test_new_leader_in_produce_response_is_the_shim(
+def test_new_leader_in_produce_response_has_the_shims_address(
     cluster: LocalKafka, shim: RunningShim, names: Names, version: int
 ) -> None:
     topic = make_topic(shim, names("t"), 1)
@@ -156,7 +156,7 @@ def test_new_leader_in_produce_response_is_the_shim(
 
 
 @pytest.mark.parametrize("version", [16, 17, 18])
-def test_new_leader_in_fetch_response_is_the_shim(
+def test_new_leader_in_fetch_response_has_the_shims_address(
     cluster: LocalKafka, shim: RunningShim, names: Names, version: int
 ) -> None:
     topic = make_topic(shim, names("t"), 1, copies=1)  # A follower would answer the fetch.

@@ -78,7 +78,7 @@ def test_login_is_forwarded(secure: SecureKafka, names: Names) -> None:
         transactions_work(secure, shim.bootstrap_servers, names, PLAIN | {"security.protocol": "sasl_plaintext"})
 
 
-def test_clients_without_login_do_not_block_others(secure: SecureKafka, names: Names) -> None:
+def test_clients_without_login_do_not_block_other_clients(secure: SecureKafka, names: Names) -> None:
     """Use all places for unauthenticated clients that the broker answered: they are closed for others or at their
     timeout."""
     options = ("--max-connections", "24", "--max-connections-per-address", "24", "--login-timeout", "8")

@@ -78,7 +78,7 @@ def test_foreign_hanging_transaction_hides_no_marker(wire: Wire, names: Names) -
     mark(wire, ours, 2, commit=False)
     for each in (reader, MarkerReader(wire, PARTITION, 30, ours)):
         assert found(wire, each, ours) == 1
-    assert found(wire, MarkerReader(wire, PARTITION, 30, other), other) is None  # It is aborted now.
+    assert found(wire, MarkerReader(wire, PARTITION, 30, other), other) is None  # The open transaction is aborted now.
     for each in (reader, MarkerReader(wire, PARTITION, 30, ours)):
         assert found(wire, each, ours) == 1
 

@@ -177,7 +177,7 @@ def test_requests_with_lost_coordinator_responses_are_retried(
     assert read_topic(kafka.bootstrap_servers, topic).values == [b"%0100d" % number for number in range(200)]
 
 
-def test_newer_identity_fences_the_older_one(kafka: LocalKafka, names: Names, wire: Wire) -> None:
+def test_newer_identity_fences_the_older_identity(kafka: LocalKafka, names: Names, wire: Wire) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     old, new = (Transaction(wire, name, 60_000, 30) for _ in range(2))
     old.init()
@@ -193,7 +193,7 @@ def test_newer_identity_fences_the_older_one(kafka: LocalKafka, names: Names, wi
     assert len(read_topic(kafka.bootstrap_servers, topic)) == 0
 
 
-def test_record_above_the_topics_limit_is_named(kafka: LocalKafka, names: Names, wire: Wire) -> None:
+def test_error_names_the_record_above_the_topics_limit(kafka: LocalKafka, names: Names, wire: Wire) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
     transaction = Transaction(wire, name, 60_000, 30)
     transaction.init()

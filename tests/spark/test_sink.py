@@ -92,7 +92,7 @@ def test_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any) -
 
 @pytest.mark.deep_for("zstd")
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_many_and_large_rows_are_split_below_the_topics_limit(
+def test_many_or_large_rows_are_split_to_fit_the_topics_limit(
     compression: str, kafka: LocalKafka, queries: Queries, spark: Any
 ) -> None:
     # Several tasks read one source partition each, and the shuffle must keep their order.
@@ -102,7 +102,7 @@ def test_many_and_large_rows_are_split_below_the_topics_limit(
     query.verify(20_000)
 
 
-def test_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any) -> None:
+def test_empty_batch_advances_the_marker(kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     source = tmp_path / "rows"
     source.mkdir()
@@ -126,7 +126,7 @@ def test_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_path:
     ]
 
 
-def test_only_batches_of_the_sink_are_planned_for_it(
+def test_planning_settings_of_the_sink_apply_only_to_its_own_batches(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
 ) -> None:
     """Plan 200 rows of 100 KB, which are one Arrow batch under Spark's own settings.
@@ -370,7 +370,9 @@ def test_batches_report_their_rows_and_step_times(
 # Restarts
 
 
-def test_batch_in_kafka_is_not_written_again_much_later(kafka: LocalKafka, queries: Queries, spark: Any) -> None:
+def test_batch_already_in_kafka_is_not_written_again_after_a_restart(
+    kafka: LocalKafka, queries: Queries, spark: Any
+) -> None:
     """Stop Spark between the sink's return and Spark's own commit: the last batch is run again, with state to write."""
     for plan in ("stamped", "counted"):
         query = queries(kafka.bootstrap_servers, plan=plan)
@@ -395,7 +397,9 @@ def failure(query: Query, spark: Any, **options: Any) -> str:
     return str(failed.value)
 
 
-def test_checkpoint_of_another_time_is_refused(kafka: LocalKafka, queries: Queries, spark: Any, tmp_path: Path) -> None:
+def test_older_or_deleted_checkpoint_is_refused(
+    kafka: LocalKafka, queries: Queries, spark: Any, tmp_path: Path
+) -> None:
     query = queries(kafka.bootstrap_servers).create().load(1000)
     query.run(spark)
     shutil.copytree(query.checkpoint, tmp_path / "older")
@@ -413,7 +417,7 @@ def test_checkpoint_of_another_time_is_refused(kafka: LocalKafka, queries: Queri
     query.verify(3000)
 
 
-def test_query_without_its_marker_is_adopted_on_request_only(
+def test_query_without_its_marker_is_adopted_only_on_request(
     kafka: LocalKafka, queries: Queries, spark: Any, names: Names
 ) -> None:
     query = queries(kafka.bootstrap_servers).create().load(1000)
@@ -430,7 +434,7 @@ def test_query_without_its_marker_is_adopted_on_request_only(
 # Refusals
 
 
-def test_two_queries_with_one_transactional_id_are_distinguished(
+def test_two_queries_with_the_same_transactional_id_are_distinguished(
     kafka: LocalKafka, queries: Queries, spark: Any, names: Names
 ) -> None:
     one = queries(kafka.bootstrap_servers).create().load(1000)
@@ -448,7 +452,7 @@ def test_two_queries_with_one_transactional_id_are_distinguished(
 
 
 @pytest.mark.parametrize("same_object", [True, False])
-def test_second_write_in_a_micro_batch_is_refused(
+def test_second_write_in_one_micro_batch_is_refused(
     same_object: bool, kafka: LocalKafka, names: Names, spark: Any, tmp_path: Path
 ) -> None:
     topics = [create_topic(kafka.bootstrap_servers, names(name)) for name in ("a", "b")]
@@ -560,7 +564,7 @@ def test_invalid_rows_are_refused_with_one_sentence(
     assert len(settled(kafka.bootstrap_servers, topic)) == 0
 
 
-def test_wrong_arguments_are_refused_before_a_send() -> None:
+def test_sink_refuses_wrong_arguments_before_it_sends() -> None:
     good: dict[str, Any] = {"topic": "t", "transactional_id": "i", "bootstrap_servers": "127.0.0.1:1"}
     for wrong, said in [
         ({"topic": []}, "at least one topic"),

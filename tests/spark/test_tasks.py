@@ -111,7 +111,7 @@ def test_task_killed_after_its_records_does_not_duplicate_them(
         query.verify_counts(RECORDS)
 
 
-def test_lost_shuffle_files_lose_and_duplicate_nothing(
+def test_lost_shuffle_files_cause_no_lost_and_no_duplicate_record(
     kafka: LocalKafka,
     queries: Queries,
     spark: Any,

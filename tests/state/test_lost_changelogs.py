@@ -59,7 +59,7 @@ class Losing(Counting):
         wait_until("the new changelog", created, 30)
 
     def let_another_program_create(self) -> None:
-        """Let a producer write to it once, where brokers create topics automatically."""
+        """Let another producer write to the changelog once, where brokers create topics automatically."""
         producer = Producer({"bootstrap.servers": self.servers})
 
         def created() -> bool:
@@ -99,7 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("broker", "policy"), CASES)
-def test_deleted_changelog_ends_its_worker(
+def test_deleted_changelog_stops_its_worker(
     request: pytest.FixtureRequest, names: Names, tmp_path: Path, broker: str, policy: str
 ) -> None:
     losing = Losing(request.getfixturevalue(broker), names, tmp_path, policy)
@@ -113,7 +113,7 @@ def test_deleted_changelog_ends_its_worker(
 
 
 @pytest.mark.parametrize("policy", ["skip", "dlq", "stop"])
-def test_recreated_changelog_ends_its_worker(creating: LocalKafka, names: Names, tmp_path: Path, policy: str) -> None:
+def test_recreated_changelog_stops_its_worker(creating: LocalKafka, names: Names, tmp_path: Path, policy: str) -> None:
     """Recreate the changelog with one partition, so that the other partitions cannot be written."""
     losing = Losing(creating, names, tmp_path, policy)
     with losing.worker("one", *SHORT) as worker:
@@ -125,9 +125,11 @@ def test_recreated_changelog_ends_its_worker(creating: LocalKafka, names: Names,
     assert f"eos: state is gone: the changelog {losing.changelog} was deleted and recreated while this worker" in log
 
 
-def test_recreated_changelog_of_equal_width_is_seen(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
-    """Recreate it with equal partitions: no request fails, and only the topic id differs. An idle worker notices it
-    too."""
+def test_recreated_changelog_with_as_many_partitions_is_noticed(
+    kafka: LocalKafka, names: Names, tmp_path: Path
+) -> None:
+    """Recreate the changelog with as many partitions: no request fails, and only the topic id differs. An idle worker
+    notices this too."""
     losing = Losing(kafka, names, tmp_path, "skip")
     with losing.worker("one", *SHORT) as worker:
         losing.count()
@@ -139,7 +141,7 @@ def test_recreated_changelog_of_equal_width_is_seen(kafka: LocalKafka, names: Na
 
 
 @pytest.mark.parametrize("policy", ["skip", "dlq", "stop"])
-def test_changelog_that_refuses_records_is_misconfigured(
+def test_changelog_that_refuses_old_timestamps_exits_with_78(
     kafka: LocalKafka, names: Names, tmp_path: Path, policy: str
 ) -> None:
     """Set a limit for old timestamps: a value with a time-to-live has the timestamp of its record.

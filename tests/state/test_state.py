@@ -193,7 +193,7 @@ class Counting:
         self, instance: str, *arguments: str, program: tuple[str, ...] = ("eos",)
     ) -> Iterator[subprocess.Popen[bytes]]:
         with (self.folder / f"{instance}.log").open("wb") as log:
-            # With the other protocol, the brokers decide about it.
+            # With the other protocol, the brokers decide the session timeout.
             session = () if "group.protocol=consumer" in arguments else ("-X", "session.timeout.ms=6000")
             command = self.command("--instance", instance, *session, *arguments, program=program)
             worker = forked.Popen[bytes](command, cwd=self.folder, env=self.environment, stderr=log)
@@ -433,7 +433,7 @@ def test_all_kinds_of_functions_continue_after_a_kill(counting: Counting, names:
 
 @pytest.mark.deep_for("folder")
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_ttl_uses_record_time_also_after_a_kill(counting: Counting, where: str) -> None:
+def test_ttl_uses_record_time_even_after_a_kill(counting: Counting, where: str) -> None:
     counting.state_dir = counting.state_dir if where == "folder" else ""
     (counting.folder / "counting.py").write_text(FORGETS.format(**vars(counting)))
     expected: defaultdict[str, list[str]] = defaultdict(list)
@@ -612,7 +612,7 @@ def test_deleted_changelog_is_noticed_after_a_reset(counting: Counting) -> None:
     assert any(values.count("1") == 2 for values in counting.outputs().values()), "the counts must start at 1 again"
 
 
-def test_changelog_without_its_beginning_ends_the_worker(counting: Counting) -> None:
+def test_changelog_without_its_beginning_stops_the_worker(counting: Counting) -> None:
     """Let retention delete changelog records while cleanup.policy is delete; the folder still has their values."""
     counting.load(200)
     counting.run()

@@ -438,7 +438,7 @@ DAY_MS = 86_400_000
 
 @pytest.mark.deep_for("0")
 @pytest.mark.parametrize("kills", [0, 2])
-def test_window_after_a_step_by_another_key_drops_nothing_of_a_backlog(timed: Timed, kills: int) -> None:
+def test_window_after_rekeying_drops_nothing_of_a_backlog(timed: Timed, kills: int) -> None:
     """Read a year of flights, whose partitions the first step reads one after the other: the second sees all ages."""
     (timed.folder / "counting.py").write_text(FLIGHTS.format(**vars(timed)))
     for topic in (timed.source, timed.carts, timed.out):

@@ -192,7 +192,7 @@ class Rule:
         """Send the caught bytes to the broker now, on a new connection, and return its response.
 
         After LATE_COPY or CUT_BEFORE, this is the copy that was on its way all the time; after the other faults, it is
-        a duplicate of the network. It may be called again.
+        a duplicate that a network could deliver. Each call sends another copy.
         """
         self.wait(0)
         return self._proxy._run(self._proxy._exchange(self.request))

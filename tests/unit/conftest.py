@@ -1,4 +1,4 @@
-"""What every unit test leaves as it found it."""
+"""Restore after every unit test what it may have changed: logging, the event loop, garbage collection."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def log_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def loop_ends() -> Iterator[None]:
-    """The event loop of `async def` functions does not outlive the test."""
+    """Close the event loop of `async def` functions at the end of the test."""
     yield
     concurrent.close()
 
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """No garbage collection, as good as it is in a worker that has frozen its objects and makes no new ones."""
+    """Disable garbage collection, as if in a worker that has frozen its objects and makes no new garbage."""
     gc.disable()
     yield
     gc.enable()

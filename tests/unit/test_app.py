@@ -167,7 +167,7 @@ def test_record_out_with_unknown_timestamp_uses_time_of_producing() -> None:
     assert Record("t", 0, 0, -1, b"k", b"v").out(b"v").timestamp == 0
 
 
-def test_keep_stays_one_object_in_copies_and_pickles() -> None:
+def test_keep_is_the_same_object_after_copying_and_pickling() -> None:
     assert copy.deepcopy(KEEP) is KEEP
     assert pickle.loads(pickle.dumps(KEEP)) is KEEP
     assert Out(b"").key is KEEP
@@ -275,7 +275,7 @@ def test_bare_value_keeps_key_and_timestamp_but_not_headers(value: object, encod
     assert outputs([value]) == [sent(encoded)]
 
 
-def test_contract_example_sends_late_flights_only() -> None:
+def test_contract_example_sends_only_late_flights() -> None:
     def late(flight: Flight) -> Late | None:
         if (flight.dep_delay or 0) > 15:
             return Late(flight.carrier, flight.dep_delay or 0)
@@ -370,7 +370,7 @@ def test_out_header_values_may_be_str_and_empty_headers_are_none() -> None:
     assert outputs(Out(b"v", headers=[])) == outputs(Out(b"v", headers={})) == [sent(b"v")]
 
 
-def test_iterables_of_results_are_several_outputs() -> None:
+def test_iterable_of_results_sends_several_outputs() -> None:
     items = [b"a", None, Out("b", key=None), {"c": 1}]
     expected = [sent(b"a"), sent(b"b", key=None), sent(b'{"c":1}')]
     assert len(expected) == 3
@@ -386,7 +386,7 @@ def test_iterables_of_results_are_several_outputs() -> None:
         assert same_by_both_ways(lambda made=made: list(made.outputs(RECORD)), made, [RECORD]) == expected
 
 
-def test_only_outermost_list_is_several_outputs() -> None:
+def test_only_the_outermost_list_is_split_into_outputs() -> None:
     assert outputs([[1, 2], (3,), Out([4])]) == [sent(b"[1,2]"), sent(b"[3]"), sent(b"[4]")]
 
 
@@ -408,7 +408,7 @@ def test_function_error_is_raised_unchanged() -> None:
 
 
 @given(st.lists(st.none() | st.binary() | st.text()), st.none() | st.binary(), st.integers(-1, END_OF_TIME - 1))
-def test_equal_results_of_any_type_send_the_same(
+def test_equal_results_of_different_types_send_equal_outputs(
     values: list[bytes | str | None], key: bytes | None, timestamp: int
 ) -> None:
     record = Record("in", 0, 0, timestamp, key, b"")

@@ -60,14 +60,14 @@ def seen_of(assignment: Assignment) -> tuple[object, ...]:
     return (*known, set(assignment.all), set(assignment.revoked))
 
 
-def test_matrix_holds_every_phase_and_event_once() -> None:
+def test_matrix_contains_every_phase_and_event_once() -> None:
     assert {entry[:2] for entry in entries()} == set(itertools.product(Phase, Event))
     assert {entry[:2] for entry in entries() if entry[2]} == TABLE.keys()
     assert len(entries()) == len(Phase) * len(Event) == 16
 
 
 @pytest.mark.parametrize(("before", "event", "after"), [entry for entry in entries() if entry[2]])
-def test_legal_event_moves_the_partition(before: Phase, event: Event, after: Phase) -> None:
+def test_legal_event_changes_the_state_of_its_partition(before: Phase, event: Event, after: Phase) -> None:
     assignment = assignment_in(before)
     assert assignment.phase(ZERO) is before
     fire(assignment, event)
@@ -89,7 +89,7 @@ def test_illegal_event_raises_and_changes_nothing(before: Phase, event: Event) -
     assert seen_of(assignment) == seen
 
 
-def test_illegal_event_of_one_partition_moves_no_other() -> None:
+def test_illegal_event_of_one_partition_changes_no_other_partition() -> None:
     assignment = assignment_in(Phase.RESTORING)
     assignment.assign([ONE])
     with pytest.raises(IllegalState):

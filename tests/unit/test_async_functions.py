@@ -185,7 +185,7 @@ def test_async_hooks_and_functions_share_event_loop() -> None:
     assert loops[0].is_closed()
 
 
-def test_async_cancelled_coroutine_fails_as_its_record() -> None:
+def test_async_cancelled_coroutine_fails_its_record() -> None:
     async def f(value: bytes) -> None:
         raise asyncio.CancelledError
 
@@ -322,7 +322,7 @@ def test_async_loop_creation_error_is_not_a_record_failure(monkeypatch: pytest.M
         eos.testing.run(app_with_async_function(), [("in", b"a")])
 
 
-def test_async_runtime_error_of_function_is_record_failure() -> None:
+def test_async_runtime_error_of_a_function_is_a_record_failure() -> None:
     app = App("app")
 
     @app.process("in", to="out", on_error=skip)

@@ -41,7 +41,7 @@ def listening() -> Iterator[int]:
 # the JVM
 
 
-def test_jvm_options_come_from_the_variable_of_kafka(
+def test_jvm_options_come_from_kafkas_environment_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:+UseSerialGC '-Dname=two words'")
@@ -327,7 +327,7 @@ def test_missing_java_error_names_the_package(tmp_path: Path, monkeypatch: pytes
 # Ports, processes and the data directory
 
 
-def test_used_port_is_named(listening: int) -> None:
+def test_error_names_the_used_port(listening: int) -> None:
     assert not is_free(listening)
     with pytest.raises(Unavailable, match=f"port {listening} on 127.0.0.1 is in use"):
         require_free([listening])

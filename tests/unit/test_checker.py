@@ -190,7 +190,7 @@ def test_partial_run_passes_up_to_committed_offsets(seed, sparse):
     assert not h.check(complete=True, seen=None)["no_losses"].holds
 
 
-# --- one mutation per rule: it alone turns red
+# --- one mutation per rule: only this rule is violated
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -238,7 +238,7 @@ def test_duplicate_output_names_both_positions(shuffle, sparse):
     assert_only(h.check(), "no_duplicates", *first, "2 times")
 
 
-def test_replayed_transaction_is_duplicates_and_not_disorder():
+def test_replayed_transaction_is_reported_as_duplicates_not_disorder():
     h = history(3)
     lane = np.flatnonzero((h.outputs.topic == 1) & (h.outputs.partition == 2))
     again = replace(h.outputs.take(lane), offset=h.outputs.offset[lane] + 10**6)
@@ -305,7 +305,7 @@ def test_source_in_offset_gap_is_unexpected(sparse):
     assert_only(h.check(), "no_unexpected_outputs", f"weather[0]@{hole}", "late[0]@1000000")
 
 
-def test_unexpected_output_twice_is_also_duplicate():
+def test_repeated_unexpected_output_is_also_a_duplicate():
     h = history(6)
     for offset in (10**6, 10**6 + 1):
         h.outputs = appended(h.outputs, **dict(zip(COLUMNS, (0, 0, offset, 1, 0, 10**7, 0), strict=True)))
@@ -426,7 +426,7 @@ def test_committed_offset_may_lie_in_a_gap():
     assert h.check().ok
 
 
-def test_delivered_record_that_vanished_was_aborted():
+def test_delivered_record_that_vanished_is_reported_as_aborted():
     h = history(12)
     h.seen = appended(h.seen, **dict(zip(COLUMNS, (1, 0, 10**6, 0, 0, 0, 1), strict=True)))
     assert_only(h.check(), "no_aborted_seen", "audit[0]@1000000", "aborted")
@@ -434,7 +434,7 @@ def test_delivered_record_that_vanished_was_aborted():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_delivered_record_with_new_source_was_replaced(shuffle):
+def test_delivered_record_with_new_source_is_reported_as_replaced(shuffle):
     h = history(12, shuffle=shuffle)
     changed_source = h.seen.source_offset.copy()
     changed_source[4] += 1
@@ -474,7 +474,7 @@ def test_partition_with_one_unknown_end_is_not_stable():
     assert_only(h.check(), "stable_end", "late[2] has only one of its two ends")
 
 
-def test_rewound_offset_is_reported_with_both_values():
+def test_rewound_offset_is_reported_with_old_and_new_value():
     h = history(14)
     mine = np.flatnonzero((h.commits.topic == 1) & (h.commits.partition == 0))
     offset = h.commits.offset.copy()
@@ -485,7 +485,7 @@ def test_rewound_offset_is_reported_with_both_values():
     assert h.check()["no_rewind"].about == (("weather", 0, before - 1), ("weather", 0, after - 1))
 
 
-def test_vanished_offset_is_a_rewind():
+def test_vanished_offset_counts_as_a_rewind():
     commits = CommitSeries(topics=IN, topic=[0, 0], partition=[1, 1], offset=[5, -1])
     assert "flights[1] went back from 5 to -1" in no_rewind(commits).sentence
     assert no_rewind(commits).about == (("flights", 1, 4),)
@@ -532,7 +532,7 @@ def test_empty_check_fails_because_it_examined_nothing():
         report.raise_if_violated()
 
 
-def test_disjoint_inputs_and_outputs_are_losses_and_unexpected():
+def test_disjoint_inputs_and_outputs_are_lost_and_unexpected():
     h = history(15)
     none_out = check(h.inputs, empty_outputs(), fan_out=2, complete=True)
     assert none_out["no_losses"].violations == 2 * len(h.inputs)

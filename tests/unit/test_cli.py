@@ -131,7 +131,7 @@ def test_topology_needs_no_cluster(here: Path, capsys: pytest.CaptureFixture[str
     ],
     ids=["unknown command", "missing argument", "unknown option", "option without its value"],
 )
-def test_invalid_command_line_is_named(here: Path, arguments: tuple[str, ...], named: str) -> None:
+def test_error_names_the_invalid_part_of_a_command_line(here: Path, arguments: tuple[str, ...], named: str) -> None:
     assert named in refused(64, here, *arguments)
 
 
@@ -276,7 +276,7 @@ def test_target_that_is_not_an_app_is_explained(here: Path, code: int, target: s
 
 
 @pytest.mark.parametrize("target", [":app", ".good:app", ""])
-def test_target_without_module_gets_an_example(here: Path, target: str) -> None:
+def test_error_for_target_without_module_shows_an_example(here: Path, target: str) -> None:
     assert "names no module: expected e.g. flights:app" in refused(64, here, "run", target)
 
 
@@ -309,7 +309,7 @@ def test_syntax_error_shows_its_line(here: Path) -> None:
     assert "eos: syntax could not be imported: SyntaxError: " in stderr
 
 
-def test_failed_from_import_is_an_error_of_user_code(here: Path) -> None:
+def test_failed_import_of_a_name_is_an_error_of_user_code(here: Path) -> None:
     (here / "importing.py").write_text("from good import nope\n")
     assert "eos: importing could not be imported: ImportError: " in users_failure(here, "run", "importing")
 
@@ -332,11 +332,11 @@ def test_json_log_format_applies_to_every_line(here: Path, workers: tuple[str, .
 @pytest.mark.parametrize(
     "configures",
     [
-        'logging.config.dictConfig({"version": 1, "root": {"level": "INFO"}})',  # disables the loggers that are there
+        'logging.config.dictConfig({"version": 1, "root": {"level": "INFO"}})',  # disables all existing loggers
         "logging.disable(logging.CRITICAL)",
     ],
 )
-def test_failure_is_logged_though_app_configures_logging(here: Path, configures: str) -> None:
+def test_failure_is_logged_even_if_the_app_configures_logging(here: Path, configures: str) -> None:
     (here / "own.py").write_text(f"import logging, logging.config\n{configures}\n{APP}")
     arguments = "--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000", "--log-format", "json"
     ended = program(here, "run", "own:app", "--instance", "w", *arguments)
@@ -345,7 +345,7 @@ def test_failure_is_logged_though_app_configures_logging(here: Path, configures:
 
 
 @pytest.mark.parametrize(("target", "taken"), [("kafka:app", "site-packages/kafka/"), ("queue.py:app", "/queue.py")])
-def test_module_named_like_a_library_names_both_files(here: Path, target: str, taken: str) -> None:
+def test_error_for_module_named_like_a_library_names_both_files(here: Path, target: str, taken: str) -> None:
     file = target.split(":")[0].removesuffix(".py") + ".py"
     (here / file).write_text(APP)
     said = refused(64, here, "run", target)
@@ -494,7 +494,7 @@ def test_help_shows_every_command(here: Path) -> None:
         assert shown in alone.stdout, shown
 
 
-def test_remedy_skips_only_input_records() -> None:
+def test_skip_remedy_is_suggested_only_for_input_records() -> None:
     remedy = suggest_remedy(PoisonRecord("failed", "in", 0, 3), "it.py:app", "h:9092")
     assert remedy.startswith("`eos reset it.py:app --skip 'in[0]@3' --wait 30 --bootstrap-servers h:9092` skips it, ")
     sent_by_the_function = PoisonRecord("was refused", "out", -1, -1)

@@ -38,7 +38,7 @@ def test_pending_signal_exception_is_raised_instead_of_system_error() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         call_client(left, KeyboardInterrupt())
-    with pytest.raises(SystemError):  # a fatal error shows so too; it is the caller's to look into
+    with pytest.raises(SystemError):  # a fatal error looks the same; the caller must examine it
         call_client(left, ValueError())
 
 

@@ -57,7 +57,7 @@ def test_secret_is_not_shown(name: str) -> None:
     assert found[name] == HIDDEN
 
 
-def test_names_that_sound_secret_are_secrets() -> None:
+def test_settings_with_secret_sounding_names_are_secrets() -> None:
     known = librdkafka_names.COMMON | librdkafka_names.CONSUMER_ONLY | librdkafka_names.PRODUCER_ONLY
     sounds = {n for n in known if any(w in n for w in ("password", "secret", "passphrase", "private.key.pem"))}
     assert sounds

@@ -96,7 +96,7 @@ def test_files_named_by_a_document_exist(document: Path) -> None:
         assert (TESTS / path).exists(), path
 
 
-def test_pages_are_two_clicks_from_the_readme() -> None:
+def test_pages_are_at_most_two_clicks_from_the_readme() -> None:
     def linked(page: Path) -> set[Path]:
         found = re.findall(r"\]\(([^)#:\s]+\.md)(?:#[^)]*)?\)", page.read_text())
         return {(page.parent / link).resolve() for link in found}

@@ -26,11 +26,11 @@ class Row(NamedTuple):
     case: str
     call: Call
     code: int
-    flags: str  # fatal, retriable, txn_requires_abort, as the table of facts writes them
+    flags: str  # fatal, retriable, txn_requires_abort: librdkafka's flags of an error
     action: Action
 
 
-# facts/client-behaviour.md, "Errors, call by call", in its order.
+# Measured errors, call by call.
 MEASURED = [
     Row("zombie sends offsets", "send_offsets", K._FENCED, "1/0/0", Action.SETTLE),
     Row("zombie commits", "commit", K._FENCED, "1/0/0", Action.SETTLE),
@@ -73,10 +73,10 @@ MEASURED = [
     # H2b and H3: errors after an abort, and of a late copy with a fenced epoch.
     Row("a record purged by an abort", "delivery", K._PURGE_QUEUE, "0/0/0", Action.ABORT),
     Row("late EndTxn in the next transaction", "commit", K.INVALID_TXN_STATE, "1/0/0", Action.REBUILD),
-    # facts/ownership.md, static membership.
+    # Measured with static membership.
     Row("two live static members: the older's offsets", "send_offsets", K.FENCED_INSTANCE_ID, "0/0/1", Action.REJOIN),
     Row("two live static members: the older's poll", "consume", K._FATAL, "1/0/0", Action.REJOIN),
-    # facts/loop-rules.md 16 and 13.
+    # Input that is lost or damaged, and an epoch that a broker refuses by mistake.
     Row("the committed offset is out of range", "consume", K._AUTO_OFFSET_RESET, "0/0/0", Action.INPUT_GONE),
     Row("a batch with a wrong checksum", "consume", K._BAD_MSG, "0/0/0", Action.DAMAGED),
     Row("a batch that cannot be decompressed", "consume", K._BAD_COMPRESSION, "0/0/0", Action.DAMAGED),
@@ -184,7 +184,7 @@ def test_kafka_error_is_described_by_name_and_message() -> None:
     assert describe_error(KafkaException(error)) == describe_error(error)
 
 
-def test_exception_is_described_by_class_and_message() -> None:
+def test_exception_is_described_by_its_class_and_message() -> None:
     assert describe_error(ValueError("no")) == "ValueError: no"
     assert describe_error(KafkaException("text only")) == "KafkaException: text only"
     assert describe_error(KafkaException()) == "KafkaException: "
@@ -206,7 +206,7 @@ STOPS: list[tuple[Action, type[EosError]]] = [
     [*STOPS, *((action, errors.Temporary) for action in Action if action not in dict(STOPS))],
     ids=lambda value: getattr(value, "name", getattr(value, "__name__", "")),
 )
-def test_stopping_failure_becomes_public_error(action: Action, kind: type[EosError]) -> None:
+def test_failure_that_stops_the_session_becomes_a_public_error(action: Action, kind: type[EosError]) -> None:
     failure = CallFailed("commit", action, KafkaException(kafka_error(K.GROUP_AUTHORIZATION_FAILED, reason="no ACL")))
     stopped = stop_error(failure)
     assert type(stopped) is kind

@@ -45,11 +45,11 @@ def app_of(ttl: Any = TTL) -> App:
     return app
 
 
-def test_reading_does_not_extend_life() -> None:
+def test_reading_a_value_does_not_extend_its_life() -> None:
     """Equal sets may have different encodings."""
     app = App("shop")
     names: set[int] = set()
-    for number in (17, 8, 32, 15, -17, -8, 63, 57):  # deleted entries collided with later ones
+    for number in (17, 8, 32, 15, -17, -8, 63, 57):  # deleted entries once collided with later entries
         names.add(number) if number > 0 else names.discard(-number)
     assert list(names) != list(set(list(names)))  # noqa: C414 - as they come back
 
@@ -104,7 +104,7 @@ RECORDS = st.lists(
     st.tuples(
         st.sampled_from([b"a", b"b"]),
         st.sampled_from(["x", "y", "same", "bad", "look", "look"]),
-        st.integers(-8, 12),  # how much later than the one before
+        st.integers(-8, 12),  # how much later than the previous record
         st.sampled_from(["go on", "go on", "commit", "abort", "restart", "lost"]),
     ),
     max_size=40,
@@ -195,7 +195,7 @@ def test_expired_entries_are_deleted_by_next_transactions() -> None:
 
 
 @pytest.mark.parametrize("where", ["memory", *ENGINES])
-def test_setting_an_equal_value_extends_life(where: str, tmp_path: Path) -> None:
+def test_setting_an_equal_value_extends_its_life(where: str, tmp_path: Path) -> None:
     route = app_of().routes["in"]
     values = values_in(where, tmp_path, route.ttls)
     task = Task(values, route.ttls)
@@ -241,7 +241,7 @@ def test_async_and_batch_functions_use_their_records_time() -> None:
         given_ = [Record(topic, 0, n, ms, key, value.encode()) for n, (key, value, ms) in enumerate(records)]
         return eos.testing.run(app, given_).values("out")
 
-    # b is handled while a's first record waits: b does not have the last time yet, and a's last sees no state.
+    # b is handled while a's first record waits: b does not have the last time yet, and a's last record sees no state.
     assert at("one", (b"a", "slow", 100), (b"b", "x", 101), (b"b", "x", 102), (b"a", "x", 110)) == [
         b"1", b"1", b"2", b"1",
     ]  # fmt: skip
@@ -424,7 +424,7 @@ def test_folder_with_other_ttl_is_discarded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ENGINES)
-def test_oldest_entries_scan_starts_at_last_position(
+def test_scan_for_oldest_entries_starts_at_its_last_position(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = values_in(where, tmp_path, {b"s": 10})

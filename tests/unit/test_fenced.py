@@ -273,7 +273,7 @@ def test_replacement_does_not_take_the_id_from_a_newer_instance(reason: str, mon
     ],
 )
 @pytest.mark.parametrize("reason", ["retry: something", "failure: fenced"])
-def test_group_decides_unclear_ownership_if_there_is_one(
+def test_group_decides_unclear_ownership_if_a_group_exists(
     owner: Owner, group: bool | None, ours: bool, reason: str, monkeypatch: AnyPatch
 ) -> None:
     """A paused virtual machine's clock stands still; without a group a newer instance cannot be ruled out."""

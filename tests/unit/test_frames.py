@@ -71,7 +71,7 @@ def test_frames_are_of_user_code_only(function: Callable[[Any], Any], expected: 
     assert names(failure(function)) == expected
 
 
-def test_frames_of_user_decoder_come_from_the_cause() -> None:
+def test_frames_of_a_user_decoder_come_from_the_error_cause() -> None:
     assert names(failure(lambda value: value, decode=mine)) == ["mine"]
 
 

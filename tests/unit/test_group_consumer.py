@@ -45,7 +45,7 @@ def test_records_fetched_before_a_callback_error_are_kept() -> None:
     real = group_consumer.consumer
 
     def consume(most: int, timeout_s: float) -> list[Any]:
-        group_consumer._take_statistics("no JSON")  # librdkafka runs this callback during a poll
+        group_consumer._take_statistics("no JSON")  # librdkafka calls this during a poll
         return [_Message(5), _Message(6)]
 
     group_consumer.consumer = SimpleNamespace(consume=consume)  # type: ignore[assignment]
@@ -86,7 +86,7 @@ def test_topic_unknown_to_one_broker_is_queried_again() -> None:
     facts.check_topics(_SecondBrokerKnows(), "servers", ["in"], time.monotonic() + 30)
 
 
-def test_topic_unknown_to_all_brokers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_topic_unknown_to_all_brokers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "NEW_TOPIC_S", 0.2)
     with pytest.raises(Unavailable, match="topic no does not exist at servers"):
         facts.check_topics(_SecondBrokerKnows(), "servers", ["in", "no"], time.monotonic() + 30)
@@ -153,7 +153,7 @@ def test_unknown_start_does_not_block_polling() -> None:
     assert starts["in", 1].offset == -2, "the group knows this topic: a new partition counts from its start"
 
 
-def test_unreadable_notes_are_waited_for(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consumer_waits_for_unreadable_notes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the notes it is unknown whether the group has committed before."""
     monkeypatch.setattr(group_history, "_REQUEST_TIMEOUT_S", 0.2)
     waiting = _of(_Cluster())
@@ -232,7 +232,7 @@ def test_group_that_cannot_be_described_is_joined() -> None:
     _of(_Cluster(), **{"group.instance.id": "one"}).member.remove_predecessor(admin, ["in"])
 
 
-def test_topic_in_from_beginning_ignores_latest() -> None:
+def test_topic_read_from_its_beginning_ignores_latest() -> None:
     group = _Cluster()
     group_consumer = _of(group, **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
@@ -242,7 +242,7 @@ def test_topic_in_from_beginning_ignores_latest() -> None:
 
 
 def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
-    """Every consumer of the session does so, including one that replaces another."""
+    """Every consumer of the session does so, including a replacement."""
     group = _Cluster()
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
     there = dict.fromkeys("abc", SimpleNamespace(error=None, partitions={0: None}))

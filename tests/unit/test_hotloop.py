@@ -173,7 +173,7 @@ def list_of(*fields: object) -> list[object]:
 
 @both
 @pytest.mark.parametrize("kind", [Collected, Shuffled, Wider, Checked, Slots, list_of, lambda *f: Record(*f)])
-def test_other_record_type_is_made_by_calling_it(loop: Any, kind: Any) -> None:
+def test_other_record_type_is_created_by_calling_the_type(loop: Any, kind: Any) -> None:
     given = [message(0), message(1, key=None, headers=[("h", b"x")])]
     fields = [
         ("in", 3, 0, 1_700_000_000_000, b"k", b"v", ()),
@@ -194,7 +194,7 @@ def test_getter_error_is_raised(loop: Any, fails: str) -> None:
 
 
 @both
-def test_record_with_failing_headers_gets_other_headers(loop: Any) -> None:
+def test_record_with_unreadable_headers_gets_replacement_headers(loop: Any) -> None:
     asked: list[tuple[object, str]] = []
 
     def others(message: Any, error: Exception) -> list[tuple[str, bytes]]:
@@ -452,7 +452,7 @@ def test_hot_loop_results_match_route_outputs(loop: Any, record: Record, made: A
 
 
 @both
-def test_passed_headers_go_with_sent_and_failed_outputs(loop: Any) -> None:
+def test_passed_headers_are_added_to_sent_and_refused_outputs(loop: Any) -> None:
     made = [(Record("in", 0, 0, 5, b"k", b"v", given), ("one", [b"v"])) for given in HEADERS]
     own = Out(b"refuse", headers=[("pass", "own"), ("b", None)])
     made.append((Record("in", 0, 0, 5, b"k", b"v", HEADERS[3]), ("list", [own])))
@@ -486,7 +486,7 @@ def test_client_gets_passed_headers_and_those_of_an_out() -> None:
     assert native.feed_values([record], lambda _: outputs, None, target, producer.produce, never, never)[0] == 2
     producer.purge()
     producer.flush(5)
-    assert sorted(given) == [b"v", b"w"]  # headers a report does not tell; tests/broker/test_eos_run.py reads them
+    assert sorted(given) == [b"v", b"w"]  # a delivery report has no headers; tests/broker/test_eos_run.py reads them
 
 
 @both
@@ -498,7 +498,7 @@ def test_feed_reports_where_it_stopped_and_why(loop: Any) -> None:
 
 
 @both
-def test_several_outputs_are_sent_only_once_all_are_made(loop: Any) -> None:
+def test_several_outputs_are_sent_only_after_all_are_created(loop: Any) -> None:
     for shape in ("list", "generator", "tuple"):
         for broken in ([Out(b"v"), KEEP], [b"v", b"w", "\ud800"]):
             case = Case([(usual(b"")[0][0], (shape, broken))])
@@ -666,7 +666,7 @@ def test_full_client_queue_accepts_the_records_that_fit(loop: Any) -> None:
 
 
 @both
-def test_client_queue_has_the_sent_records(loop: Any) -> None:
+def test_client_queue_contains_the_sent_records(loop: Any) -> None:
     given: list[object] = []
     producer = client(1_000, lambda _, message: given.append((message.topic(), message.key(), message.value())))
     outs = [Out(b"%d" % n, b"k%d" % n if n % 2 else None, timestamp=n if n % 3 else 0) for n in range(9)]
@@ -679,7 +679,7 @@ def test_client_queue_has_the_sent_records(loop: Any) -> None:
 
 
 @both
-def test_other_builtin_functions_get_their_arguments(loop: Any) -> None:
+def test_builtin_functions_as_producers_get_all_arguments(loop: Any) -> None:
     """Builtin functions differ in how they accept arguments."""
     outs, refused = [Out(b"v", b"k", timestamp=0)], []
     assert loop.feed_outs(outs, TARGET, 0, "{} {} {}".format, never) == (1, None)
@@ -713,7 +713,7 @@ def test_feed_leaks_no_reference() -> None:
         for each in cases:
             for passing in (None, PASSING):
                 rest = each
-                while rest:  # a record that fails ends its feed
+                while rest:  # a failing record ends its feed
                     case = Case(rest, passing=passing)
                     rest = rest[case.run(native)[1] + 1 :]  # type: ignore[operator]
         Case(made).run_batch(native)

@@ -144,7 +144,7 @@ def test_restore_returns_exactly_the_changelogs_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], [], [note(b"7"), note(None)])
-    for found in (b"2", None, None):  # meanwhile another member deleted it, and compaction took the tombstone
+    for found in (b"2", None, None):  # meanwhile another member deleted the value, and compaction removed the tombstone
         restore(keeper)
         assert kept(keeper) == found
 
@@ -236,7 +236,7 @@ def until_ready(one: restoring.Restoring, now: list[float], most_s: float = 200.
     return ready
 
 
-def test_restore_waits_for_decision_of_previous_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_waits_for_the_outcome_of_the_previous_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator answers before its markers are everywhere: committed records may not be readable yet."""
     one, now = restoring_of(monkeypatch, {0: [OPEN, OPEN, OffsetRange(0, 9, 9)]})
     assert until_ready(one, now) == {0}
@@ -258,7 +258,7 @@ def test_restore_waits_for_a_leader_that_does_not_know_the_end_yet(monkeypatch: 
         until_ready(one, now)
 
 
-def test_restore_of_a_leaderless_partition_does_not_stop_others(
+def test_restore_of_a_leaderless_partition_does_not_block_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, now = restoring_of(monkeypatch, {0: [], 1: [OffsetRange(0, 7, 7)]})
@@ -277,7 +277,7 @@ def test_restore_of_a_leaderless_partition_does_not_stop_others(
         (40, 40, 0.0, (40, True)),
         (40, 70, 0.0, (70, True)),
         (40, 70, 11.0, None),  # tombstones may be gone
-        (40, 99, 11.0, (99, True)),  # but for a marker all is there
+        (40, 99, 11.0, (99, True)),  # all records are there except for a marker
         (0, 0, 0.0, (0, True)),
         (0, 70, 0.0, (70, True)),
         (0, 70, 11.0, (0, False)),
@@ -350,13 +350,14 @@ def test_keeper_notes_changelog_end_in_offset_metadata(monkeypatch: pytest.Monke
         send(keeper)
         said.append(keeper.offset_metadata(("in", 0)))
         keeper.committed() if committed else keeper.aborted()
-    # What was read, and for each transaction with changes their records and its marker; the header is one.
+    # The end counts what was read and, for each transaction with changes, their records and the marker. The header is a
+    # record too.
     assert said == [{"state": ["count", end, 1, ("seen",)]} for end in (5, 5, 5, 7)]
     asked: list[int] = []
     unsettled = changelog.explain_unsettled
     monkeypatch.setattr(changelog, "explain_unsettled", lambda *a: asked.append(a[2]) or unsettled(*a))
     restore(keeper, said[-1])
-    restore(keeper_on(monkeypatch, [note(b"1")] * 9), {"state": ["count", 9, 1]})  # of an earlier version
+    restore(keeper_on(monkeypatch, [note(b"1")] * 9), {"state": ["count", 9, 1]})  # metadata of an earlier version
     assert asked == [7, 9]
 
 
@@ -378,7 +379,7 @@ def test_keeper_notes_changelog_end_in_offset_metadata(monkeypatch: pytest.Monke
         ],
     ],
 )
-def test_keeper_refuses_records_handled_with_other_state(
+def test_keeper_refuses_offsets_committed_with_other_state(
     monkeypatch: pytest.MonkeyPatch, beside: object, sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
@@ -498,7 +499,7 @@ def test_source_grown_while_running_is_refused(
     monkeypatch.setattr(keeper, "_create_and_check", asks)
     wait_until("it is asked again and again", lambda: len(asked) > 2 or keeper.restore(new, new))
     assert keeper.restore(new, new) == set()
-    # Without growth the partitions begin. A defect in a changelog then shows in it.
+    # Without growth the partitions begin, and a defect in a changelog is found during the restore.
     keeper = keeper_on(monkeypatch, [])
     keeper._checked_at -= 60.0
     monkeypatch.setattr(keeper, "_create_and_check", away)

@@ -46,7 +46,7 @@ def test_no_stamps_give_empty_arrays_of_the_right_types():
 
 
 @pytest.mark.parametrize(("odd", "said"), [(None, "no bytes"), (b"", "0 bytes"), (b"x" * 19, "19 bytes")])
-def test_value_too_short_for_a_stamp_is_named(odd, said):
+def test_error_names_the_value_that_is_too_short_for_a_stamp(odd, said):
     with pytest.raises(ValueError, match=f"element 2 of 4 has {said}"):
         unstamp_many([stamp(0, 0, 0), stamp(0, 0, 1), odd, stamp(0, 0, 2)])
 

@@ -93,7 +93,7 @@ def test_query_before_the_last_late_answer_does_not_count(member: Member) -> Non
         assert member.poll() == []
 
 
-def test_result_of_an_earlier_check_does_not_count(member: Member) -> None:
+def test_answer_to_a_query_of_an_earlier_check_does_not_count(member: Member) -> None:
     member.late_answer()
     member.after(P)
     member.given(0, 1)
@@ -127,7 +127,7 @@ def test_answer_from_before_a_callback_is_ignored(member: Member) -> None:
     assert member.poll() == []
 
 
-def test_each_of_several_changing_partitions_is_waited_for(member: Member) -> None:
+def test_check_waits_for_each_of_several_changing_partitions(member: Member) -> None:
     member.late_answer()
     for number in range(2, 8):
         member.given(0, 1, number)
@@ -135,7 +135,7 @@ def test_each_of_several_changing_partitions_is_waited_for(member: Member) -> No
         member.after(P)
 
 
-def test_missing_partition_is_found_with_rare_polls(member: Member) -> None:
+def test_missing_partition_is_found_even_with_rare_polls(member: Member) -> None:
     member.late_answer()
     assert member.poll() == []
     found: list[int] = []

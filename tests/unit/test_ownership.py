@@ -1,4 +1,4 @@
-"""Ownership of a transactional.id: every measured row (facts/ownership.md), and the queries."""
+"""Ownership of a transactional.id: every row that was measured on brokers, and the queries."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_early_abort_waits_for_a_possible_newer_init() -> None:
     assert Coordinator({0: TIMED_OUT, 1.0: SUCCESSOR}).settle(YOUNG) == (Owner.NEWER, SUCCESSOR)
 
 
-def test_flipping_coordinator_means_newer_instance() -> None:
+def test_alternating_coordinator_answers_mean_a_newer_instance() -> None:
     flips = {moment: BUSY if int(moment) % 2 else TIMED_OUT for moment in range(40)}
     coordinator = Coordinator({float(moment): answer for moment, answer in flips.items()})
     owner, answer = coordinator.settle(LATE)
@@ -262,7 +262,7 @@ def test_outdated_coordinator_is_queried_until_the_current_one_answers(
     assert Coordinator({0: BEHIND, 4.0: then}).settle(YOUNG) == (owner, then)
 
 
-def test_id_that_keeps_an_older_epoch_is_ours() -> None:
+def test_id_whose_coordinator_keeps_an_older_epoch_is_ours() -> None:
     coordinator = Coordinator({0: BEHIND})
     assert coordinator.settle(YOUNG) == (Owner.MINE, BEHIND)
     assert 10.0 <= coordinator.asked_at[-1] < 10.5

@@ -107,7 +107,7 @@ def test_limit_grows_below_half_and_shrinks_above_three_quarters() -> None:
     assert limits(pacing, 2, open_s=4.0, sending_s=3.9) == [211, 264]
 
 
-def test_small_limit_is_kept_at_the_first_timeout_of_a_slow_cluster() -> None:
+def test_small_limit_survives_the_first_timeout_of_a_slow_cluster() -> None:
     pacing = after(1_000)  # 64 KB hold 65 such records
     pacing.limit = 1_000
     pacing._timeout_s = 10.0

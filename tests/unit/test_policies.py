@@ -257,7 +257,7 @@ def test_number_of_logged_error_types_is_bounded(caplog: pytest.LogCaptureFixtur
     assert len(caplog.messages) == 100
 
 
-def test_held_back_lines_are_summed_up_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_suppressed_log_lines_are_summarised_later(caplog: pytest.LogCaptureFixture) -> None:
     clock = SimpleNamespace(now=100.0)
     app = app_of(on_error=skip)
     app.process("other", to="out", on_error=dlq)(upper)
@@ -287,7 +287,9 @@ def test_held_back_lines_are_summed_up_later(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("last_record_fails", [False, True])
-def test_run_logs_held_back_lines_at_its_end(last_record_fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_summarises_suppressed_log_lines_at_its_end(
+    last_record_fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     app = app_of(on_error=skip)
     app.process("other", to="out")(upper)
     given: list[Any] = [("in", b"bad")] * 12 + [("other", b"bad" if last_record_fails else b"a")]

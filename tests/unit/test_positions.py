@@ -82,7 +82,7 @@ def test_rewind_returns_to_the_transactions_start_in_each_partition() -> None:
     )
 
 
-def test_rewind_leaves_untouched_partitions_alone() -> None:
+def test_rewind_does_not_move_partitions_without_taken_records() -> None:
     known = positions(*records(A, 4), *records(B, 7), *records(A, 5), *records(B, 8))
     known.reach_end(B, 9)
     known.take(1)
@@ -106,7 +106,7 @@ def test_rewind_after_a_commit_returns_to_the_next_transactions_start() -> None:
     assert known.rewind() == {A: 1}
 
 
-def test_known_end_is_not_committed_before_rewound_records() -> None:
+def test_known_end_is_not_committed_after_a_rewind() -> None:
     known = positions(*records(A, 0, 1))
     known.reach_end(A, 5)
     known.take(2)
@@ -142,7 +142,7 @@ def test_last_batch_can_be_given_back_after_an_empty_take() -> None:
     assert known.offsets() == {}
 
 
-def test_last_taken_record_is_known_until_the_commit() -> None:
+def test_last_taken_record_is_remembered_until_the_commit() -> None:
     known = positions(*records(A, 0, 1, 2))
     assert known.last_taken is None
     known.take(2)
@@ -244,7 +244,7 @@ def test_given_back_records_of_a_lost_partition_are_dropped() -> None:
     assert known.take(9) == records(B, 0)
 
 
-def test_lost_partition_that_returns_has_each_record_once() -> None:
+def test_lost_partition_that_returns_delivers_each_record_once() -> None:
     known = positions(*records(A, 0, 1))
     known.take(2)
     known.forget([A])
@@ -254,7 +254,7 @@ def test_lost_partition_that_returns_has_each_record_once() -> None:
     assert known.take(9) == records(A, 0, 1, 2)
 
 
-def test_unknown_outcome_leaves_a_lost_partition_alone() -> None:
+def test_unknown_outcome_is_not_resolved_for_a_lost_partition() -> None:
     known = positions(*records(A, 0), *records(B, 0, 1))
     known.take(3)
     known.forget([A])
@@ -269,14 +269,14 @@ def test_returning_partition_starts_without_old_records() -> None:
     assert (len(known), known.committed[A], known.offsets()) == (0, 2, {})
 
 
-def test_committed_unknown_outcome_continues_after_its_transaction() -> None:
+def test_unknown_outcome_found_committed_continues_after_transaction() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
     assert known.resolve({A: 2}) == {A: 2}
     assert (known.taken, known.committed[A]) == (0, 2)
 
 
-def test_aborted_unknown_outcome_resets_positions_to_transaction_start() -> None:
+def test_unknown_outcome_found_aborted_resets_to_transaction_start() -> None:
     known = positions(*records(A, 6, 7), a=4)
     known.take(2)
     assert known.resolve({A: 4}) == {A: 6}
@@ -302,7 +302,7 @@ def test_unknown_outcome_is_resolved_for_each_partition() -> None:
     assert known.resolve({A: 2, B: 0}) == {A: 2, B: 0}
 
 
-def test_partition_revoked_during_its_commit_is_left_out() -> None:
+def test_partition_revoked_during_its_commit_is_not_updated() -> None:
     known = positions(*records(A, 3), *records(B, 7))
     known.take(2)
     offsets = known.offsets()
@@ -311,7 +311,7 @@ def test_partition_revoked_during_its_commit_is_left_out() -> None:
     assert known.committed == {B: 8}
 
 
-def test_partition_revoked_during_a_failed_commit_is_left_alone() -> None:
+def test_partition_revoked_during_a_failed_commit_is_not_rewound() -> None:
     known = positions(*records(A, 3), *records(B, 7))
     known.take(2)
     known.forget([A])

@@ -336,7 +336,7 @@ def test_short_offsets_retention_is_a_warning() -> None:
     assert (long.level, long.sentence.partition(" for 7 days")[1]) == (Level.OK, " for 7 days")
 
 
-def test_all_missing_topics_are_named_at_once() -> None:
+def test_error_names_all_missing_topics_together() -> None:
     found = [f for f in judge(NEED, facts(in_=GONE, out=GONE)) if f.check == "topics"]
     assert [str(f) for f in found] == [
         "topics in, out do not exist at b:9092: `eos topic create in out` creates them, as does "
@@ -408,7 +408,7 @@ def test_topic_unknown_to_one_broker_is_queried_again() -> None:
     assert client.asked == 3
 
 
-def test_topic_named_twice_is_described_once() -> None:
+def test_topic_listed_twice_is_described_once() -> None:
     asked: list[str] = []
 
     class Client(Configured):
@@ -441,6 +441,6 @@ def test_unreadable_configuration_is_omitted_at_once(
         ("ssl://10.0.0.7:9092/1: Connect to ipv4#10.0.0.7:9092 failed", "that they advertise: 10.0.0.7:9092 ("),
     ],
 )
-def test_unreachable_advertised_address_is_named(failed: str, said: str) -> None:
+def test_error_names_the_unreachable_advertised_address(failed: str, said: str) -> None:
     settings = Settings({"bootstrap.servers": "PLAINTEXT://kafka:9092"})
     assert said in str(unreachable(settings, f"_TRANSPORT ({failed})"))

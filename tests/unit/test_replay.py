@@ -45,7 +45,7 @@ def summary(letter: DeadLetter) -> tuple[str, str, str, str, int]:
     return letter.source, letter.app, letter.exception, letter.message, letter.replays
 
 
-def test_dead_letter_is_the_failed_record_after_each_replay() -> None:
+def test_dead_letter_restores_the_failed_record_after_each_replay() -> None:
     letter = letter_of(read(make_dead_letter(RECORD, ValueError("why"), app="shop")))
     assert (letter.position, letter.record) == ("orders.dlq[1]@5", RECORD)
     assert summary(letter) == ("orders[3]@17", "shop", "ValueError", "why", 0)
@@ -64,7 +64,7 @@ def test_foreign_dead_letter_is_taken_unchanged() -> None:
 
 
 def test_record_headers_that_imitate_a_dead_letter_are_ignored() -> None:
-    """They change neither the source nor the app of a dead letter, and long values do not fail a replay."""
+    """Such headers change neither the source nor the App of a dead letter, and long values do not fail a replay."""
     names = ("topic", "partition", "offset", "timestamp", "app", "exception", "replays")
     theirs = [(f"eos-dlq-{name}", b"victim" if name == "topic" else b"9" * 5_000) for name in names]
     record = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", theirs)
@@ -143,7 +143,7 @@ def test_dead_letters_of_other_apps_need_no_metadata() -> None:
 
     there = [at(offset, "shop" if offset % 2 else "billing") for offset in range(40)]
     settling = Settling.__new__(Settling)
-    settling._whose, settling._world, settling._interval_s = "shop", REAL, 60.0
+    settling._app_id, settling._world, settling._interval_s = "shop", REAL, 60.0
     for chosen, runs in (({37}, ((36, 38),)), ({5, 7, 37}, ((4, 8), (36, 38))), (set(), ((40, 39),))):
         result = ReplayResult()
         choose = lambda letter, chosen=chosen: letter if letter.offset in chosen else None  # noqa: E731

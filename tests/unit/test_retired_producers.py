@@ -38,7 +38,7 @@ def with_a_client(transactional: TransactionalProducer) -> Client:
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_replaced_client_is_destroyed_without_the_collector() -> None:
+def test_replaced_client_is_destroyed_without_gc() -> None:
     client = Client(Settings(UNREACHABLE), "t", reports=False)
     reference = weakref.ref(client)
     client.retire()
@@ -67,7 +67,7 @@ def test_client_with_a_hung_call_is_drained_and_then_destroyed(
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_client_with_a_failed_call_is_destroyed_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_with_a_failed_call_is_destroyed_without_gc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_LOOKS_UNTIL_COLLECTED", -1)
     transactional = TransactionalProducer(Settings(UNREACHABLE | {"eos.call.timeout.ms": "100"}), "t")
     client = with_a_client(transactional)

@@ -211,7 +211,7 @@ def test_real_statistics_of_librdkafka_can_be_decoded() -> None:
 # ---- healthy -----------------------------------------------------------------------------------------------
 
 
-def test_five_hundred_healthy_transactions_give_no_reason() -> None:
+def test_five_hundred_healthy_transactions_give_no_evidence() -> None:
     evidence = RetryEvidence()
     for number in range(1, 501):
         make_call(evidence, "send_offsets", 37)  # the slowest healthy call measured
@@ -251,10 +251,10 @@ def test_changes_during_init_producer_id_are_no_evidence() -> None:
     assert evidence.reason is None, "not compared with a snapshot of the init either"
 
 
-# ---- cuts (facts/client-behaviour.md, H3) ------------------------------------------------------------------
+# ---- cuts of a connection (H3) --------------------------------------------------------------------------------
 
 
-def test_cut_after_add_partitions_shows_in_the_connection() -> None:
+def test_cut_after_add_partitions_is_detected_by_the_connection() -> None:
     evidence = healthy()
     evidence.add_statistics(statistics(connects=2, disconnects=1))
     make_call(evidence, "send_offsets", 1.3)
@@ -332,7 +332,7 @@ def test_lost_connection_to_an_ordinary_broker_is_evidence() -> None:
     assert evidence.reason == "the connection to 127.0.0.1:9092/1 was lost"
 
 
-def test_first_reason_is_kept() -> None:
+def test_first_reason_to_replace_a_producer_is_kept() -> None:
     evidence = healthy()
     make_call(evidence, "commit", 90)
     evidence.add_statistics(statistics(disconnects=1))
@@ -484,7 +484,7 @@ def test_missing_statistics_or_another_clock_count_as_a_retry() -> None:
     assert (evidence.reason is None, evidence.has_undecided_calls) == (False, False)
 
 
-def test_five_hundred_transactions_with_a_far_broker_give_no_reason() -> None:
+def test_five_hundred_transactions_with_far_broker_give_no_evidence() -> None:
     evidence, ts = RetryEvidence(one_clock=True), CONNECTED_AT + 1
     evidence.add_statistics(counted(ts, 0))
     for number in range(1, 501):

@@ -129,7 +129,7 @@ def test_dataclass_round_trips(plane: Plane) -> None:
         (Annotated[int, msgspec.Meta(gt=1)], 2),
     ],
 )
-def test_other_msgspec_types_are_json(annotation: object, value: object) -> None:
+def test_other_msgspec_types_are_encoded_as_json(annotation: object, value: object) -> None:
     encoded = msgspec.json.encode(value)
     assert decoder(annotation)(encoded) == value
 
@@ -234,7 +234,7 @@ def annotation_of(function: Any) -> object:
     return annotations.parameter_annotation(function, "default", sys._getframe(1))
 
 
-def test_missing_annotation_is_the_default() -> None:
+def test_function_without_annotation_gets_the_default() -> None:
     assert annotation_of(lambda record: record) == "default"
 
 
@@ -270,7 +270,7 @@ def takes_flight(flight: "Flight") -> None: ...
 
 
 @pytest.mark.parametrize("text", ["Nowhere", "list[Nowhere]", "Flight |", "msgspec.Nowhere", "1 + None"])
-def test_unresolvable_annotation_is_named(text: str) -> None:
+def test_error_names_the_unresolvable_annotation(text: str) -> None:
     def f(value): ...  # type: ignore[no-untyped-def]
 
     f.__annotations__["value"] = text
@@ -287,7 +287,7 @@ def test_annotated_constraints_are_kept() -> None:
         decoder(annotation_of(f))(b"1")
 
 
-def test_wrapped_callables_are_looked_through() -> None:
+def test_annotations_of_wrapped_callables_are_found() -> None:
     def two(setting: int, flight: "Flight") -> None: ...
 
     def one(flight: "Flight") -> None: ...
@@ -354,7 +354,7 @@ def test_str_is_sent_as_utf_8_without_quotes(text: str) -> None:
         (float("nan"), b"null"),
     ],
 )
-def test_other_values_are_json(value: object, encoded: bytes) -> None:
+def test_other_values_are_sent_as_json(value: object, encoded: bytes) -> None:
     assert encode(value) == encoded
     assert encode_key(value) == encoded
 

@@ -226,7 +226,9 @@ def test_invalid_toml_error_names_file_and_line(tmp_path: Path) -> None:
         load({}, {}, toml(tmp_path, "linger.ms 20"))
 
 
-def test_named_file_must_exist_and_default_file_need_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_file_must_exist_but_the_default_file_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert load({}, {}).values == {}
     with pytest.raises(ConfigurationError, match="cannot be read"):
@@ -263,7 +265,7 @@ def test_code_settings_override_environment_and_file(
     assert made(settings) is settings
 
 
-def test_refusal_holds_for_every_source(tmp_path: Path) -> None:
+def test_setting_is_refused_whatever_its_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"isolation\.level"):
         load({}, {}, toml(tmp_path, 'isolation.level = "read_uncommitted"'))
     with pytest.raises(ConfigurationError, match=r"isolation\.level"):

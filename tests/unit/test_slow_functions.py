@@ -105,7 +105,7 @@ def test_record_lost_twice_is_an_error_with_the_setting(took_s: float, longer_th
     assert f"took {took_s} s for in[0]@7, longer than {longer_than}" in str(e.value)
 
 
-def test_slow_record_is_known_until_its_commit() -> None:
+def test_slow_record_is_remembered_until_its_commit() -> None:
     session = Session()
     session.slow(records(6, 7, 8))
     session.lost()
@@ -137,7 +137,7 @@ def test_first_loss_of_each_record_is_survived() -> None:
         session.lost()
 
 
-def test_slow_slice_of_single_records_runs_one_by_one() -> None:
+def test_records_of_a_slow_slice_are_run_one_by_one() -> None:
     session = Session()
     many = [*records(5, 6, 7), *records(3, partition=1)]
     session.slow(many)
@@ -152,7 +152,7 @@ def test_slow_slice_of_single_records_runs_one_by_one() -> None:
     assert not session.slow_functions.runs_one_by_one
 
 
-def test_revoked_partitions_are_not_waited_for() -> None:
+def test_revoked_partitions_do_not_keep_records_running_one_by_one() -> None:
     session = Session()
     session.slow([*records(5, 6), *records(3, partition=1)])
     session.lost()

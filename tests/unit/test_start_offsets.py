@@ -54,7 +54,7 @@ def test_offset_committed_between_two_queries_is_not_forgotten(
     assert {p: tp.offset for p, tp in asked.find([ZERO, ONE]).items()} == {ZERO: 7, ONE: 5}
 
 
-def test_offset_still_missing_despite_its_note_was_lost(notes: dict[str, Any]) -> None:
+def test_missing_offset_with_a_note_counts_as_lost(notes: dict[str, Any]) -> None:
     committed = {ZERO: -1001, ONE: -1001}
     notes["found"] = {ZERO: 1_700_000_000_000, ONE: 1_700_000_000_000}
     notes["meanwhile"] = lambda: committed.update({ZERO: 7})

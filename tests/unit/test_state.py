@@ -37,7 +37,7 @@ def count(word: str, seen: State[int]) -> int:
     return seen.get(0)
 
 
-def test_function_sees_state_of_the_records_key() -> None:
+def test_function_sees_the_state_of_its_records_key() -> None:
     ran = run(count, ("in", "x", "a"), ("in", "x", "b"), ("in", "x", "a"))
     assert ran.values("out") == [b"1", b"1", b"2"]
     assert ran.states == {"count": {"seen": {b"a": 2, b"b": 1}}}

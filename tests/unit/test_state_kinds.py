@@ -140,7 +140,7 @@ def test_map_stores_in_place_changes_except_of_a_failed_record() -> None:
     assert ran.states["visit"]["seen"] == {b"a": {"x": [1, 0, 0, 3], "y": [2, 0]}, b"b": {"x": [1]}}
 
 
-def test_changed_default_is_stored_and_a_second_one_is_refused() -> None:
+def test_changed_default_is_stored_and_a_second_default_is_refused() -> None:
     def visit(what: str, pages: MapState[str, list[int]], one: State[list[int]]) -> None:
         if what == "popped":
             pages.pop("x")
@@ -353,7 +353,7 @@ def test_kept_iterator_raises_before_reading_the_engine(where: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_rows_of_any_length_are_separate_and_fields_ordered(where: str, tmp_path: Path) -> None:
+def test_keys_of_any_length_have_separate_and_ordered_fields(where: str, tmp_path: Path) -> None:
     folder = InFolder.of(tmp_path, "t", "id")
     assert folder is not None
     store: values.Values = InMemory() if where == "memory" else folder
@@ -460,7 +460,7 @@ def test_unreadable_folder_is_discarded_and_is_not_a_record_failure(tmp_path: Pa
     kept.close()
     for file in (tmp_path / "t.0" / ENGINES[engine].folder).glob("*.sst" if engine == "rocksdb" else "data.mdb"):
         damaged = bytearray(file.read_bytes())
-        # Of LMDB the last pages are its roots: then it can be opened.
+        # Keep LMDB's last pages, which are its roots, so that it can be opened.
         begin, end = (100, len(damaged) // 2) if engine == "rocksdb" else (20 * 4096, len(damaged) - 30 * 4096)
         damaged[begin:end] = b"\xab" * (end - begin)
         file.write_bytes(damaged)

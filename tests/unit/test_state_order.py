@@ -57,7 +57,7 @@ class Walk:
         each[key] = self.map[key] = self.random.randrange(9)
 
     def set_next(self, each: MapState[int, int]) -> None:
-        """Many at the end: more than are sorted each time."""
+        """Set many entries at the end: more than are sorted each time."""
         for _ in range(self.random.choice([1, 1, 40])):
             self.top += 1
             each[self.top] = self.map[self.top] = self.random.randrange(9)

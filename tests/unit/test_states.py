@@ -39,7 +39,7 @@ def machine_in(state: State) -> Machine:
     return machine
 
 
-def test_matrix_holds_every_state_and_event_once() -> None:
+def test_matrix_contains_every_state_and_event_once() -> None:
     assert {cell[:2] for cell in cells()} == set(itertools.product(State, Event))
     assert len(cells()) == len(State) * len(Event) == 88
 

@@ -53,7 +53,7 @@ def suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
     return run
 
 
-def test_all_suites_run_and_the_table_names_failed_ones(
+def test_all_suites_run_and_the_table_names_failed_suites(
     suites: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ran = [tmp_path / "1st", tmp_path / "2nd"]
@@ -79,7 +79,7 @@ def test_failed_tests_are_listed_with_their_reason(
 
 
 @pytest.mark.parametrize(("arguments", "said"), [(["nope"], "no mode nope"), (["test", "nope"], "no suite nope")])
-def test_unknown_mode_or_suite_lists_the_known_ones(
+def test_error_for_unknown_mode_or_suite_lists_the_valid_names(
     arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert runner.main(arguments) == 64

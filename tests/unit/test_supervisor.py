@@ -105,7 +105,7 @@ def test_worker_restarts_after_temporary_errors_and_kills(code: int) -> None:
 @pytest.mark.parametrize(
     ("codes", "code"), [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 65, 79], 65), ([-9, 0], 75), ([79, 65], 79)]
 )
-def test_final_code_is_the_first_that_is_not_temporary(codes: list[int], code: int) -> None:
+def test_final_exit_code_is_the_first_permanent_one(codes: list[int], code: int) -> None:
     assert final_code(codes) == code
 
 

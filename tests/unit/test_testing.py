@@ -12,7 +12,7 @@ import eos.testing
 from eos.errors import ConfigurationError
 
 
-def test_topic_never_written_is_an_error() -> None:
+def test_query_for_a_topic_without_outputs_is_an_error() -> None:
     app = eos.App("prices")
 
     @app.process("orders", to=["priced", "audit"])

@@ -324,7 +324,7 @@ def test_clock_timers_follow_the_clock() -> None:
     assert run(app, [now, *event, late]).values("out") == [b"fired"]
 
 
-def test_timer_cleared_by_one_that_is_due_with_it_does_not_fire() -> None:
+def test_timer_cleared_by_a_timer_due_at_the_same_time_does_not_fire() -> None:
     app = App("pair")
 
     @app.process("in", to="out")
@@ -385,7 +385,7 @@ def test_failed_timer_follows_the_policy_of_its_function(policy: str) -> None:
         assert (letter.key, headers["eos-timer"], headers["eos-timer-due"]) == (b"a", b"remind", b"10000")
 
 
-def test_failed_timer_stops_the_run_by_name() -> None:
+def test_failed_timer_stops_the_run_with_an_error_that_names_it() -> None:
     due = "the timer remind of b'a' that is due at 1970-01-01T00:00:10.000+00:00"
     with pytest.raises(PoisonRecord, match=re.escape(f"remind failed on {due}: ValueError: nine")):
         run(reminders(), [*records((0, "a", 0, 9)), END])
@@ -780,7 +780,7 @@ def test_index_yields_due_timers_in_order(changes: list[tuple[int, int | None]],
     assert isinstance(task.timers, TimerIndex)
 
 
-def test_index_finds_a_timer_again_whose_clearing_was_rolled_back() -> None:
+def test_index_finds_a_timer_whose_clearing_was_rolled_back() -> None:
     task = Task(InMemory(timed=(b"@timers", b"@clock-timers")), has_timers=True)
     cell = b"@timers\0\0\0\0\x01kt"
     task.set_timer(cell, 10)

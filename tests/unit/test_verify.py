@@ -272,7 +272,7 @@ def test_input_with_some_outputs_lost_is_incomplete(history: History) -> None:
     assert "in[0]@6 is incomplete: copy 1 is missing" in report["atomic"].sentence
 
 
-def test_duplicate_output_is_named(history: History) -> None:
+def test_report_names_the_duplicate_output(history: History) -> None:
     history.sources.append(history.sources[history.index(1, 2, 0)])
     report = history.judged().report
     assert "no_duplicates" in report.violated
@@ -280,7 +280,7 @@ def test_duplicate_output_is_named(history: History) -> None:
     assert report["no_losses"].holds
 
 
-def test_filtered_half_is_not_a_loss_but_lost_half_is(history: History) -> None:
+def test_filtered_inputs_are_no_loss_but_missing_outputs_are(history: History) -> None:
     kept = [s for s in history.sources if s.offset % 2 == 0]
     recounted: dict[int, int] = {0: 0, 1: 0}
     filtered = []
@@ -314,7 +314,7 @@ def test_output_of_missing_input_is_unexpected(history: History) -> None:
     assert "no_unexpected_outputs" in history.judged().report.violated
 
 
-def test_outputs_out_of_order_are_named(history: History) -> None:
+def test_report_names_outputs_that_are_out_of_order(history: History) -> None:
     a, b = history.index(0, 0, 0), history.index(0, 2, 0)
     history.sources[a], history.sources[b] = history.sources[b], history.sources[a]
     assert history.judged().report.violated == ("order",)
@@ -330,7 +330,7 @@ def test_undecidable_parts_are_reported_as_notes(history: History) -> None:
     assert any("21 outputs belong to inputs that are not committed yet" in note for note in found.notes)
 
 
-def test_inputs_removed_by_retention_are_a_note(history: History) -> None:
+def test_inputs_removed_by_retention_are_reported_as_a_note(history: History) -> None:
     history.inputs = [(p, o) for p, o in history.inputs if p or o >= 5]
     history.begins["in", 0] = 5
     found = history.judged()
@@ -347,7 +347,7 @@ def test_verify_examines_outputs_if_all_inputs_were_removed(history: History) ->
     assert (found.inputs, found.outputs) == (0, 42)
 
 
-def test_no_lineage_examines_nothing_and_does_not_hold(history: History) -> None:
+def test_check_without_lineage_examines_nothing_and_does_not_hold(history: History) -> None:
     history.committed = {}
     found = history.judged()
     assert (found.inputs, found.report.ok) == (0, False)
@@ -361,7 +361,7 @@ def by_copy(source: Source) -> int:
     return source.i % 2
 
 
-def test_outputs_removed_by_retention_are_a_note(history: History) -> None:
+def test_outputs_removed_by_retention_are_reported_as_a_note(history: History) -> None:
     history.cut(0, 5)
     found = history.judged()
     assert found.report.ok, str(found.report)
@@ -372,7 +372,7 @@ def test_outputs_removed_by_retention_are_a_note(history: History) -> None:
     )
 
 
-def test_loss_after_removed_outputs_is_found(history: History) -> None:
+def test_loss_after_outputs_removed_by_retention_is_found(history: History) -> None:
     history.cut(0, 5)
     history.drop(0, 9, 1)
     report = history.judged().report
@@ -389,7 +389,7 @@ def test_possible_loss_in_truncated_partition_is_not_decided(history: History) -
     assert any(note.startswith("in[1]: 1 of its output numbers are not visible") for note in found.notes)
 
 
-def test_input_with_one_copy_removed_is_not_incomplete(history: History) -> None:
+def test_input_with_one_copy_removed_by_retention_is_not_incomplete(history: History) -> None:
     history.output_partition = by_copy
     history.cut(0, 10)
     found = history.judged()
@@ -446,7 +446,7 @@ def test_loss_is_found_despite_truncation_of_another_partition(history: History)
     assert (found.report.violated, found.outputs) == (("no_losses", "atomic"), 42)
 
 
-def test_nothing_decidable_gives_no_verdict(history: History) -> None:
+def test_history_that_cannot_be_judged_gets_no_verdict(history: History) -> None:
     history.cut(0, 100)
     history.cut(1, 100)
     history.inputs = [(p, o) for p, o in history.inputs if o >= 5]
@@ -467,7 +467,7 @@ def test_truncation_of_an_unrelated_partition_changes_no_verdict(history: Histor
     assert history.judged() == History().judged()
 
 
-def test_visible_uncounted_outputs_prove_that_no_counted_one_was_removed(history: History) -> None:
+def test_visible_uncounted_outputs_prove_counted_outputs_were_kept(history: History) -> None:
     history.committed["in", 0] = Committed(COUNT, Tally(7, COUNT - 7, 14))
     history.sources = [s if s.partition or s.offset < 7 else s._replace(number=s.number - 7) for s in history.sources]
     history.cut(0, 2)
@@ -633,7 +633,7 @@ def test_output_without_lineage_leaves_unexpected_undecided(
     assert "(out[0]@9, out[0]@10, out[0]@11, ...)" in verify("servers", ["in"], ["out"], "group").notes[0]
 
 
-def test_cleanup_policy_of_topic_is_used(cluster: Cluster) -> None:
+def test_verify_uses_the_cleanup_policy_of_the_topic(cluster: Cluster) -> None:
     del cluster.positions["out"][4], cluster.positions["in"][6]
     assert verify("servers", ["in"], ["out"], "group").report.violated == (
         "all_inputs_counted",
@@ -644,7 +644,7 @@ def test_cleanup_policy_of_topic_is_used(cluster: Cluster) -> None:
     assert not verify("servers", ["in"], ["out"], "group").report.violated
 
 
-def test_unreadable_policy_is_a_note(cluster: Cluster) -> None:
+def test_unreadable_cleanup_policy_is_reported_as_a_note(cluster: Cluster) -> None:
     cluster.policies["out"] = None
     found = verify("servers", ["in"], ["out"], "group")
     assert (found.report.ok, found.notes) == (

@@ -1,4 +1,4 @@
-"""An `async def` of one record, run on many at once."""
+"""Runs an `async def` that takes one record, on many records at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eos.records import Record, Send
 
 
 class Async:
-    """An `async def` of one record. The order of the outputs is that of the records."""
+    """Runs an `async def` that takes one record. The outputs keep the order of the records."""
 
     def __init__(
         self,

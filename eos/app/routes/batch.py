@@ -1,4 +1,4 @@
-"""Functions of many records at once, with or without state."""
+"""Runs functions that take many records at once, with or without state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _timestamp = operator.attrgetter("timestamp")
 
 
 class Batch:
-    """A function of many records."""
+    """Runs a function that takes many records at once."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Batch:
 
 
 class StatefulBatch(Batch):
-    """A batch function with state. Its changes take effect once all outputs are made."""
+    """Runs a batch function with state. Its changes take effect once all outputs are made."""
 
     def __init__(
         self,

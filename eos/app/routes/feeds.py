@@ -1,4 +1,4 @@
-"""Feeds: ways from the outputs of a function into a sink."""
+"""Makes feeds, which pass the outputs of a function to a sink."""
 
 from __future__ import annotations
 

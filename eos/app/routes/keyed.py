@@ -1,4 +1,4 @@
-"""An `async def` function that takes one record and has state."""
+"""Runs `async def` functions that take one record and have state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eos.records import Record, Send
 
 
 class Keyed:
-    """An `async def` function that takes one record and has state.
+    """Runs an `async def` function that takes one record and has state.
 
     Records of one key run one after the other, and their changes are written when their outputs are yielded. After a
     failed record the later records of its key wait.

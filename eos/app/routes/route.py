@@ -98,11 +98,11 @@ class Route:
     outputs_batch: Callable[[list[Record]], list[Send]]
     each: Each
     handlers: dict[str, Route]
-    """Its timer functions by the name of the timer; the function of the name "" closes its windows."""
+    """The timer functions by the name of the timer; the function of the name "" closes the windows."""
     tally: Tally | None
-    """Counts its late records and duplicates, if it uses time."""
+    """Counts the late records and duplicates of a route that uses time."""
     discard: Callable[[Record], None] | None
-    """Clears a timer that failed, if the route is a timer function."""
+    """Clears a timer whose function failed, if the route is a timer function."""
 
     def __init__(
         self,
@@ -125,9 +125,9 @@ class Route:
         timer_names: set[str] | None = None,
         merge: Callable[..., object] | None = None,
     ) -> None:
-        """`passing`: the names of the headers that outputs copy from their input, see `bind`. `gives`: what the first
-        parameter of a timer function gets; None for other functions. `timer_names`: the timers that have a function,
-        which a function shares with its timer functions. `merge`: see App.on_merge.
+        """Compile the function. `passing`: the names of the headers that outputs copy from their input, see `bind`.
+        `gives`: what the first parameter of a timer function gets; None for other functions. `timer_names`: the timers
+        that have a function, which a function shares with its timer functions. `merge`: see App.on_merge.
         """
         self.passing, self.stores, self.with_record = passing, stores, with_record
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
@@ -220,34 +220,34 @@ class Route:
 
     @property
     def uses_time(self) -> bool:
-        """Return whether it needs the time of its task: it has timers, windows or deduplication."""
+        """Return whether the route needs the time of its task: it has timers, windows or deduplication."""
         return uses_time(self.stores, self.timing)
 
     @property
     def has_state(self) -> bool:
-        """Return whether it keeps state, so that it has a changelog. Timers are state too."""
+        """Return whether the route keeps state, so that it has a changelog. Timers are state too."""
         return bool(self.stores) or self.uses_time
 
     @property
     def all_destinations(self) -> list[str]:
-        """Return the topics of its outputs, those of its timer functions and of its late records included."""
+        """Return all topics that the route writes to, those of its timer functions and of its late records included."""
         timed = itertools.chain.from_iterable(handler.destinations for handler in self.handlers.values())
         more = (topic for topic in (self.timing.late, self.timing.duplicates) if topic is not None)
         return list(dict.fromkeys([*self.destinations, *timed, *more]))
 
     @property
     def values(self) -> tuple[Store, ...]:
-        """Return its stores without the parameter for timers."""
+        """Return the route's stores without the parameter for timers."""
         return tuple(store for store in self.stores if store.is_kept)
 
     @property
     def timed_stores(self) -> frozenset[bytes]:
-        """Return the names of the stores whose values begin with a time (eos/state/values.py)."""
+        """Return the names of the stores whose values start with a time (eos/state/values.py)."""
         return frozenset(self.ttls).union(TIMER_STORES if self.uses_time else ())
 
     @property
     def ttls(self) -> dict[bytes, int]:
-        """Return the time-to-live of its stores that have one, in milliseconds by name."""
+        """Return the time-to-live in milliseconds of each store that has one, by name."""
         return ttls_of(self.stores) | self.timing.ttls
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from eos.records import Record, Send
 
 
 class Single:
-    """A function of one record."""
+    """Runs a function that takes one record."""
 
     def __init__(
         self, function: Callable[[Any], Any], decode: Decode | None, normalise: Normalise, target: Target | None
@@ -29,14 +29,14 @@ class Single:
 
 
 class UnusualOutputs(list[Send]):
-    """Outputs of a record that the hot loop cannot send itself."""
+    """Holds outputs of a record that the hot loop cannot send itself."""
 
 
-def make_finish(normalise: Normalise, finish: Callable[[Any], Any] | None) -> Callable[[Record, Any], Sequence[Send]]:
-    """Return a function that makes the outputs from a result; `finish` is an encoder of the user's, if there is one."""
+def make_finish(normalise: Normalise, encoder: Callable[[Any], Any] | None) -> Callable[[Record, Any], Sequence[Send]]:
+    """Return a function that makes the outputs from a result; `encoder` is the user's own, if there is one."""
 
     def made(record: Record, result: Any) -> Sequence[Send]:
-        return normalise(record, result if finish is None else finish(result))
+        return normalise(record, result if encoder is None else encoder(result))
 
     return made
 
@@ -63,7 +63,7 @@ def as_sends(record: Record, made: Any) -> Sequence[Send]:
 
 
 class Stateful:
-    """A function of one record with state, whose changes count once the outputs are made."""
+    """Runs a function of one record with state. Its changes take effect once the outputs are made."""
 
     def __init__(
         self,

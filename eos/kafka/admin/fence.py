@@ -17,7 +17,7 @@ from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 
 _TIMEOUT_S = 30.0
-_LEFT_OPEN_S = 2.0  # after this time the init itself waits for the abort
+_LEFT_OPEN_S = 2.0  # seconds; after this time the init itself waits for the abort
 _LEFT_OPEN_PAUSE_S = 0.01
 _BUSY = ("Ongoing", "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 

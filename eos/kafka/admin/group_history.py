@@ -35,7 +35,7 @@ CONFIG = {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "min.clean
 
 _VERSION = 1
 _REQUEST_TIMEOUT_S, _CLOSE_TIMEOUT_S = 5.0, 10.0
-_RETRY_INTERVAL_S = 60.0  # after a failed write
+_RETRY_INTERVAL_S = 60.0  # pause after a failed write
 
 
 class GroupHistory:

@@ -31,7 +31,7 @@ from eos.records import parse_metadata
 
 _ABORT_STARTED = "ConcurrentTransactions"  # the coordinator's answer while it writes the markers
 _CHECK_INTERVAL_S = 0.5
-_MAX_INTERVAL_S = 5.0  # between two checks: our clock may be wrong about when a transaction is due
+_MAX_INTERVAL_S = 5.0  # longest time between two checks: our clock may be wrong about when a transaction is due
 _MARGIN_S = 15.0
 _STALE_S = 0.25  # an answer older than this is not acted on
 

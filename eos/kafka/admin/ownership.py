@@ -42,7 +42,7 @@ class Situation:
 
     mine: Identity
     progress: Progress
-    age_ms: float  # of the current transaction
+    age_ms: float  # age of the current transaction
     timeout_ms: int  # transaction.timeout.ms
     inits: int = 1  # InitProducerId requests that our client sent: all but one may have arrived late
 

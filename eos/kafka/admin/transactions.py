@@ -92,7 +92,7 @@ def find_open(admin: ClusterAdmin, topics: Iterable[str] | None = None) -> list[
     for producer, verdict, reason in judged:
         key = (producer.partition, producer.producer_id, producer.start_offset)
         if verdict is Verdict.HANGING and key not in still:
-            continue  # it ended between the two queries
+            continue  # the transaction ended between the two queries
         listed = known.get(producer.producer_id)
         name, state = (listed.transactional_id, listed.state) if listed else (None, None)
         found.append(OpenTransaction(producer, name, state, verdict, reason, held.get(producer.partition, 0)))

@@ -2,7 +2,7 @@
 
 Owns the thread, the client and the times of the checks. Each check owns its requests and their consequences. The client
 is kafka-python's: it asks any broker, and waits between two attempts to connect. librdkafka's AdminClient asks the
-broker that the last answer named as the controller: in KRaft any broker that was alive. While that one is down,
+broker that the last answer named as the controller: in KRaft any broker that was alive. While that broker is down,
 librdkafka connects again at every change of a connection's state, its own failed attempt included, and
 reconnect.backoff.ms has no effect (RD_KAFKA_OP_CONNECT sets rkb_ts_reconnect to 0). Measured with each of three brokers
 killed: 3,500 attempts and 0.4 s of CPU per second, and no answer until the broker is back or five minutes are over.
@@ -25,8 +25,8 @@ _REQUEST_TIMEOUT_MS = 5_000
 
 @dataclass(eq=False)
 class Check:
-    """One kind of check. `run` gets the client, `on_error` the exception of a failed check. Both return the seconds
-    until the next check, or None to wait for `Watcher.wake`."""
+    """Describes one kind of check. `run` gets the client, `on_error` the exception of a failed check. Both return the
+    seconds until the next check, or None to wait for `Watcher.wake`."""
 
     run: Callable[[ClusterAdmin], float | None]
     on_error: Callable[[Exception], float | None]
@@ -77,7 +77,7 @@ class Watcher:
 
     def _run(self) -> None:
         with contextlib.ExitStack() as connection:
-            admin: ClusterAdmin | None = None  # kept for as long as the cluster answers
+            admin: ClusterAdmin | None = None  # the client, kept as long as the cluster answers
             while (check := self._wait_for_check()) is not None:
                 try:
                     if admin is None:

@@ -27,7 +27,7 @@ from eos.kafka.client.settings import Settings
 T = TypeVar("T")
 Partition = tuple[str, int]
 TRANSACTION_LOG, OFFSETS_LOG = "__transaction_state", "__consumer_offsets"
-_EPOCH_COUNT, _EPOCH_DISTANCE = 32_767, 16_384  # for an epoch as far as possible from the current one
+_EPOCH_COUNT, _EPOCH_DISTANCE = 32_767, 16_384  # to choose an epoch as far as possible from the current epoch
 _CHUNK_SIZE = 500  # partitions or transactional.ids in one request
 
 
@@ -67,7 +67,7 @@ class OpenProducer:
     producer_id: int
     epoch: int
     start_offset: int
-    last_timestamp_ms: int  # of its last batch
+    last_timestamp_ms: int  # timestamp of the producer's last batch
     coordinator_epoch: int
 
     @property

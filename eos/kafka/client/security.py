@@ -31,7 +31,7 @@ _SASL = {
     "sasl.password": "sasl_plain_password",
     "sasl.kerberos.service.name": "sasl_kerberos_service_name",
 }
-_REFRESH_FRACTION = 0.8  # of a token's lifetime, as in librdkafka
+_REFRESH_FRACTION = 0.8  # fraction of a token's lifetime, as in librdkafka
 _TOKEN_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
 _SYSTEM_CA = "probe"  # a CA location that stands for the system's own, which Python's default context uses

@@ -24,7 +24,8 @@ from typing import Any
 from eos.errors import ConfigurationError
 from eos.kafka.client import librdkafka_names
 
-MINIMUM_RETRY_BACKOFF_MS = 50  # below it the duration of a call does not show whether it was retried
+# With a shorter backoff, the duration of a call does not show whether the call was retried.
+MINIMUM_RETRY_BACKOFF_MS = 50
 RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}  # librdkafka's
 # After a slow call the next transaction waits for the statistics. With 8 partitions, 100 ms costs 0.1 % more of a
 # processor than 200 ms; with 500 partitions, 0.6 % more. 50 ms costs twice that.
@@ -271,7 +272,8 @@ class Settings:
         for name, value in given.items():
             _check(name, value)
             if name in REFUSALS and isinstance(value, str):
-                given[name] = value.strip().lower()  # as librdkafka parses them; compared verbatim from here on
+                # librdkafka ignores case and spaces too; values are compared verbatim from here on.
+                given[name] = value.strip().lower()
         self.values: dict[str, Any] = given
         self._options = {name: self._option(name) for name in OPTIONS}
         _check_timeouts(self)

@@ -60,7 +60,7 @@ class Watchdog:
             # This frame is in the error's traceback. A job left in it would form a reference cycle with the error and
             # keep the producer alive until a garbage collection, which a worker keeps from running.
             del job
-        self._idle = None  # its owner may hold a reference to this object
+        self._idle = None  # breaks a reference cycle: the callback's owner may refer to this object
 
     def _next(self) -> Job | None:
         while self._idle is not None:

@@ -1,1 +1,1 @@
-"""The consuming half of a session: its group, its offsets and the records that wait."""
+"""Implements the consuming half of a session: its group, its offsets and the waiting records."""

@@ -1,4 +1,4 @@
-"""The life of a partition in a consumer, from its assignment to its revocation: a table, no I/O.
+"""Defines the life of a partition in a consumer, from its assignment to its revocation: a table, no I/O.
 
 A partition is assigned by the group, its start offset is located, the participants restore their state of it, and then
 its records are read. The group may take it away at any point. All views of an assignment are derived from the phases
@@ -18,7 +18,7 @@ from eos.session.consumer.positions import TopicPartition as Partition
 
 
 class Phase(Enum):
-    """The phase of a partition."""
+    """Lists the phases of a partition."""
 
     NOT_OURS = "not assigned to this consumer"
     ASSIGNED = "assigned by the group; its start offset is unknown"
@@ -45,11 +45,11 @@ TABLE |= {(phase, _E.REVOKE): _P.NOT_OURS for phase in Phase}
 
 
 class Assignment:
-    """The partitions of one consumer. `revoked` collects those whose revocation was not reported yet."""
+    """Tracks the partitions of one consumer. `revoked` collects those whose revocation was not reported yet."""
 
     def __init__(self, revoked: set[Partition] | None = None) -> None:
         self._phases: dict[Partition, Phase] = {}
-        self._starts: dict[Partition, TopicPartition] = {}  # of partitions in RESTORING and READING
+        self._starts: dict[Partition, TopicPartition] = {}  # the starts of partitions in RESTORING and READING
         self.revoked: set[Partition] = set() if revoked is None else revoked
         """Partitions revoked since the last report, including those that never started or were assigned again."""
         self.unlocated: frozenset[Partition] = frozenset()
@@ -104,7 +104,8 @@ class Assignment:
 
     @property
     def located(self) -> KeysView[Partition]:
-        """Partitions whose start offset is known: those that are read, and those that participants restore."""
+        """Return the partitions whose start offset is known: those that are read, and those that participants
+        restore."""
         return self._starts.keys()
 
     @property

@@ -32,15 +32,14 @@ _REJOIN_ADMIN_MS = 5_000
 
 
 class Follower(Protocol):
-    """Keeps something for each partition. The fetcher says when partitions come and go, while no transaction is
-    open."""
+    """Keeps data for each partition. The fetcher reports which partitions come and go, while no transaction is open."""
 
     @property
     def topics(self) -> Collection[str]:
-        """Topics that only this follower writes; errors about them are classified separately."""
+        """Return the topics that only this follower writes; errors about them are classified separately."""
 
     def forget(self, revoked: Collection[Partition]) -> None:
-        """Drop these partitions. They may include partitions that come back at once or that never started."""
+        """Drop these partitions, which may include partitions that are assigned again at once or that never started."""
 
     def restore(
         self, starts: Mapping[Partition, Committed], uncommitted: Collection[Partition]
@@ -52,7 +51,8 @@ class Follower(Protocol):
 
 
 class Fetcher:
-    """`stopping` returns True once a stop was requested. `on_unreadable`: see Listener.unreadable."""
+    """Fetches the input of one session. `stopping` returns True once a stop was requested. `on_unreadable`: see
+    Listener.unreadable."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Fetcher:
         self._handover = Handover()
         self._group_consumer: GroupConsumer | None = None
         self._end: EndOfInput | None = None
-        self._failure: CallFailed | None = None  # of a prefetch
+        self._failure: CallFailed | None = None  # the failure of a prefetch
 
     @property
     def is_started(self) -> bool:
@@ -88,13 +88,13 @@ class Fetcher:
 
     @property
     def group_consumer(self) -> GroupConsumer:
-        """The present consumer; a replacement is another object."""
+        """Return the present consumer; a replacement is another object."""
         assert self._group_consumer is not None, "the session is not started"
         return self._group_consumer
 
     @property
     def rebalances(self) -> dict[str, int]:
-        """Rebalances of all consumers so far: see Handover."""
+        """Return the counts of rebalances of all consumers so far: see Handover."""
         return self._handover.rebalances
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Fetcher:
         try:
             self.group_consumer.poll(most, 0.0)
         except CallFailed as failure:
-            self._failure = failure  # raised by the next poll: the transaction ends first
+            self._failure = failure  # the next poll raises it: the transaction ends first
         return len(self.positions) > before
 
 

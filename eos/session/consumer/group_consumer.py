@@ -1,4 +1,4 @@
-"""One consumer in one group: its subscription, its polls and its rebalance callbacks.
+"""Runs one consumer in one group: its subscription, its polls and its rebalance callbacks.
 
 Owns the confluent-kafka Consumer. Rebalance callbacks only record facts in the assignment: an assigned partition waits
 there until `start` begins to read it, and a revoked one is dropped at once. If the open transaction took records of a
@@ -44,7 +44,7 @@ _STATISTICS_INTERVAL_MS = 1_000  # how old a lag may be
 
 @dataclass
 class Handover:
-    """Knowledge that a consumer passes to the one that replaces it in the same session."""
+    """Holds the knowledge that a consumer passes to its replacement in the same session."""
 
     member_ids: set[str] = field(default_factory=set)
     """Member ids that were this session's; librdkafka forgets its own when the consumer is closed."""
@@ -62,7 +62,7 @@ class Handover:
 
 
 class GroupConsumer:
-    """One consumer in one group; the records that it fetches go into `positions`."""
+    """Runs one consumer in one group; the records that it fetches go into `positions`."""
 
     def __init__(
         self,
@@ -79,8 +79,9 @@ class GroupConsumer:
         changelogs: Collection[str] = (),
         on_unreadable: Callable[[str, int, int, str], None] = lambda topic, partition, offset, why: None,
     ) -> None:
-        """`stopping` returns True once a stop was requested, which ends waits for the cluster. `with_ends`: the
-        positions learn of the partitions' ends. `changelogs`: see TopicIds. `on_unreadable`: see Listener."""
+        """Create the consumer. `stopping` returns True once a stop was requested, which ends waits for the cluster.
+        `with_ends`: the positions learn of the partitions' ends. `changelogs`: see TopicIds. `on_unreadable`: see
+        Listener."""
         self._settings, self._world = settings, world
         self._topics = list(topics)
         self._positions = positions
@@ -251,7 +252,7 @@ class GroupConsumer:
         log.warning("consumer reported an error", error=describe_error(error), group=self.group)
 
     def find_end(self, partition: Partition) -> tuple[int, float] | None:
-        """See TransactSession.find_end."""
+        """Return the end of a partition, as TransactSession.find_end does."""
         end = self._positions.find_end(partition)
         return None if end is None else (end, self._ended_at[partition])
 

@@ -16,7 +16,7 @@ _STALLED_S = 30.0
 
 
 class _PartitionStatistics(msgspec.Struct):
-    """librdkafka's statistics of a partition; -1001 means unknown."""
+    """Holds librdkafka's statistics of a partition; -1001 means unknown."""
 
     ls_offset: int = -1001  # last stable offset; get_watermark_offsets(cached=True) returns the high watermark instead
     next_offset: int = -1001  # next offset to fetch: after markers and aborted records
@@ -32,15 +32,15 @@ class _BrokerStatistics(msgspec.Struct):
 
 
 class Statistics(msgspec.Struct):
-    """The part of a consumer's statistics that a session reads."""
+    """Holds the part of a consumer's statistics that a session reads."""
 
     topics: dict[str, _TopicStatistics] = {}
     brokers: dict[str, _BrokerStatistics] = {}
 
     @property
     def late_answers(self) -> int:
-        """Requests to the group coordinator that timed out so far: heartbeats and offset fetches. In librdkafka the
-        coordinator is a logical broker."""
+        """Return the number of requests to the group coordinator that timed out so far: heartbeats and offset fetches.
+        In librdkafka the coordinator is a logical broker."""
         return self.brokers.get("GroupCoordinator", _BrokerStatistics()).req_timeouts
 
     def partitions(self) -> Iterator[tuple[Partition, _PartitionStatistics]]:
@@ -55,7 +55,7 @@ decode_statistics = msgspec.json.Decoder(Statistics).decode
 class Lag:
     def __init__(self, positions: Positions[Any], group: str, world: World) -> None:
         self._positions, self._group, self._world = positions, group, world
-        self._newest: Statistics | None = None  # not read yet
+        self._newest: Statistics | None = None  # statistics that were not read yet
         self._lags: dict[Partition, int] = {}
         # The next offset, and the time of its last change or log line.
         self._stalled: dict[Partition, tuple[int, float]] = {}

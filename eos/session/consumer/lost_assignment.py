@@ -29,7 +29,7 @@ _PATIENCE_S = 20.0
 
 
 class ReportedAssignment(NamedTuple):
-    """The member's partitions according to the coordinator. `asked_at`: World.now()."""
+    """Holds the member's partitions according to the coordinator. `asked_at`: World.now() of the query."""
 
     asked_at: float
     partitions: frozenset[Partition]
@@ -43,7 +43,7 @@ class LostAssignment:
         self._looking = False
         self._since = 0.0  # answers to earlier queries do not count
         self._missing: dict[Partition, float] = {}  # time of the first query in a row whose answer named the partition
-        self._unchecked_report: ReportedAssignment | None = None  # not compared yet
+        self._unchecked_report: ReportedAssignment | None = None  # a report that was not compared yet
         self._member_id = ""  # the id to query; "" while no query runs
         self._is_refused = False
         watcher.add(self._check)

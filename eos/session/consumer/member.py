@@ -1,4 +1,4 @@
-"""This process as a member of its group: its member ids, and the instance id of a static member.
+"""Represents this process as a member of its group: its member ids, and the instance id of a static member.
 
 Decides whether a member is this one, another one with the same instance id, an earlier one of this process, or a
 predecessor that must be removed first.
@@ -21,8 +21,8 @@ _LEAVE_MS = 5_000
 
 
 class Member:
-    """`ids`: member ids that were ours, in earlier consumers of this session too. `instance_id`: None for a dynamic
-    member."""
+    """Represents this member. `ids`: member ids that were ours, in earlier consumers of this session too.
+    `instance_id`: None for a dynamic member."""
 
     def __init__(
         self, consumer: Consumer, settings: Settings, instance_id: str | None, ids: set[str], world: World
@@ -35,7 +35,7 @@ class Member:
 
     @property
     def is_known(self) -> bool:
-        """True if the group coordinator knows this member."""
+        """Return True if the group coordinator knows this member."""
         return bool(self._consumer.memberid())
 
     def refresh_id(self) -> str | None:
@@ -103,7 +103,7 @@ class Member:
     def query_is_ours(self) -> bool:
         """Ask the group whether no other member holds our group.instance.id. A dynamic member checks that it still has
         a member id, if it ever had one."""
-        current = self.refresh_id()  # not the id of the last commit, if librdkafka rejoined by itself
+        current = self.refresh_id()  # differs from the id of the last commit if librdkafka rejoined by itself
         if self._instance_id is None:
             return bool(current) or not self._was_member
         with self._world.admin(self._settings) as admin:

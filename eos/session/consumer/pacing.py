@@ -1,4 +1,4 @@
-"""A session's pace: how many records it polls and takes, and when a transaction begins.
+"""Decides a session's pace: how many records it polls and takes, and when a transaction begins.
 
 Owns the interval, the limits, the pause after an abort and the search for a record that the broker refuses. It does no
 I/O and has no clock: its caller passes the time (World.now(), in seconds) and reports what happened.
@@ -21,13 +21,14 @@ _PREFETCH, _PREFETCH_BYTES = 20_000, 4 << 20
 # Inputs of this size are rarely the reason for a slow transaction: at 64 KB/s they are sent within a second. A cluster
 # that answers late takes as long for one record, and smaller transactions only multiply its delay.
 _FEW_BYTES = 64 << 10
-_LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7  # after an abort
+# Longest pause, first pause, and number of doublings, after aborts.
+_LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7
 
 
 class Pacing:
-    """`most`: maximum number of records of one transaction. `handled_at_once`: how many records the application handles
-    at once; a poll of a backlog takes whole batches of them. `timeout_s`: how long the sends of a transaction may
-    take."""
+    """Decides the pace of one session. `most`: maximum number of records of one transaction. `handled_at_once`: how
+    many records the application handles at once; a poll of a backlog takes whole batches of them. `timeout_s`: how long
+    the sends of a transaction may take."""
 
     def __init__(self, interval_s: float, most: int, handled_at_once: int = 1, timeout_s: float = math.inf) -> None:
         self.interval_s, self._timeout_s = interval_s, timeout_s
@@ -36,11 +37,11 @@ class Pacing:
         """The maximum number of records of the next transaction. Shrinks during the search for a refused record, and
         after transactions whose records could not be sent in time."""
         self.aborts_in_a_row = 0
-        self._recovers_from_timeout = False  # since a timeout, no transaction was allowed `most` records
-        self._last_timed_out = False  # since a timeout, no transaction committed
+        self._recovers_from_timeout = False  # no transaction has been allowed `most` records since a timeout
+        self._last_timed_out = False  # no transaction has committed since a timeout
         self._records_of_few_bytes = 1  # inputs of _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
-        self._records_left_to_search = 0  # the refused record is among this many next records; 0: no search
+        self._records_left_to_search = 0  # the refused record is among the next records, of this number; 0: no search
         self._began_at = 0.0
         self._gathering_since = 0.0
         self._pause_until = 0.0

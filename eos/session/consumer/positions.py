@@ -36,14 +36,15 @@ _partition_of: Callable[[Any], TopicPartition] = operator.attrgetter("topic", "p
 
 
 class Positions(Generic[R]):
-    """Fetched records that wait, and the offsets of the records that the open transaction took."""
+    """Holds the fetched records that wait, and the offsets of the records that the open transaction took."""
 
     def __init__(self) -> None:
         self._waiting: list[R] = []
-        self._last: list[R] = []  # the last batch taken; a part of it may still be given back
+        self._last_batch: list[R] = []  # the last batch taken; a part of it may still be given back
         self._taken_before = 0  # records taken before the last batch
         self._begins: dict[TopicPartition, int] = {}  # first offset that the transaction took before the last batch
-        self._nexts: dict[TopicPartition, int] = {}  # one after the last offset that it took before the last batch
+        # The offset after the last record that the transaction took before the last batch.
+        self._nexts: dict[TopicPartition, int] = {}
         self._lost: set[TopicPartition] = set()  # partitions lost after the open transaction took records of them
         self._next_fetch: dict[TopicPartition, int] = {}  # the lowest offset that may arrive next
         self.repeated = 0
@@ -59,22 +60,22 @@ class Positions(Generic[R]):
 
     @property
     def taken(self) -> int:
-        """Records that the open transaction took."""
-        return self._taken_before + len(self._last)
+        """Return the number of records that the open transaction took."""
+        return self._taken_before + len(self._last_batch)
 
     @property
     def last_taken(self) -> R | None:
-        """The last record that the open transaction took."""
-        return self._last[-1] if self._last else None
+        """Return the last record that the open transaction took."""
+        return self._last_batch[-1] if self._last_batch else None
 
     @property
     def newest(self) -> R | None:
-        """The record that was fetched last, if it still waits."""
+        """Return the record that was fetched last, if it still waits."""
         return self._waiting[-1] if self._waiting else None
 
     @property
     def first_timestamp_ms(self) -> int:
-        """Timestamp of the first waiting record; -1 without one."""
+        """Return the timestamp of the first waiting record; -1 if none waits."""
         return getattr(self._waiting[0], "timestamp", -1) if self._waiting else -1
 
     # ---- records ----------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Positions(Generic[R]):
 
     def holds(self, partition: TopicPartition) -> bool:
         """Return whether records of this partition wait, or the open transaction took some."""
-        return partition in self._begins or partition in map(_partition_of, [*self._last, *self._waiting])
+        return partition in self._begins or partition in map(_partition_of, [*self._last_batch, *self._waiting])
 
     def has_passed(self, partition: TopicPartition, offset: int) -> bool:
         """Return whether the record at this offset, or a later one, was fetched."""
@@ -130,30 +131,30 @@ class Positions(Generic[R]):
         waiting = self._waiting
         if not waiting or most <= 0:
             return []
-        self._settle_last()
+        self._reduce_last_batch()
         if most >= len(waiting):
-            self._last, self._waiting = waiting, []
+            self._last_batch, self._waiting = waiting, []
         else:
-            self._last = waiting[:most]
+            self._last_batch = waiting[:most]
             del waiting[:most]
-        return self._last.copy()  # user code may change the caller's list
+        return self._last_batch.copy()  # user code may change the caller's list
 
-    def _settle_last(self) -> None:
+    def _reduce_last_batch(self) -> None:
         """Reduce the last batch, which can no longer be given back, to the offsets at which it began and ended."""
-        begins, nexts = _span(self._last)
-        self._taken_before += len(self._last)
+        begins, nexts = _span(self._last_batch)
+        self._taken_before += len(self._last_batch)
         self._begins = begins | self._begins
         self._nexts |= nexts
-        self._last = []
+        self._last_batch = []
 
     def give_back(self, count: int) -> None:
         """Put the last `count` records of the last batch back, because they were not handled; they are taken next."""
-        if not 0 <= count <= len(self._last):
-            raise ValueError(f"cannot give back {count} of the {len(self._last)} records taken last")
+        if not 0 <= count <= len(self._last_batch):
+            raise ValueError(f"cannot give back {count} of the {len(self._last_batch)} records taken last")
         if count == 0:
             return
-        kept, back = self._last[:-count], self._last[-count:]
-        self._last = kept
+        kept, back = self._last_batch[:-count], self._last_batch[-count:]
+        self._last_batch = kept
         # Records of a lost partition belong to another member now.
         self._waiting[:0] = [r for r in back if (r.topic, r.partition) not in self._lost]
 
@@ -161,7 +162,7 @@ class Positions(Generic[R]):
 
     def offsets(self) -> dict[TopicPartition, int]:
         """Return the next offset per partition of the taken records, which the transaction must commit."""
-        offsets = self._nexts | _span(self._last)[1]
+        offsets = self._nexts | _span(self._last_batch)[1]
         return offsets | self._finished_ends(offsets)
 
     def _finished_ends(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
@@ -187,7 +188,7 @@ class Positions(Generic[R]):
         """Return the offset that the consumer must fetch next in each owned partition: after all records fetched so
         far. Rebuilds this module's own note of it, because an exception in a signal handler may have interrupted the
         last update."""
-        self._next_fetch = self.committed | self._nexts | _span(self._last)[1] | _span(self._waiting)[1]
+        self._next_fetch = self.committed | self._nexts | _span(self._last_batch)[1] | _span(self._waiting)[1]
         return self._next_fetch.copy()
 
     # ---- the end of a transaction -----------------------------------------------------------------------------
@@ -199,13 +200,13 @@ class Positions(Generic[R]):
         self._reset()
 
     def _reset(self) -> None:
-        self._last, self._taken_before = [], 0
+        self._last_batch, self._taken_before = [], 0
         self._begins, self._nexts, self._lost = {}, {}, set()
 
     def rewind(self) -> dict[TopicPartition, int]:
         """Note that the transaction was aborted. Return the offsets from which the consumer must fetch again: the first
         taken one of each partition that is still owned. Waiting records of those partitions are dropped."""
-        self._settle_last()
+        self._reduce_last_batch()
         targets = {p: offset for p, offset in self._begins.items() if p not in self._lost}
         # A known end lies after records that will be fetched again: committing it now would skip them.
         self._drop(targets)
@@ -249,7 +250,7 @@ class Positions(Generic[R]):
         offset."""
         gone = set(partitions)
         self._drop(gone)
-        touched = gone & (self._begins.keys() | set(map(_partition_of, self._last)))
+        touched = gone & (self._begins.keys() | set(map(_partition_of, self._last_batch)))
         self._lost |= touched
         for partition in gone:
             self.committed.pop(partition, None)

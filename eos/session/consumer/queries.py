@@ -1,4 +1,4 @@
-"""Queries that a consumer sends to the cluster: offsets of its group, ends of its topics.
+"""Sends a consumer's queries to the cluster: offsets of its group, ends of its topics.
 
 Decides which answers to wait for, and which errors end the session. It never moves the consumer.
 """
@@ -32,16 +32,16 @@ _END_LOOK_S = 0.25
 
 
 class NotNow(Exception):
-    """Raised while the cluster cannot answer; the message says what the caller waits for."""
+    """Reports that the cluster cannot answer yet; the message says what the caller waits for."""
 
 
 class Stopped(Exception):
-    """Raised if a stop was requested during a wait for the cluster."""
+    """Reports that a stop was requested during a wait for the cluster."""
 
 
 class ClusterQueries:
-    """`topics`: the input topics; the caller may add more. `stopping` returns True once a stop was requested, which
-    ends waits for the cluster."""
+    """Sends the queries of one consumer. `topics`: the input topics; the caller may add more. `stopping` returns True
+    once a stop was requested, which ends waits for the cluster."""
 
     def __init__(
         self,
@@ -187,8 +187,9 @@ class ClusterQueries:
 
 
 class EndOfInput:
-    """The end of a run with `until_end`: the whole group, including other members, has committed all records that were
-    readable at the start, and the resulting records in the input topics that the session itself writes (`chained`)."""
+    """Detects the end of a run with `until_end`: the whole group, including other members, has committed all records
+    that were readable at the start, and the resulting records in the input topics that the session itself writes
+    (`chained`)."""
 
     def __init__(self, queries: ClusterQueries, settings: Settings, chained: Collection[str], world: World) -> None:
         self._targets, self._world, self._next_query_at = queries.stable_ends(), world, 0.0

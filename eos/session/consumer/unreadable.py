@@ -1,4 +1,4 @@
-"""Input that the client cannot read: offsets that the broker does not have, and damaged batches.
+"""Handles input that the client cannot read: offsets that the broker does not have, and damaged batches.
 
 Decides when the session ends because of them, and owns the error message. It never touches the consumer.
 """

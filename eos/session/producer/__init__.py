@@ -1,1 +1,1 @@
-"""The producing half of a session: the transactional producer and its ownership of the transactional.id."""
+"""Implements the producing half of a session: the transactional producer and its ownership of the transactional.id."""

@@ -1,4 +1,4 @@
-"""One confluent-kafka Producer with the facts known about it, and its safe destruction.
+"""Wraps one confluent-kafka Producer, with the facts known about it, and destroys it safely.
 
 Owns the callbacks (statistics, deliveries), the thread on which calls run, and the end of a client in which a call may
 still hang. It never decides how to handle a failed call.
@@ -29,7 +29,7 @@ _LOOKS_UNTIL_COLLECTED = 20
 
 
 class Client:
-    """One confluent-kafka Producer; replaced as a whole, never repaired."""
+    """Wraps one confluent-kafka Producer, which is replaced as a whole and never repaired."""
 
     def __init__(self, settings: Settings, transactional_id: str, reports: bool, world: World = REAL) -> None:
         self.transactional_id, self.world = transactional_id, world

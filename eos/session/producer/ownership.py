@@ -1,4 +1,4 @@
-"""Ownership of a transactional.id: ours until a newer instance initialises it, and then lost for good.
+"""Tracks the ownership of a transactional.id: ours until a newer instance initialises it, and then lost for good.
 
 Owns the queries to its coordinator (eos/kafka/admin/ownership.py judges the answers) and their consequence: a producer
 that lost the id never begins or initialises again, because an init would take the id back from its present owner. Also
@@ -36,9 +36,9 @@ _SEPARATE_IDS = (
 
 
 class TransactionalIdOwnership:
-    """`describe_loss`: returns who took over, and the producer ids and epochs of both, from the producer and the
-    coordinator's answer. `query_group`: asks the group, where the coordinator's answer is not conclusive, whether no
-    other member is in our place."""
+    """Tracks the ownership of one transactional.id. `describe_loss`: returns who took over, and the producer ids and
+    epochs of both, from the producer and the coordinator's answer. `query_group`: asks the group, where the
+    coordinator's answer is not conclusive, whether no other member is in our place."""
 
     def __init__(
         self,
@@ -52,12 +52,13 @@ class TransactionalIdOwnership:
         self._settings, self._describe_loss, self._query_group = settings, describe_loss, query_group
         self._pulse = pulse or Pulse(world.now)
         self._lost: str | None = None
-        self._interrupted: tuple[TransactionalProducer, str, bool] | None = None  # arguments of a settling
+        # Arguments of an unfinished call of `settle`.
+        self._interrupted: tuple[TransactionalProducer, str, bool] | None = None
         self._settled_at: dict[str, Identity] = {}  # the identity at which `settle` last found each id still ours
         self._answers = log.Reminder(world.now, at_once=True)
 
     def raise_if_lost(self) -> None:
-        """Raise Fenced if a newer instance owns the id. First repeat a settling that was interrupted."""
+        """Raise Fenced if a newer instance owns the id. First repeat an interrupted call of `settle`."""
         if self._interrupted is not None:
             self._settle(*self._interrupted)
         if self._lost is not None:
@@ -75,7 +76,7 @@ class TransactionalIdOwnership:
         """
         if producer.epoch_may_have_advanced:
             return
-        fenced = producer.state is State.FENCED  # then `settle` knows since when
+        fenced = producer.state is State.FENCED  # `settle` has then noted the identity at which the id was last ours
         mine = self._settled_at.get(producer.transactional_id) if fenced else None
         mine = mine or producer.poll_identity()
         if mine is None:  # the client has not emitted statistics yet
@@ -142,7 +143,7 @@ class TransactionalIdOwnership:
                     return query(admin)
             except Unavailable as error:
                 self._pulse.beat("calling", call)
-                producer.poll(0)  # its callbacks must not pile up: the cluster may be unreachable for days
+                producer.poll(0)  # the client's callbacks must not pile up: the cluster may be unreachable for days
                 if waits.tick():
                     log.warning("waiting for the cluster", call=call, error=str(error), **producer.who())
                 self._world.sleep(_PAUSE_S)
@@ -159,8 +160,8 @@ def _describe(admin: ClusterAdmin, producer: TransactionalProducer) -> Transacti
 
 
 class OwnerInfo:
-    """This session as the owner of its transactional.id: the metadata that it commits about itself, and the last time
-    at which it owned the id."""
+    """Describes this session as the owner of its transactional.id: the metadata that it commits about itself, and the
+    last time at which it owned the id."""
 
     def __init__(self, settings: Settings, world: World) -> None:
         self._settings, self._world = settings, world

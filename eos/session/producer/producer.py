@@ -1,4 +1,4 @@
-"""The transactional producer: one transactional.id, one state machine, replaced after every doubtful transaction.
+"""Runs the transactional producer: one transactional.id, one state machine, replaced after each doubtful transaction.
 
 Owns the confluent-kafka Producer, the legal order of its calls (states.py), their deadlines
 (eos/kafka/client/watchdog.py) and the evidence that calls for a replacement (retry_evidence.py). A failed call raises
@@ -73,7 +73,7 @@ class TransactionalProducer:
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
         self._client: Client | None = None
         self._initialising: Client | None = None  # a signal interrupted the wait for its init
-        self._replace_because: str | None = None
+        self._replacement_reason: str | None = None
         self._produced = 0
         self.waited_s = 0.0
         """The seconds that sends have waited for room in the client's queue, over the life of this object."""
@@ -97,7 +97,7 @@ class TransactionalProducer:
 
     @property
     def may_abort(self) -> bool:
-        """True if a transaction is open and no call is running that may still be answered."""
+        """Return True if a transaction is open and no call is running that may still be answered."""
         return self._machine.state in (State.IN_TRANSACTION, State.ABORTABLE_ERROR) and not self.client.watchdog.hung
 
     @property
@@ -149,7 +149,7 @@ class TransactionalProducer:
         """Begin to use an initialised client."""
         evidence = self.client.evidence
         self._machine.fire(Event.INITIALISED)
-        self._replace_because, self.epoch_may_have_advanced = None, False
+        self._replacement_reason, self.epoch_may_have_advanced = None, False
         # Wait for the first statistics. Without them a slow call counts as retried, and with a slow coordinator each
         # small transaction would replace the producer. Most of the statistics interval has passed during
         # InitProducerId.
@@ -215,16 +215,16 @@ class TransactionalProducer:
         After a slow call, wait for the next statistics: they show whether the broker was only far or busy.
         """
         if self._machine.state is State.UNINITIALISED:
-            return self._replace_because or "failure: an init did not return"
+            return self._replacement_reason or "failure: an init did not return"
         if self._machine.state in (State.FATAL, State.FENCED):
-            return self._replace_because
-        if self._replace_because is None:
+            return self._replacement_reason
+        if self._replacement_reason is None:
             evidence = self.client.evidence
             self._wait_for_statistics(lambda: evidence.has_undecided_calls)
             evidence.stop_waiting()
             if evidence.reason is not None:
                 return f"retry: {evidence.reason}"
-        return self._replace_because
+        return self._replacement_reason
 
     def _wait_for_statistics(self, is_waiting: Callable[[], bool]) -> None:
         """Poll while `is_waiting` returns True, until the next statistics are overdue."""
@@ -258,15 +258,15 @@ class TransactionalProducer:
         """Refuse further calls in the open transaction, if any; the replacement before the next one aborts it."""
         if self._machine.state in OPEN:
             self._machine.fire(Event.FAIL)
-            self._replace_because = f"failure: {reason}"
+            self._replacement_reason = f"failure: {reason}"
 
     def abandon(self) -> None:
-        """Never touch the client again, because another thread is inside a call that does not return."""
+        """Abandon the client for good, because another thread is inside a call that does not return."""
         self.client.watchdog.abandon()
 
     def close(self) -> None:
         """Drop the client without a request to the cluster; an open transaction ends by its timeout or a successor."""
-        self._finish_interrupted_init()  # it could otherwise fence a new session
+        self._finish_interrupted_init()  # an unfinished init could otherwise fence a new session
         if self._client is not None:
             self._client.retire()
             self._client = None
@@ -362,7 +362,7 @@ class TransactionalProducer:
             self.waited_s += self._world.now() - began
         assert isinstance(error, KafkaException)
         if classify("produce", error.args[0]) is Action.ABORT:
-            self._raise_delivery_error(_REPORT_DELAY_S)  # if a record made the transaction fail
+            self._raise_delivery_error(_REPORT_DELAY_S)  # explains the failure if a record caused it
         raise self._classify_failure("produce", error, topic=record[0], size=size_of(record[2], record[1])) from error
 
     def _raise_delivery_error(self, wait_s: float = 0.0) -> None:
@@ -429,7 +429,8 @@ class TransactionalProducer:
         self._offsets_sent = True
 
     def commit(self) -> None:
-        """Commit. Repeat the call while the broker does not answer, because an abort would conflict with it."""
+        """Commit the transaction. Repeat the call while the broker does not answer, because an abort would conflict
+        with it."""
         self._machine.fire(Event.COMMIT)
         self._expect_end_txn()
         self._call_timed("commit", self.client.producer.commit_transaction)
@@ -437,15 +438,15 @@ class TransactionalProducer:
         self._machine.fire(Event.ENDED)
 
     def abort(self, deadline: float | None = None) -> None:
-        """Abort. Afterwards this producer must be replaced: the client may reuse the sequence number of a purged
-        record, and the broker would drop the next record as a duplicate.
+        """Abort the transaction. Afterwards this producer must be replaced: the client may reuse the sequence number of
+        a purged record, and the broker would drop the next record as a duplicate.
 
         Waits for an unreachable cluster until `deadline` (World.now()), or forever without one.
         """
         self._machine.fire(Event.ABORT)
         client = self.client
         self._expect_end_txn()
-        self._replace_because, self.epoch_may_have_advanced = "abort", True
+        self._replacement_reason, self.epoch_may_have_advanced = "abort", True
         self._call(client, "abort", client.producer.abort_transaction, deadline=deadline)
         self.epoch_may_have_advanced = False
         self._machine.fire(Event.ENDED)
@@ -459,7 +460,7 @@ class TransactionalProducer:
 
     @property
     def delivered(self) -> float:
-        """The share of the transaction's records that the brokers acknowledged so far; 1 without records."""
+        """Return the share of the transaction's records that the brokers acknowledged so far; 1 without records."""
         confirmed = self._produced - len(self.client.producer) - self.client.delivery_errors
         return confirmed / self._produced if self._produced else 1.0
 
@@ -482,7 +483,7 @@ class TransactionalProducer:
     def poll_situation(self) -> Situation | None:
         """Return what this producer knows after a fenced call, for `ownership.settle`; poll for its present epoch.
         Return None if the epoch is unknown."""
-        age_ms = (self._world.boot_clock() - self._open_since) * 1000  # before the wait for statistics
+        age_ms = (self._world.boot_clock() - self._open_since) * 1000  # read before the wait for statistics
         identity = self.poll_identity(fresh=True)
         if identity is None:
             return None
@@ -504,7 +505,7 @@ class TransactionalProducer:
     def _call(
         self, client: Client, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None
     ) -> None:
-        """Make one transactional call, and again while its error is retriable and the deadline has not passed."""
+        """Make one transactional call, and repeat it while its error is retriable and the deadline has not passed."""
         waits = log.Reminder(self._world.now)
         while True:
             self._pulse.beat("calling", name)
@@ -519,7 +520,7 @@ class TransactionalProducer:
             except KafkaException as error:
                 if classify(name, error.args[0]) is not Action.RETRY:
                     raise self._classify_failure(name, error) from error
-                self._replace_because = f"failure: {name} had to be called again"
+                self._replacement_reason = f"failure: {name} had to be called again"
                 self._serve(client)  # a cluster may be unreachable for days
                 if deadline is not None and self._world.now() >= deadline:
                     late = Action.RETRY if name == "init" else Action.REBUILD
@@ -548,7 +549,7 @@ class TransactionalProducer:
         elif action is Action.ABORT or action is Action.REBUILD:
             self._machine.fire(Event.FAIL)
             action = Action.REBUILD
-        self._replace_because = self._replace_because or f"failure: {call} raised"
+        self._replacement_reason = self._replacement_reason or f"failure: {call} raised"
         failure = CallFailed(call, action, error, self._explain(call, action, error, topic, size))
         if where:
             failure.args = (f"{failure} at {where}",)

@@ -18,7 +18,7 @@ This module says when that is needed. Its rules were measured for every kind of 
 
 AddOffsetsToTxn may be counted more often. As the first request of a transaction (of a filter that sends no record) it
 is answered CONCURRENT_TRANSACTIONS while the markers of the previous one are written, and sent again on the same
-connection. An answered request leaves no copy that could be late; an unanswered one shows by the other evidence.
+connection. An answered request leaves no copy that could be late; the other evidence detects an unanswered request.
 
 The round trip is not part of the bound, though a retry takes one more: an event that breaks a connection (another
 route, another coordinator) also changes the round trip, so a bound from before it would be too high exactly then.
@@ -31,7 +31,7 @@ import sys
 import msgspec
 
 COORDINATOR = "TxnCoordinator"  # librdkafka's logical broker for the transaction coordinator
-FIXED_BACKOFF_MS = 500  # of AddPartitionsToTxn and TxnOffsetCommit, in rdkafka_txnmgr.c
+FIXED_BACKOFF_MS = 500  # the backoff of AddPartitionsToTxn and TxnOffsetCommit, in rdkafka_txnmgr.c
 MARGIN = 0.8
 # librdkafka's clock (rdtime.h) is time.monotonic() on Linux only. Elsewhere it is unknown whether statistics were
 # emitted before or after a call, so every slow call counts as retried.
@@ -58,7 +58,7 @@ class _Eos(msgspec.Struct):
 
 
 class Statistics(msgspec.Struct):
-    """The part of librdkafka's statistics that is read (STATISTICS.md). `ts` is in microseconds of its clock."""
+    """Holds the part of librdkafka's statistics that is read (STATISTICS.md). `ts` is in microseconds of its clock."""
 
     ts: int = 0
     brokers: dict[str, _Broker] = {}
@@ -100,19 +100,20 @@ class RetryEvidence:
         self._ended = 0  # EndTxn calls by the application
         self._offsets_sent = 0
         self._one_clock = one_clock
-        self._last: Statistics | None = None
+        self._last_statistics: Statistics | None = None
         self._calling = False
-        self._before: Statistics | None = None  # the last ones from before the running call and all undecided ones
+        # The last statistics from before the running call and all undecided calls.
+        self._before: Statistics | None = None
         self._undecided: dict[str, tuple[float, float]] = {}  # call -> milliseconds it took, time of its return
 
     @property
     def has_undecided_calls(self) -> bool:
-        """True if a call was slow and no statistics were emitted since: the next ones will decide."""
+        """Return True if a call was slow and no statistics were emitted since: the next ones will decide."""
         return self.reason is None and bool(self._undecided)
 
     @property
     def has_no_statistics(self) -> bool:
-        """True if a slow call could not be cleared, because no statistics arrived yet."""
+        """Return True if a slow call could not be cleared, because no statistics arrived yet."""
         return self._before is None
 
     # ---- events -----------------------------------------------------------------------------------------------
@@ -146,8 +147,8 @@ class RetryEvidence:
     def add_statistics(self, now: Statistics) -> None:
         """Compare new statistics with the previous ones, and decide the undecided calls."""
         if now.eos.producer_epoch < 0:
-            return  # taken during the init, when connections still come and go
-        before, self._last = self._last, now
+            return  # these were taken during the init, when connections still come and go
+        before, self._last_statistics = self._last_statistics, now
         self._compare(before, now)
         for call, (_, returned) in list(self._undecided.items()):
             if now.ts > returned * 1e6:
@@ -205,7 +206,8 @@ def _describe_connection_change(before: Statistics | None, now: Statistics) -> s
     """Return the change of a connection that may have counted a request, or "" if all are the same.
 
     librdkafka recreates a broker's entry when all brokers are down (metadata.recovery.strategy=rebootstrap) or when the
-    cluster forgot it for a moment. Its counters then start again, and one copy on each would look like one in all.
+    cluster forgot it for a moment. The entry's counters then start again, and one copy counted on each entry would look
+    like one copy in all.
     """
     if before is None:
         return "there are no statistics from before it"

@@ -1,4 +1,4 @@
-"""The states of a transactional producer and which call is legal in which: a table, no I/O.
+"""Defines the states of a transactional producer, and the legal calls in each: a table, no I/O.
 
 The vocabulary is Kafka's (TransactionManager.java). A call fires an event. An event without a row is illegal: it
 raises and changes nothing. If you change a row, read producer.py, which fires the events, and
@@ -21,7 +21,7 @@ class State(Enum):
     )
     ABORTING = "Aborting"
     ABORTABLE_ERROR = "AbortableError"
-    FENCED = "Fenced"  # by a newer instance, or by our own timeout: which one is not known here
+    FENCED = "Fenced"  # fenced by a newer instance or by our own timeout; the state does not distinguish the two
     FATAL = "Fatal"
 
 
@@ -69,7 +69,7 @@ OPEN = frozenset({_S.IN_TRANSACTION, _S.COMMITTING, _S.ABORTABLE_ERROR, _S.ABORT
 
 
 class Machine:
-    """The present state; `fire` moves it by the table or raises IllegalState and leaves it as it was."""
+    """Holds the present state; `fire` changes it by the table, or raises IllegalState and leaves it unchanged."""
 
     __slots__ = ("state",)
 

@@ -28,7 +28,8 @@ GROUP_AUTHORIZATION_FAILED = 30
 INVALID_TRANSACTION_TIMEOUT = 50
 TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
 UNKNOWN_TOPIC_ID = 100
-_NOT_LEADER = 6  # for the other partitions of a rejected Produce, so that the client sends them again without it
+# For the other partitions of a rejected Produce, so that the client sends these again without the rejected one.
+_NOT_LEADER = 6
 _WITH_TOPIC_IDS = range(10, MetadataResponse.max_version + 1)  # versions of Metadata; newer ones cannot be read
 _BATCHED = 4  # AddPartitionsToTxn
 _READ_UNCOMMITTED = 0

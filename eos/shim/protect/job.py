@@ -504,9 +504,9 @@ _DUPLICATE_SEQUENCE_NUMBER = 46  # the records are appended: clients treat it as
 # The errors for an EndTxn without a valid identity from a client with the right to the transactional.id:
 # INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED.
 _OWNER_ERRORS = (INVALID_PRODUCER_EPOCH, 49, 90)
-_MOST_ACCEPTED = 100  # transactional.ids per connection; a forgotten one must be accepted again
+_MOST_ACCEPTED = 100  # maximum number of transactional.ids per connection; a forgotten one must be accepted again
 _WRITTEN_BYTES = 300  # the size of a batch with its partition and list entries
-_MOST_PENDING = 1_000  # batches and requests per connection; a single request may have more
+_MOST_PENDING = 1_000  # maximum number of batches and requests per connection; a single request may have more
 
 # The retriable errors while required protection is unavailable. A live client sends the request again.
 _RETRIABLE_ERRORS = {

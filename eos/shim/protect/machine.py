@@ -143,7 +143,7 @@ class _Transactional:
     real: Identity
     number: int = 1
     state: State = State.EMPTY
-    end: End | None = None  # of the transaction that is ENDING or ENDED
+    end: End | None = None  # the EndTxn of a transaction that is ENDING or ENDED
     bases: dict[Partition, _SequenceBase] = field(default_factory=dict)
     # Sequences of a new epoch begin at 0. After an abort the client's next sequence is unknown.
     bases_known: bool = True
@@ -159,8 +159,8 @@ class _Transactional:
 # The challenged requests of one connection, by transactional.id, transaction and class of requests. They are forgotten
 # with the connection, because clients that the broker never accepts must not fill the memory.
 _Challenged = OrderedDict[tuple[str, int, Hashable], set[Hashable]]
-_MOST_CHALLENGES = 64  # per connection; a forgotten one is challenged again
-_MOST_MARKS = 300  # per connection, over all challenges
+_MOST_CHALLENGES = 64  # maximum number of challenges per connection; a forgotten request is challenged again
+_MOST_MARKS = 300  # maximum number of marks per connection, over all challenges
 _MOST_MARKS_ACCEPTED = 10_000
 
 

@@ -18,7 +18,7 @@ from eos.shim.wire.walk import Layout, Walk
 # base sequence, records.
 HEADER = struct.Struct(">qiibIhiqqqhii")
 LENGTH_COUNTS_FROM, MAGIC = 12, 2
-TRANSACTIONAL, _CONTROL = 0x10, 0x20  # of the attributes
+TRANSACTIONAL, _CONTROL = 0x10, 0x20  # bits of a batch's attributes
 _HEADER_AFTER_LENGTH = HEADER.size - LENGTH_COUNTS_FROM
 
 Topic = str | bytes  # a name or a 16 byte topic id

@@ -29,7 +29,7 @@ class Cursor:
 
     def __init__(self, data: Piece, pos: int, flexible: bool) -> None:
         self.data, self.pos, self.end, self.flexible = data, pos, len(data), flexible
-        self.elements = 0  # of all arrays so far
+        self.elements = 0  # number of elements of all arrays so far
 
     def skip(self, count: int) -> None:
         self.pos += count

@@ -22,7 +22,7 @@ from eos.shim.wire.frames import Piece
 from eos.shim.wire.headers import REQUEST_HEAD
 
 CodeOf = Callable[[str | bytes, int], int]
-Codes = int | CodeOf  # one for all partitions, or a function of topic and partition
+Codes = int | CodeOf  # one code for all partitions, or a function of topic and partition
 
 
 # Smaller requests have room for few elements and are decoded without this check. Nearly all requests are smaller.

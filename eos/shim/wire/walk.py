@@ -29,7 +29,7 @@ class Walk:
         self._partial = b""
         self._layout = layout(self)
         self._fields_left = most_fields
-        self._bytes_wanted = 0  # by the layout: positive to read, negative to skip
+        self._bytes_wanted = 0  # number of bytes that the layout wants: positive to read, negative to skip
         self._advance(None)
 
     def feed(self, data: Piece) -> None:

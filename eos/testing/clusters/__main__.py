@@ -1,4 +1,4 @@
-"""`python -m eos.testing.clusters` prints which brokers tests get on this machine, and why."""
+"""Prints which brokers tests get on this machine, and why: `python -m eos.testing.clusters`."""
 
 from eos.testing.clusters import choose
 

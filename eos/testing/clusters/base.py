@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class NotSupported(EosError):
-    """This backend cannot inject the fault. The test was not run: it neither passed nor failed."""
+    """Reports that this backend cannot inject the fault. The test was not run: it neither passed nor failed."""
 
     exit_code = 69
 
@@ -295,7 +295,7 @@ class Cluster(ABC):
         except Unavailable:
             for i in nodes:
                 if self._exit_reason(i) is not None:
-                    self._mark_down(i)  # it can be started again
+                    self._mark_down(i)  # so that the node can be started again
             raise
 
     def _mark_down(self, i: int) -> None:

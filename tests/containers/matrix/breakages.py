@@ -81,7 +81,7 @@ def _rewind_missing() -> None:
 
     _replace(
         GroupConsumer, "go_back", lambda self, rewind: rewind() and None
-    )  # recorded, but the consumer does not seek
+    )  # the rewind is recorded, but the consumer does not seek
 
 
 def _no_ownership_check() -> None:

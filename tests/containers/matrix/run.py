@@ -137,7 +137,7 @@ class Loader:
     def _run(self) -> None:
         number, began = 0, time.monotonic()
         while not (self._given_up or (self._enough.is_set() and number >= self._least)):
-            # At the end as fast as possible, for the rest of the minimum.
+            # Once enough is loaded, load the rest of the minimum as fast as possible.
             due = self._least if self._enough.is_set() else int((time.monotonic() - began) * self._per_s)
             while number < due:
                 try:
@@ -246,7 +246,7 @@ class Run:
             step_log="",
             first=stage == 0,
             state=last and self._cell.state,
-            # So that a transaction is open about half of the time, and half of the faults hit one.
+            # A transaction is then open about half of the time, and half of the faults hit one.
             work_ms=(self._breakage and self._breakage.work_ms) or WORK_MS,
             breakage=self._breakage_name,
         )
@@ -369,7 +369,7 @@ class Run:
         try:
             return not any(self._has_lag(stage, _LAST_MARKERS if stage else 0) for stage in range(self._cell.stages))
         except EosError:
-            return False  # A transaction is open on them, or a broker is down: query again.
+            return False  # A transaction is open on the offsets, or a broker is down: query again.
 
     def _has_lag(self, stage: int, few: int) -> bool:
         """Return whether a partition of the stage's source is committed more than a few offsets before its end.

@@ -2,7 +2,7 @@
 
 It uses the real command line. It adds an App built from its orders, a log of the records that it handled in each
 transaction (to explain violations), and `breakages`. A breakage patches one rule out, so that the matrix can show that
-it finds the damage. Nothing in the product knows of them. The process dies with its parent.
+it finds the damage. Nothing in the product knows of breakages. The process dies with its parent.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def read_transaction_log(servers: str) -> list[Written]:
 def fenced_state(log: Sequence[Written]) -> Verdict:
     """Judge that every committed transaction that wrote to a changelog committed offsets too.
 
-    Only then does the group refuse it when another member owns the partition.
+    Only then does the group refuse such a transaction when another member owns the partition.
     """
     wrote = [
         written for written in log if written.state == "PrepareCommit" and any(map(_is_changelog, written.partitions))

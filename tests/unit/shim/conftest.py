@@ -1,4 +1,4 @@
-"""Hypothesis settings of the shim's tests: no deadline; EOS_FUZZ_EXAMPLES=50000 makes a long search."""
+"""Configure Hypothesis for the shim's tests: no deadline; EOS_FUZZ_EXAMPLES=50000 makes a long search."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_moved_broker_keeps_its_port_and_both_addresses_are_watched() -> None:
     assert set(addresses.needles.values()) == {"kafka-a:9092", "kafka-z:9999"}
 
 
-def test_broker_that_advertises_the_shim_is_unchanged() -> None:
+def test_address_that_is_already_the_shims_is_unchanged() -> None:
     addresses = book(("kafka-a", 9092))
     assert addresses.translate(1, "shim", 1001) == ("shim", 1001)
     assert len(addresses.endpoints) == 1

@@ -131,7 +131,7 @@ def test_upstream_connection_opens_with_first_valid_request() -> None:
     assert len(asked) == 1
 
 
-def test_connection_limit_closes_oldest_silent_or_refuses_new_one(
+def test_connection_limit_closes_oldest_silent_client_or_refuses_new(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def work(shim: Shim, broker: FakeBroker) -> None:

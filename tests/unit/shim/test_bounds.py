@@ -129,7 +129,7 @@ def test_produce_stream_counts_held_bytes_until_decided() -> None:
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 4_000), max_size=10), st.booleans())
-def test_turn_of_a_connection_is_bounded(count: int, steps: list[int], whole: bool) -> None:
+def test_work_in_one_turn_of_a_connection_is_bounded(count: int, steps: list[int], whole: bool) -> None:
     opened = most = 0
 
     def open_frame(data: Piece, pos: int) -> Handling:
@@ -160,7 +160,7 @@ def test_each_large_whole_frame_takes_one_turn() -> None:
 
 
 def test_splitter_counts_held_bytes() -> None:
-    """Holds for a collected frame and for a frame whose head is incomplete."""
+    """Count the bytes of a collected frame, and those of a frame whose head is incomplete."""
     frame = framed(b"x" * 100)
     collecting = FrameSplitter(12, 1 << 20, lambda data, pos: lambda frame: frame)
     opening = FrameSplitter(12, 1 << 20, lambda data, pos: UNCHANGED if len(data) - pos > 90 else None)

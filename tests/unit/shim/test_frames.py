@@ -184,7 +184,7 @@ class Recording(Job):
         return self.stream
 
 
-def test_jobs_see_requests_forward_and_responses_backward() -> None:
+def test_jobs_see_requests_in_order_and_responses_in_reverse() -> None:
     log: list[str] = []
     pipeline = Pipeline([Recording("outer", log), Recording("inner", log)], LIMIT)
     exchange = Exchange(Connection(1, "c", "b", None), 3, 1, 1)

@@ -309,7 +309,8 @@ def test_closed_link_is_freed_without_garbage_collection() -> None:
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("aborted", [False, True])
 def test_closed_tls_link_is_freed_without_garbage_collection(aborted: bool, tmp_path: Path) -> None:
-    """asyncio reads each of them into a buffer of 256 KiB, which lives as long as somebody knows the transport."""
+    """asyncio reads each TLS connection into a buffer of 256 KiB, which lives as long as the transport is
+    referenced."""
     pki = make_pki(tmp_path)
     tls = server_tls(str(pki / "server.pem"), str(pki / "server.key"))
     trusting = ssl.create_default_context(cafile=str(pki / "ca.pem"))

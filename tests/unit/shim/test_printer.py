@@ -48,7 +48,7 @@ def test_printer_reports_the_number_of_dropped_lines() -> None:
     assert int(said.split()[1]) >= 90
 
 
-def test_printer_closes_although_its_reader_is_closed_or_hangs() -> None:
+def test_printer_closes_even_if_its_reader_is_closed_or_hangs() -> None:
     closed = io.StringIO()
     closed.close()
     gone = Printer(closed, most_waiting=10)

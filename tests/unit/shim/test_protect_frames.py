@@ -256,7 +256,7 @@ def test_protection_is_disabled_if_no_broker_answers(
     assert all(name in said.message for name in offered)
 
 
-def test_silent_broker_is_named_and_others_decide(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_names_the_silent_broker_and_the_others_decide(caplog: pytest.LogCaptureFixture) -> None:
     job = ProtectJob()
     job.on_broker_versions({"broker 1": {api.END_TXN: 5}, "broker 2": None})
     assert job.wants_request(api.END_TXN, 1)

@@ -218,7 +218,7 @@ def test_late_write_of_committed_transaction_is_refused(client: Client) -> None:
     assert client.write(3) == 0
 
 
-def test_base_after_an_abort_is_the_smallest_sequence(client: Client) -> None:
+def test_base_sequence_after_an_abort_is_the_smallest_received(client: Client) -> None:
     client.transaction(0, 1, 2, committed=False)
     client.add()
     for sequence in (1, 2, 3):
@@ -229,7 +229,7 @@ def test_base_after_an_abort_is_the_smallest_sequence(client: Client) -> None:
     assert client.write(4) == 0
 
 
-def test_late_write_does_not_lower_the_base(client: Client) -> None:
+def test_late_write_does_not_lower_the_base_sequence(client: Client) -> None:
     client.transaction(0, 1, committed=False)
     client.add()
     refused(NOT_ENOUGH_REPLICAS, lambda: client.write(0, connection=B))  # the late copy
@@ -238,7 +238,7 @@ def test_late_write_does_not_lower_the_base(client: Client) -> None:
     refused(NOT_ENOUGH_REPLICAS, lambda: client.write(0, connection=C))
 
 
-def test_base_of_a_new_partition_is_its_first_sequence(client: Client) -> None:
+def test_base_sequence_of_a_new_partition_is_its_first_sequence(client: Client) -> None:
     client.transaction(0, committed=False)
     client.add()
     refused(NOT_ENOUGH_REPLICAS, lambda: client.write(1))
@@ -456,7 +456,7 @@ def test_unaccepted_connection_changes_nothing(ask: str, stage: str) -> None:
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_request_answered_later_has_same_effect_as_accepted_one(ask: str, client: Client) -> None:
+def test_request_accepted_only_after_its_answer_has_the_same_effect(ask: str, client: Client) -> None:
     other = Client()
     for each in (client, other):
         each.add()

@@ -213,7 +213,7 @@ def test_non_transactional_produce_has_no_step(wire: Wire) -> None:
     assert wire.steps == []
 
 
-def test_step_without_response_has_no_answer(wire: Wire) -> None:
+def test_step_without_response_is_marked_as_unanswered(wire: Wire) -> None:
     wire.ask(EndTxnRequest(version=1, transactional_id="t", producer_id=1, producer_epoch=0, committed=True))
     wire.job.connection_closed(wire.connection)
     (step,) = wire.steps

@@ -9,7 +9,7 @@ from spark_connector import answers
 from spark_connector.answers import Answer, judge
 
 
-def test_each_code_has_one_row_and_only_two_are_success() -> None:
+def test_each_code_has_one_row_and_only_two_codes_mean_success() -> None:
     codes = [code for row in answers._ROWS.values() for code in row]
     assert len(codes) == len(set(codes)) > 30
     assert [code for code in range(-1, 200) if judge(code) is Answer.DONE] == [0, 46]

@@ -18,7 +18,7 @@ import pytest
 from eos.errors import ConfigurationError
 from eos.kafka.admin.ownership import Identity
 from spark_connector import claims as claims_module
-from spark_connector.claims import ClaimClient, Claims, ClaimServer, place_of
+from spark_connector.claims import ClaimClient, Claims, ClaimServer, driver_addresses
 from spark_connector.wire import Unreachable
 
 ONE, TWO = Identity(5, 1), Identity(5, 2)
@@ -56,7 +56,7 @@ def test_late_task_of_another_epoch_is_refused_without_effect() -> None:
     assert "is over" in str(claims.claim(TWO, 0, "late"))
 
 
-def test_repeated_call_keeps_its_grant_and_another_is_refused() -> None:
+def test_repeated_claim_keeps_its_grant_and_another_call_is_refused() -> None:
     claims = Claims()
     claims.begin(ONE)
     assert [claims.claim(ONE, 0, "a", "its call") for _ in range(3)] == [None] * 3
@@ -67,7 +67,7 @@ def test_repeated_call_keeps_its_grant_and_another_is_refused() -> None:
     assert "again by a" in str(claims.claim(TWO, 0, "a")), "a call without a name is a new call"
 
 
-def test_one_of_many_concurrent_claims_is_granted(server: ClaimServer) -> None:
+def test_only_one_of_many_concurrent_claims_is_granted(server: ClaimServer) -> None:
     server.claims.begin(ONE)
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda i: server.claims_client.claim(ONE, i % 4, f"task {i}"), range(40)))
@@ -224,4 +224,4 @@ def test_foreign_bind_address_is_refused_by_name() -> None:
     ],
 )
 def test_claim_server_listens_where_the_driver_listens(settings: dict[str, str], place: tuple[str, str]) -> None:
-    assert place_of(settings.get) == place
+    assert driver_addresses(settings.get) == place

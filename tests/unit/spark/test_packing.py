@@ -51,7 +51,7 @@ def rows(targets: list[int], size: int = 3) -> pa.RecordBatch:
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 9))
 @settings(max_examples=200, deadline=None)
-def test_row_is_unpacked_once_and_in_order_in_its_share(targets: list[int], shares: int, start: int) -> None:
+def test_packed_rows_are_unpacked_once_in_order_in_their_share(targets: list[int], shares: int, start: int) -> None:
     given_rows = rows(targets).slice(min(start, len(targets) - 1))
     packed = pack_rows(given_rows, shares, 7)
     assert packed.column(ORDER).to_pylist() == list(range(7, 7 + packed.num_rows))
@@ -108,7 +108,7 @@ def test_small_batches_are_joined_and_large_ones_are_split(lengths: list[tuple[i
     assert all(part.num_rows <= 1 or part.slice(1).nbytes <= 2 * slice_bytes for part in parts)
 
 
-def test_small_batches_wait_for_each_other() -> None:
+def test_small_batches_are_collected_into_one() -> None:
     small = rows([0] * 20)
     assert [part.num_rows for part in slices(iter([small] * 50))] == [1_000]
 
@@ -142,7 +142,7 @@ def test_packed_rows_are_written_with_nulls_and_timestamps() -> None:
     assert len(read) == 50
 
 
-def test_order_continues_over_batches_and_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_numbers_continue_across_batches_and_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SLICE_BYTES", 1)
     batches = [rows([0, 1, 2]), rows([0]).slice(1), rows([2, 1]), rows([1])]
     orders = [
@@ -157,7 +157,7 @@ def test_order_continues_over_batches_and_partitions(monkeypatch: pytest.MonkeyP
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
 @settings(max_examples=200, deadline=None)
-def test_rows_are_split_by_number_each_in_their_order(targets: list[int]) -> None:
+def test_rows_are_split_by_target_and_keep_their_order(targets: list[int]) -> None:
     whole = rows(targets)
     found = dict(split(whole, numbers(whole, TARGET)))
     assert list(found) == sorted(set(targets))

@@ -79,14 +79,14 @@ def test_rows_without_a_key_are_spread() -> None:
 
 
 @pytest.mark.parametrize("kind", [pa.large_binary(), pa.binary()])
-def test_key_hash_does_not_depend_on_the_arrow_type(kind: Any) -> None:
+def test_key_hash_is_the_same_for_every_arrow_type(kind: Any) -> None:
     keys = [b"key-%d" % n for n in range(100)]
     columns = {"key": pa.array(keys, kind), "value": pa.array([b"v"] * 100, kind)}
     (placed,) = ONE.place(pa.record_batch(columns))
     assert placed.column(TARGET).to_pylist() == [(murmur2(key) & 0x7FFFFFFF) % 5 for key in keys]
 
 
-def test_other_columns_stay_as_they_are() -> None:
+def test_placement_does_not_change_other_columns() -> None:
     stamps = pa.array([1, None], pa.int64())
     whole = batch([(b"k", b"v", 9), (None, None, 2)], "key", "value", "partition").append_column("timestamp", stamps)
     good, refused = ONE.place(whole)

@@ -19,12 +19,12 @@ def note(recent: Recent, small: bool, gives_up: bool = False) -> bool:
     return tried
 
 
-def test_driver_does_not_try_the_first_batch_or_one_after_a_large_batch() -> None:
+def test_driver_tries_neither_first_batch_nor_batch_after_a_large_one() -> None:
     recent = Recent()
     assert [note(recent, small) for small in (True, True, False, True, True)] == [False, True, True, False, True]
 
 
-def test_driver_tries_less_often_after_it_gives_up() -> None:
+def test_driver_tries_less_often_after_giving_up() -> None:
     recent = Recent()
     tried = [number for number in range(400) if note(recent, small=True, gives_up=True)]
     assert tried == [1, 3, 6, 11, 20, 37, 70, 135, 200, 265, 330, 395]

@@ -46,7 +46,7 @@ def test_unsupported_app_is_refused_before_spark_starts() -> None:
             check(Run(app, Settings({"bootstrap.servers": "127.0.0.1:9"})))
 
 
-def test_unpicklable_function_is_named_before_spark_starts() -> None:
+def test_error_names_an_unpicklable_function_before_spark_starts() -> None:
     lock, app = threading.Lock(), App("app")
 
     @app.process("in", to="out")

@@ -73,7 +73,7 @@ def test_unexpected_error_is_reported_and_not_retried_by_spark(
     assert stopped.value.answer is answer
 
 
-def test_setting_invalid_on_the_executor_is_named(server: ClaimServer) -> None:
+def test_error_names_the_setting_that_is_invalid_on_the_executor(server: ClaimServer) -> None:
     result = run(server, [0], {"security.protocol": "SSL", "ssl.ca.location": "/nowhere/ca.pem"})
     assert result.answer is not None
     assert "ssl.ca.location" in str(result.sentence)
