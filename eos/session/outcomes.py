@@ -62,9 +62,9 @@ class Participant(Follower, Protocol):
         """Return the input partitions for which the open transaction has something to write. Their offsets are
         committed in it, unchanged ones too, so that the group refuses a transaction of a member that lost them."""
 
-    def before_flush(self, send: SendAll, partitions: Collection[Partition]) -> None:
-        """Send this participant's own records of the transaction. `partitions` are those whose offsets it commits.
-        Nothing may be written for any other one, because another member may own it."""
+    def before_flush(self, send: SendAll, offsets: Mapping[Partition, int]) -> None:
+        """Send this participant's own records of the transaction. `offsets` are those that it commits. Nothing may be
+        written for any other partition, because another member may own it. Raises CallFailed."""
 
     def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         """Return fields for the JSON that is committed with this partition's offset, after the last send."""
