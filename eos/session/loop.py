@@ -264,6 +264,8 @@ class Loop:
             # then.
             offsets = self._offsets.to_commit(self._consumer.start_offsets.uncommitted)
             self._consumer.raise_if_lost()
+            if self._failure is not None:
+                raise self._failure
             # 2. Send the participants' own records, for example changelogs.
             for participant in self._participants:
                 participant.before_flush(self._send_all, offsets)

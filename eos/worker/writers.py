@@ -57,6 +57,7 @@ class DatabaseWriter:
         self._stored: dict[Partition, Stored] = {}
         self._rows: dict[Table, list[Row]] = {}  # of the open transaction, to be written at its end
         self._failed: dict[Partition, dict[int, str]] = {}  # the errors of records that went past, by offset
+        self._offsets: Mapping[Partition, int] = {}  # that the open transaction commits to the group
         self._is_begun = False  # the open transaction has begun one in the database
         self._careful = False  # each record has a savepoint
         self._is_stale = False  # the offsets in the database may differ from the known ones
@@ -106,7 +107,9 @@ class DatabaseWriter:
         for partition, stored in claimed.items():
             self._failed[partition] = dict(stored.failed)
             at, start = stored.next_offset, starts[partition]
-            if at is not None and (start < 0 or at < start):
+            if at is not None and start < 0:
+                lowered[partition] = min([at, *stored.failed])  # their dead letters may not be committed yet
+            elif at is not None and at < start:
                 lowered[partition] = at
             if at is not None and start >= 0 and at != start:
                 log.info(
@@ -233,6 +236,8 @@ class DatabaseWriter:
 
     def _begin(self) -> Connection:
         """Begin a transaction in the database, unless one is open."""
+        if self._is_stale:  # the open transaction has lost its connection, and must not continue on another one
+            raise CallFailed("database", Action.ABORT, ConnectionError("the connection was lost"))
         try:
             connection = self._connect()
             if not self._is_begun:
@@ -279,6 +284,7 @@ class DatabaseWriter:
 
     def before_flush(self, send: SendAll, offsets: Mapping[Partition, int]) -> None:
         """Write the rows and the next offsets, and commit in the database. Raises CallFailed, Fenced."""
+        self._offsets = offsets
         moved = {p: offset for p, offset in offsets.items() if p in self._stored and self._is_ahead(p, offset)}
         if not moved and not self._is_begun:
             return
@@ -324,9 +330,9 @@ class DatabaseWriter:
 
     def committed(self) -> None:
         """Drop the errors of records that the group has committed past."""
-        for partition, failed in self._failed.items():
-            at = self._stored[partition].next_offset
-            self._failed[partition] = {offset: error for offset, error in failed.items() if at is None or offset >= at}
+        for partition, next_offset in self._offsets.items():
+            if (failed := self._failed.get(partition)) is not None:
+                self._failed[partition] = {offset: error for offset, error in failed.items() if offset >= next_offset}
 
     def aborted(self) -> None:
         if self._is_begun:

