@@ -132,15 +132,10 @@ def check(run: Run) -> None:
     for hook in (*run.app.start_hooks, *run.app.stop_hooks):
         _check_sendable(function_name(hook), hook)
     for route in run.app.stateful:
-        if route.uses_time:
+        if route.timing.idle_ms is not None:
             raise ConfigurationError(
-                f"{route.name} has timers, windows or once=, which need the time of a partition. Spark's groups do "
-                "not have it: use `eos run`"
-            )
-        if route.ttls:
-            raise ConfigurationError(
-                f"{route.name} has state with ttl=, which needs the time of a partition. Spark's groups do not have "
-                "it: use `eos run`, or delete unneeded state in the function"
+                f"{route.name} has idle=, but on Spark nothing runs for a partition without new records: use "
+                "`eos run`, or do without"
             )
         if run.app.stop_hooks:
             raise ConfigurationError(
