@@ -9,13 +9,13 @@ each column of each group costs pandas more than a record does. The prohibitions
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pyarrow as pa
 
-from eos.app.cells import CLOCK_TIMERS, parse_cell
+from eos.app.cells import CLOCK_TIMERS, parse_cell, store_prefix
 from eos.app.routes import Route
 from eos.app.state import TaskCells
 from eos.engine.handling import Handler
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Partition = tuple[str, int]
 _OFFSET_BYTES: Final = 8
+_CLOCK_TIMERS: Final = store_prefix(CLOCK_TIMERS)
 _encode: Final = msgspec.msgpack.Encoder().encode
 _record: Final = msgspec.msgpack.Decoder(Record).decode
 _place: Final = msgspec.msgpack.Decoder(tuple[Any, ...]).decode
@@ -43,9 +44,22 @@ _sends: Final = msgspec.msgpack.Decoder(list[Send]).decode
 
 def with_state(source: DataFrame, keyed: Keyed) -> DataFrame:
     """Return the outputs of the App's functions with state, as Apply yields them, for rows of Spark's Kafka source."""
-    groups = source.mapInArrow(keyed.pack, "place binary, record binary").groupBy("place")
+    timed = keyed.timed_topics
+    groups = source.mapInArrow(lambda rows: pack(rows, timed), "place binary, record binary").groupBy("place")
     made = groups.applyInPandasWithState(keyed, "sends binary", "cells binary", "append", "NoTimeout")
     return made.mapInArrow(unpack, OUTPUTS)
+
+
+def pack(batches: Iterator[pa.RecordBatch], timed: Collection[str]) -> Iterator[pa.RecordBatch]:
+    """Yield the records with the places of their groups. `timed`: see Keyed.timed_topics."""
+    for batch in batches:
+        records = read(batch)
+        places = [
+            _encode((one.topic, one.partition) if one.topic in timed else (one.topic, one.partition, one.key))
+            for one in records
+        ]
+        columns: list[Any] = [pa.array(places, pa.binary()), pa.array(map(_pack, records), pa.binary())]
+        yield pa.RecordBatch.from_arrays(columns, ["place", "record"])
 
 
 def _pack(record: Record) -> bytes:
@@ -67,14 +81,13 @@ class _Task(Task):
     """The task of a group. Its clock is the start of the micro-batch, which Spark keeps for a repetition."""
 
     def set_timer(self, cell: bytes, due_ms: int | None) -> None:
-        if due_ms is not None:
-            store, key, name = parse_cell(cell)
-            if store == CLOCK_TIMERS:
-                raise ConfigurationError(
-                    f"the timer {name.decode()!r} of {key!r} was set with clock=True, but on Spark nothing runs for a "
-                    "partition without new records, so it would not fire in time",
-                    remedy="use event time (without clock=True), or run the App with `eos run`",
-                )
+        if due_ms is not None and cell.startswith(_CLOCK_TIMERS):
+            _, key, name = parse_cell(cell)
+            raise ConfigurationError(
+                f"the timer {name.decode()!r} of {key!r} was set with clock=True, but on Spark nothing runs for a "
+                "partition without new records, so it would not fire in time",
+                remedy="use event time (without clock=True), or run the App with `eos run`",
+            )
         super().set_timer(cell, due_ms)
 
 
@@ -85,17 +98,10 @@ class Keyed(OnSpark):
     _at: Partition
     _handler: Handler | None = None
 
-    def pack(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the records with the places of their groups."""
-        timed = {topic for topic, route in self._app.routes.items() if needs_partition(route)}
-        for batch in batches:
-            records = read(batch)
-            places = [
-                _encode((one.topic, one.partition) if one.topic in timed else (one.topic, one.partition, one.key))
-                for one in records
-            ]
-            columns: list[Any] = [pa.array(places, pa.binary()), pa.array(map(_pack, records), pa.binary())]
-            yield pa.RecordBatch.from_arrays(columns, ["place", "record"])
+    @property
+    def timed_topics(self) -> frozenset[str]:
+        """Return the topics of the functions that need the time of a partition, so that it is their group."""
+        return frozenset(topic for topic, route in self._app.routes.items() if route.timed_stores)
 
     def __call__(
         self, place: tuple[bytes], frames: Iterator[pd.DataFrame], state: GroupState
@@ -134,8 +140,3 @@ class Keyed(OnSpark):
 
     def _tasks_of(self, route: Route) -> Mapping[Partition, TaskCells]:
         return {self._at: self._task} if self._at[0] in route.sources else {}
-
-
-def needs_partition(route: Route) -> bool:
-    """Return whether a function needs the time of its partition: it uses time, or its state expires."""
-    return route.uses_time or bool(route.ttls)

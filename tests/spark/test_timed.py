@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -173,8 +175,8 @@ def outputs_of(runs: SparkRuns, *topics: str) -> dict[tuple[str, str, str], list
     return dict(outputs)
 
 
-@pytest.mark.deep_for("never")
-@pytest.mark.parametrize("killed", ["never", "in a batch"])
+@pytest.mark.deep_for("in a batch", "after a commit")
+@pytest.mark.parametrize("killed", ["never", "in a batch", "after a commit"])
 def test_outputs_of_functions_with_time_equal_a_workers(spark_runs: SparkRuns, killed: str) -> None:
     topics = {name: spark_runs.topic(name) for name in FUNCTIONS}
     letters = spark_runs.topic("rides.dlq")
@@ -185,12 +187,12 @@ def test_outputs_of_functions_with_time_equal_a_workers(spark_runs: SparkRuns, k
         go_on = spark_runs.directory / f"go-on-{engine}"
         names = {"app": f"{spark_runs.prefix}-{engine}", "to": to, "late": late, "go_on": str(go_on)}
         target = spark_runs.app(TIMED, f"on_{engine}.py", **names, **topics)
-        if engine == "worker" or killed == "never":
+        if engine == "worker" or killed != "in a batch":
             go_on.touch()
         if engine == "worker":
             assert spark_runs.worker(target, "--until-end", "-X", "eos.state.dir=").wait() == 0
         else:
-            run_on_spark(spark_runs, target, None if killed == "never" else go_on)
+            run_on_spark(spark_runs, target, killed, go_on)
         found[engine] = outputs_of(spark_runs, to, late)
     assert found["spark"] == found["worker"]
     functions = {function for _, function, _ in found["worker"]}
@@ -198,15 +200,67 @@ def test_outputs_of_functions_with_time_equal_a_workers(spark_runs: SparkRuns, k
     assert sum(map(len, spark_runs.settled(letters).values())) == 2 * (RECORDS // 100)
 
 
-def run_on_spark(runs: SparkRuns, target: str, go_on: object) -> None:
+def run_on_spark(runs: SparkRuns, target: str, killed: str, go_on: Path) -> None:
     arguments = ("--until-end", "-X", "eos.transaction.max.records=3000", "--conf", "spark.sql.shuffle.partitions=2")
     run = runs.spark(target, *arguments)
-    if go_on is not None:
-        run.wait_log("batch committed", SPARK_S)
-        wait_until("a function is waiting", lambda: (runs.directory / "held").exists(), SPARK_S)
+    if killed != "never":
+        run.wait_log("batch committed", SPARK_S, count=2 if killed == "after a commit" else 1)
+        if killed == "in a batch":
+            wait_until("a function is waiting", lambda: (runs.directory / "held").exists(), SPARK_S)
         runs.kill(run)
-        go_on.touch()  # type: ignore[attr-defined]
+        go_on.touch()
         runs.wait_for_jvms()
+        if killed == "after a commit":
+            forget_last_commit(runs.directory / "checkpoint", run.log.count("batch committed") - 1)
         run = runs.spark(target, *arguments)
     assert run.wait() == 0, run.log[-3_000:]
     assert run.log.count("batch committed") > 1
+    assert killed != "after a commit" or "batch is in Kafka already" in run.log
+
+
+def forget_last_commit(checkpoint: Path, batch: int) -> None:
+    """Make the checkpoint that of a driver killed between the commit in Kafka and Spark's own one."""
+    for folder, first in (("commits", batch), ("offsets", batch + 1)):
+        for file in (checkpoint / folder).iterdir():
+            if int(re.findall(r"\d+", file.name)[0]) >= first:
+                file.unlink()
+
+
+CHANGING = """
+    from datetime import timedelta
+    import eos
+    from eos import State, Timers
+
+    app = eos.App($app)
+
+
+    @app.process($source, to=$to, window=eos.tumbling(minutes=$minutes), grace=timedelta(0))
+    def add(number: int, total: State[int]) -> None:
+        total.set(total.get(0) + number)
+
+
+    @app.process($other, to=$to)
+    def wait(number: int, due: Timers) -> None:
+        due.set("late", at=1, clock=True)
+
+
+    @app.on_timer(wait, "late")
+    def late(key: str) -> str:
+        return key
+"""
+
+
+@pytest.mark.deep
+def test_changed_window_and_timer_of_the_clock_are_refused(spark_runs: SparkRuns) -> None:
+    source, other, to = (spark_runs.topic(name) for name in ("in", "other", "to"))
+    spark_runs.load(source, [b"1"] * 100)
+    names = {"app": spark_runs.prefix, "source": source, "other": other, "to": to}
+    run = spark_runs.spark(spark_runs.app(CHANGING, minutes=1, **names), "--until-end")
+    assert run.wait() == 0, run.log[-3_000:]
+    changed = spark_runs.spark(spark_runs.app(CHANGING, "changed.py", minutes=2, **names), "--until-end")
+    changed.assert_ended(78, "the state total of add was a State per tumbling window of 0:01:00", "--checkpoint")
+    spark_runs.load(other, [b"1"])
+    clock = spark_runs.spark(spark_runs.app(CHANGING, minutes=1, **names), "--until-end")
+    clock.assert_ended(
+        78, "the timer 'late' of b'0' was set with clock=True, but on Spark nothing runs for a partition"
+    )

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
 
-from eos import App, ListState, MapState, Out, Record, State, Timer, Timers, Window, skip, tumbling
+from eos import App, ListState, MapState, Out, Record, State, Timer, Timers, Window, retry, skip, tumbling
 from eos.records import Send
 from eos.testing import run as run_offline
 from spark_connector import apply, keyed
@@ -95,7 +95,7 @@ def run(app: keyed.Keyed, state: State_, rows: list[dict[str, Any]]) -> list[byt
 def run_frames(app: keyed.Keyed, state: State_, rows: list[dict[str, Any]]) -> list[list[bytes]]:
     """Do the same as `run`, and return the outputs of each frame."""
     function = cloudpickle.loads(cloudpickle.dumps(app))
-    (packed,) = function.pack(iter([pa.RecordBatch.from_pylist(rows, SOURCE)]))
+    (packed,) = keyed.pack(iter([pa.RecordBatch.from_pylist(rows, SOURCE)]), app.timed_topics)
     records, places = packed.column("record").to_pylist(), set(packed.column("place").to_pylist())
     assert len(places) == 1
     random.Random(len(rows)).shuffle(records)
@@ -208,13 +208,34 @@ def test_function_with_time_equals_a_run_without_spark(make: Callable[[], App], 
 
 def test_record_of_the_future_counts_as_the_start_of_its_micro_batch() -> None:
     """Spark keeps that start with the batch, so a repetition has the same outputs and state."""
-    rows = [{**row, "timestamp": (hour * 60 * MINUTE_MS) * 1_000} for hour, row in enumerate(rows_of("a", "b"))]
+
+    def at(minute: int, offset: int) -> dict[str, Any]:
+        (row,) = rows_of(f"of {minute}", first=offset)
+        return {**row, "timestamp": minute * MINUTE_MS * 1_000}
+
     app, state = keyed.Keyed(window_app(), 7), State_(began_ms=2 * MINUTE_MS)
-    assert run(app, state, rows) == [b"b'k' 0 1"], "the time moved to minute 2, and not to hour 1"
-    later = State_(began_ms=state.began_ms + 61 * MINUTE_MS)
-    later.held = state.held
-    more = [{**row, "timestamp": 59 * MINUTE_MS * 1_000} for row in rows_of("c", first=2)]
-    assert run(app, later, more) == []
+    assert run(app, state, [at(0, 0), at(60, 1)]) == [b"b'k' 0 1"]
+    assert run(app, state, [at(30, 2)]) == [], "minute 30 is not late, because the time is minute 2"
+    state.began_ms = 90 * MINUTE_MS
+    assert run(app, state, [at(61, 3)]) == [b"b'k' 1800000 1"]
+
+
+def test_timer_that_is_retried_after_the_last_record_fires_in_the_same_batch() -> None:
+    app, failed = App("shop"), list[str]()
+
+    @app.process("in", to="out", on_error=retry(1, backoff_ms=1))
+    def visit(value: str, due: Timers) -> None:
+        due.set("passed", at=1)
+
+    @app.on_timer(visit, "passed")
+    def passed(key: str) -> str:
+        if not failed:
+            failed.append(key)
+            raise ValueError("only once")
+        return key
+
+    state = State_(began_ms=10**13)
+    assert run(keyed.Keyed(app, 100), state, rows_of("x")) == [b"k"]
 
 
 def test_timer_of_the_clock_is_refused_when_it_is_set() -> None:
