@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from eos.app.definition import App
 from eos.app.routes import Route
-from eos.errors import ConfigurationError
+from eos.errors import ConfigurationError, Unavailable
 from eos.state import notes
 from spark_connector.query import java_class
+from spark_connector.session import first_line
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -24,15 +25,24 @@ _REMEDY: Final = "change it back, or begin with another --instance and --checkpo
 
 
 def require_same_state(spark: SparkSession, app: App, location: str) -> None:
-    """Write the notes of the App's functions, after a check of those that are there. Raise ConfigurationError."""
-    files = _Files(spark, location)
-    has_begun = files.exists("offsets")
-    for topic, route in app.routes.items():
-        name = f"{_FOLDER}/{topic}.json"
-        if has_begun and files.exists(name):
-            check_note(app.id, route, files.read(name))
-        else:
-            files.write(name, make_note(app.id, route))
+    """Write the notes of the App's functions, after a check of those that are there.
+
+    Raises ConfigurationError for a function that does not fit, Unavailable if the checkpoint cannot be used.
+    """
+    from py4j.protocol import Py4JJavaError
+
+    try:
+        files = _Files(spark, location)
+        has_begun = files.exists("offsets")
+        for topic, route in app.routes.items():
+            name = f"{_FOLDER}/{topic}.json"
+            if has_begun and files.exists(name):
+                check_note(app.id, route, files.read(name))
+            else:
+                files.write(name, make_note(app.id, route))
+    except Py4JJavaError as error:
+        reason = first_line(str(error.java_exception))
+        raise Unavailable(f"the checkpoint {location} cannot be read or written: {reason}") from error
 
 
 def make_note(app: str, route: Route) -> str:

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from tests.support.spark import SparkRuns
 pytest_plugins = ["tests.support.spark"]
 
-pytestmark = [pytest.mark.takes(90), pytest.mark.timeout(560)]
+pytestmark = [pytest.mark.takes(60), pytest.mark.timeout(560)]
 
 MINUTE_MS = 60_000
 # An hour ago: records of long ago would be deleted by retention during the test.
 START_MS = (int(time.time() * 1000) // MINUTE_MS - 60) * MINUTE_MS
 RECORDS = 1_500
-FUNCTIONS = ("sales", "rides", "clicks", "carts", "pays", "seen", "many")
+PARTITIONS = 2
+FUNCTIONS = ("sales", "rides", "clicks", "carts", "pays", "seen", "many", "plain")
 
 # The first letter of an output names its function.
 TIMED = """
@@ -130,10 +131,18 @@ TIMED = """
 
     @app.process_batch($many, to=$to, ttl=timedelta(seconds=30))
     def many(records: list[Record], sums: dict[bytes, State[int]]) -> list[Out]:
+        outs = []
         for record in records:
             state = sums[record.key]
             state.set(state.get(0) + int(record.value))
-        return [record.out(f"g {record.value}") for record in records]
+            outs.append(record.out(f"g {state.get()}"))
+        return outs
+
+
+    @app.process($plain, to=$to)
+    def count(number: int, seen: State[int]) -> str:
+        seen.set(seen.get(0) + 1)
+        return f"h {number} {seen.get()}"
 """
 
 
@@ -155,7 +164,7 @@ def load(runs: SparkRuns, topics: dict[str, str]) -> None:
     producer.flush(60)
     end_ms = START_MS + RECORDS * 500 + 10 * MINUTE_MS
     for name, topic in topics.items():
-        for partition in range(3):
+        for partition in range(PARTITIONS):
             value = f'{{"n": 0, "at": {end_ms}}}' if name == "rides" else "1"
             producer.produce(topic, value, f"last {partition}", partition=partition, timestamp=end_ms)
     producer.flush(60)
@@ -178,7 +187,7 @@ def outputs_of(runs: SparkRuns, *topics: str) -> dict[tuple[str, str, str], list
 @pytest.mark.deep_for("in a batch", "after a commit")
 @pytest.mark.parametrize("killed", ["never", "in a batch", "after a commit"])
 def test_outputs_of_functions_with_time_equal_a_workers(spark_runs: SparkRuns, killed: str) -> None:
-    topics = {name: spark_runs.topic(name) for name in FUNCTIONS}
+    topics = {name: spark_runs.topic(name, PARTITIONS) for name in FUNCTIONS}
     letters = spark_runs.topic("rides.dlq")
     load(spark_runs, topics)
     found = {}
@@ -196,7 +205,7 @@ def test_outputs_of_functions_with_time_equal_a_workers(spark_runs: SparkRuns, k
         found[engine] = outputs_of(spark_runs, to, late)
     assert found["spark"] == found["worker"]
     functions = {function for _, function, _ in found["worker"]}
-    assert functions == {*"abcdefg", "sales", "rides", "clicks", "pays"}
+    assert functions == {*"abcdefgh", "sales", "rides", "clicks", "pays"}
     assert sum(map(len, spark_runs.settled(letters).values())) == 2 * (RECORDS // 100)
 
 
@@ -259,6 +268,8 @@ def test_changed_window_and_timer_of_the_clock_are_refused(spark_runs: SparkRuns
     assert run.wait() == 0, run.log[-3_000:]
     changed = spark_runs.spark(spark_runs.app(CHANGING, "changed.py", minutes=2, **names), "--until-end")
     changed.assert_ended(78, "the state total of add was a State per tumbling window of 0:01:00", "--checkpoint")
+    unusable = spark_runs.spark(spark_runs.app(CHANGING, minutes=1, **names), "--checkpoint", "/proc/none")
+    unusable.assert_ended(69, "the checkpoint /proc/none cannot be read or written: ")
     spark_runs.load(other, [b"1"])
     clock = spark_runs.spark(spark_runs.app(CHANGING, minutes=1, **names), "--until-end")
     clock.assert_ended(
