@@ -46,7 +46,7 @@ def require_same_state(spark: SparkSession, app: App, location: str) -> None:
 
 
 def make_note(app: str, route: Route) -> str:
-    """Return the note of a function. `timed`: the stores whose values begin with a time, see Route.timed_stores."""
+    """Return the note of a function: its header, and the stores whose values begin with a time."""
     header = notes.current_header(app, route).encoded().decode()
     return json.dumps({"header": header, "timed": sorted(store.decode() for store in route.timed_stores)})
 

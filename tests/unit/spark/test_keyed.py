@@ -220,7 +220,7 @@ def test_record_of_the_future_counts_as_the_start_of_its_micro_batch() -> None:
     assert run(app, state, [at(61, 3)]) == [b"b'k' 1800000 1"]
 
 
-def test_timer_that_is_retried_after_the_last_record_fires_in_the_same_batch() -> None:
+def test_retried_timer_after_the_last_record_fires_in_its_batch() -> None:
     app, failed = App("shop"), list[str]()
 
     @app.process("in", to="out", on_error=retry(1, backoff_ms=1))
