@@ -97,4 +97,5 @@ class _Files:
         finally:
             stream.close()
         self._system.delete(path, False)
-        self._system.rename(new, path)
+        if not self._system.rename(new, path):
+            raise Unavailable(f"the note {path.toString()} cannot be written")
