@@ -8,7 +8,7 @@ never import a Kafka client, open a connection or decide the outcome of a micro-
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -16,9 +16,11 @@ import pyarrow as pa
 from eos import log
 from eos.app.definition import App
 from eos.app.routes import Route
+from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
 from eos.engine.handling import Collector, Handler
 from eos.engine.hooks import Hooks
+from eos.engine.slices import Partition
 from eos.errors import EosError
 from eos.records import Header, Record, Send
 from spark_connector.failures import to_line
@@ -30,6 +32,7 @@ OUTPUTS = (
     "topic string, partition int, key binary, value binary, headers array<struct<key: string, value: binary>>, "
     "timestamp_ms bigint"
 )
+_MOST_OUTPUTS = 10_000  # then due timers wait until these are yielded: there may be very many of them
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 _SCHEMA = pa.schema(
     [
@@ -54,9 +57,13 @@ class OnSpark:
         self._app, self._batch_most, self._concurrent_most = app, batch_most, concurrent_most
         self._passing = passing
 
-    def _handler_of(self, cells_of: Callable[[Route], CellsOf] | None = None) -> Handler:
+    def _handler_of(
+        self,
+        cells_of: Callable[[Route], CellsOf] | None = None,
+        tasks_of: Callable[[Route], Mapping[Partition, TaskCells]] | None = None,
+    ) -> Handler:
         most = self._concurrent_most, self._batch_most
-        return Handler(self._app, None, *most, self._passing, cells_of=cells_of)
+        return Handler(self._app, None, *most, self._passing, cells_of=cells_of, tasks_of=tasks_of)
 
 
 class Apply(OnSpark):
@@ -92,12 +99,15 @@ def prepare() -> None:
 
 
 def handle(handler: Handler, records: list[Record], most: int) -> Iterator[Sequence[Send]]:
-    """Yield the outputs of the records, `most` records at a time. Raise the EosError that ends the run."""
+    """Yield the outputs of the records, `most` records at a time, and of the timers that are due after them.
+
+    Raises the EosError that ends the run.
+    """
     at = 0
-    while at < len(records):
+    while at < len(records) or handler.has_due_timers():
         part = records[at : at + most]
-        outputs = Collector()
-        halt = handler.handle(outputs, part)
+        outputs = Collector(_MOST_OUTPUTS)
+        halt = handler.handle(outputs, part) if part else handler.fire_waiting(outputs)
         at += len(part) if halt is None else halt.handled
         if halt is not None and halt.error is not None:
             raise halt.error

@@ -25,7 +25,7 @@ from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAutho
 from eos.kafka.admin.facts import check_topics
 from eos.kafka.client.settings import Settings
 from eos.signals import ShutdownExpired, StopSignals, stop_timeout_error
-from spark_connector import failures, keyed
+from spark_connector import checkpoint, failures, keyed
 from spark_connector.apply import OUTPUTS, Apply
 from spark_connector.java_settings import find_unused
 from spark_connector.query import is_stop
@@ -93,6 +93,7 @@ def run_app(run: Run, spark: SparkSession) -> None:
     began = time.monotonic()
     log.info("query starts", transactional_id=run.transactional_id, checkpoint=run.checkpoint_location)
     try:
+        checkpoint.require_same_state(spark, run.app, run.checkpoint_location)
         ship(spark, run.app)
         query = _start(run, spark, batches)
         with StopSignals(batches, run.settings["eos.shutdown.timeout.ms"] / 1000):
@@ -132,15 +133,10 @@ def check(run: Run) -> None:
     for hook in (*run.app.start_hooks, *run.app.stop_hooks):
         _check_sendable(function_name(hook), hook)
     for route in run.app.stateful:
-        if route.uses_time:
+        if route.timing.idle_ms is not None:
             raise ConfigurationError(
-                f"{route.name} has timers, windows or once=, which need the time of a partition. Spark's groups do "
-                "not have it: use `eos run`"
-            )
-        if route.ttls:
-            raise ConfigurationError(
-                f"{route.name} has state with ttl=, which needs the time of a partition. Spark's groups do not have "
-                "it: use `eos run`, or delete unneeded state in the function"
+                f"{route.name} has idle=, but on Spark nothing runs for a partition without new records: use "
+                "`eos run`, or do without"
             )
         if run.app.stop_hooks:
             raise ConfigurationError(

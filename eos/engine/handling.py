@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NamedTuple, Protocol
@@ -84,13 +85,21 @@ class Feeds(Protocol):
 
 
 class Collector:
-    """Collects outputs in order, in place of a worker's transaction and its sink, where no Kafka client exists."""
+    """Collects outputs in order, in place of a worker's transaction and its sink, where no Kafka client exists.
 
-    waited_s, is_over = 0.0, False
+    `most`: due timers stop firing once there are this many outputs.
+    """
 
-    def __init__(self) -> None:
+    waited_s = 0.0
+
+    def __init__(self, most: float = math.inf) -> None:
+        self._most = most
         self.sends: list[Send] = []
         self.skipped = self.dead_letters = self.late = self.duplicates = 0
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.sends) >= self._most
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         return feed(records, self)

@@ -115,7 +115,8 @@ class EmptyStates:
                         found[cell] = None
         if header is None:
             return _Leftovers([], header=False)
-        stores = notes.require_owner(self._app_id, self._route, format_position(self.topic, partition), header).stores
+        where = f"the changelog {format_position(self.topic, partition)}"
+        stores = notes.require_owner(self._app_id, self._route, where, header).stores
         kept.update(stores)
         gone = {name for name, shape in stores.items() if have.get(name) != shape}
         if any(" per " in stores[name] for name in gone):

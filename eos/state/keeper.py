@@ -266,7 +266,7 @@ class Keeper:
             before = values.get(HEADER)
             if before is not None and partition in self._uncommitted:
                 raise notes.never_committed(route.name, partition, where)
-            header = notes.next_header(self._app_id, route, where, before)
+            header = notes.next_header(self._app_id, route, f"the changelog {where}", before)
         except BaseException:
             values.close()
             raise

@@ -186,8 +186,8 @@ class Header(NamedTuple):
 def next_header(app: str, route: Route, where: str, before: bytes | None) -> Header:
     """Return the header to write from now on, given the previous header `before`.
 
-    `where` names the changelog's partition. Raises ConfigurationError if the changelog belongs to another App or
-    function, or if a store was removed, is new, or is of another kind.
+    `where` names the place of the state, for example "the changelog app-count-changelog[0]". Raises ConfigurationError
+    if it belongs to another App or function, or if a store was removed, is new, or is of another kind.
     """
     now = current_header(app, route)
     if before is None:
@@ -209,7 +209,7 @@ def require_owner(app: str, route: Route, where: str, header: bytes) -> Header:
     for what, mine, whose in (("App", app, found.app), ("function", route.name, found.function)):
         if mine != whose:
             raise ConfigurationError(
-                f"the changelog {where} belongs to the {what} {whose}, but {what} {mine} would write to it",
+                f"{where} belongs to the {what} {whose}, but {what} {mine} would write to it",
                 remedy=f"rename one {what}: the changelog's name consists of the names of the App and the function",
             )
     return found
@@ -225,10 +225,10 @@ def _decode_header(header: bytes, where: str) -> Header:
         version = int(found["v"])
         read = Header(str(found["app"]), str(found["function"]), tuple(found["sources"]), dict(found["stores"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"the header of the changelog {where} cannot be read: {error!r}") from error
+        raise ConfigurationError(f"the header of {where} cannot be read: {error!r}") from error
     if version > HEADER_FORMAT:
         raise ConfigurationError(
-            f"the changelog {where} has format {version}, but this version of eos reads formats up to {HEADER_FORMAT}",
+            f"{where} has format {version}, but this version of eos reads formats up to {HEADER_FORMAT}",
             remedy="run a newer version of eos",
         )
     return read

@@ -73,7 +73,7 @@ class InMemory:
     def __init__(self, values: Mapping[bytes, bytes] | None = None, timed: Collection[bytes] = ()) -> None:
         self._values = dict(values or {})
         self._timed = frozenset(timed)
-        self._by_time: dict[bytes, Any] = {store: sorted_list()() for store in self._timed}  # (time, cell), sorted
+        self._by_time = self._sort_by_time()
         self._scanned: set[bytes] = set()  # stores whose values are in `_rows` too
         self._rows: dict[bytes, Overlay[bytes]] = {}
 
@@ -122,6 +122,14 @@ class InMemory:
                 self._values[cell] = value
         self.position, self.as_of = position, as_of
 
+    def _sort_by_time(self) -> dict[bytes, Any]:
+        """Return the times and cells of each timed store, sorted."""
+        found: dict[bytes, list[tuple[int, bytes]]] = {store: [] for store in self._timed}
+        for cell, value in self._values.items() if found else ():
+            if (of_store := found.get(store_of(cell))) is not None:
+                of_store.append((split_write_time(value)[0], cell))
+        return {store: sorted_list()(times) for store, times in found.items()}
+
     def _update_times(self, changes: Mapping[bytes, Value]) -> None:
         for cell, value in changes.items():
             if (by_time := self._by_time.get(store_of(cell))) is None:
@@ -133,7 +141,7 @@ class InMemory:
 
     def clear(self) -> None:
         self._values, self._scanned, self._rows, self.position = {}, set(), {}, 0
-        self._by_time = {store: sorted_list()() for store in self._timed}
+        self._by_time = self._sort_by_time()
 
     def sync(self) -> None: ...
 

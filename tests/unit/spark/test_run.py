@@ -31,14 +31,14 @@ from spark_connector.shipping import find_missing_package
 def test_unsupported_app_is_refused_before_spark_starts() -> None:
     def count(value: str, seen: State[int]) -> str: ...  # type: ignore[empty-body]
 
-    ageing, stopping, chain = App("app"), App("app"), App("app")
-    ageing.process("in", to="out", ttl=timedelta(days=1))(count)
+    silent, stopping, chain = App("app"), App("app"), App("app")
+    silent.process("in", to="out", idle=timedelta(minutes=1))(count)
     stopping.process("in", to="out")(count)
     stopping.on_stop(lambda: None)
     for source, to in (("in", "between"), ("between", "out")):
         chain.process(source, to=to)(lambda value: value)
     for app, said in (
-        (ageing, "count has state with ttl="),
+        (silent, "count has idle=, but on Spark nothing runs for a partition without new records"),
         (stopping, "count has state, and the App on_stop"),
         (chain, "between is written by one function of app and read"),
     ):
