@@ -69,8 +69,8 @@ class Delivery:
 class PlainTransaction:
     """Sends the records of one transaction without an input, which ends with its block.
 
-    `renewed`: the producer was initialised again for it, so another instance may have worked since the previous
-    transaction. Code that sends offsets must then check that the committed offsets are unchanged.
+    `producer_reinitialised`: the producer was initialised again for this transaction, so another instance may have
+    worked since the previous one. Code that sends offsets must then check that the committed offsets are unchanged.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PlainTransaction:
         sends_offsets: bool = False,
     ) -> None:
         self._producer, self._to_public_error, self._sends_offsets = producer, public, sends_offsets
-        self.renewed = False
+        self.producer_reinitialised = False
         self.ended = False
         """True once its block has ended, so that the producer's open transaction is another one."""
         self.failure: CallFailed | None = None
@@ -203,7 +203,7 @@ class Transactions:
             producer.give_up("the transaction before it was not ended")
             try:
                 if reason := producer.decide_replacement():
-                    txn.renewed = True
+                    txn.producer_reinitialised = True
                     self._ownership.replace(producer, reason)
                 producer.begin()
             except CallFailed as failure:

@@ -127,7 +127,7 @@ class Connected:
     recent: Recent = field(default_factory=Recent)
 
     @classmethod
-    def to(cls, options: Options) -> Connected:
+    def open(cls, options: Options) -> Connected:
         """Connect and read the topics. Raise errors that `translate` converts."""
         wire, timeout_s = Wire(options.connection, options.timeout_s), options.timeout_s
         try:

@@ -115,13 +115,13 @@ class PartitionWriter:
         self._sent.append(_Sent(batch, self._start(batch)))
         self.next_sequence += batch.records
         self.bytes += batch.size
-        self._wire.turn()  # send it now; nothing else drives the loop while rows are encoded
+        self._wire.poll()  # send it now; nothing else drives the loop while rows are encoded
         self._take_answers(wait=False)
 
     def _start(self, batch: Batch) -> Any:
         leader = self._wire.leader(self.topic, self.partition)
         while self._wire.is_paused(leader):
-            self._wire.turn(0.01)
+            self._wire.poll(0.01)
         request = Produce(self._transactional_id, self.topic, self.partition, batch)
         return self._wire.start(request, leader)
 

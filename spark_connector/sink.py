@@ -86,7 +86,7 @@ class Stream:
         current, sink = query.current(df, batch), self._sink
         try:
             key, name = sink_key(sink.transactional_id), sink.transactional_id
-            with _Once.of(self._servers, name, current.run).in_batch(batch):
+            with _WriteOnceGuard.of(self._servers, name, current.run).in_batch(batch):
                 progress = sink.deliver(df, _MicroBatch(key, batch, current, self._adopt_at, sink.topics))
             if progress is None:
                 # The batch's rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it
@@ -157,7 +157,7 @@ def exactly_once_write(
     return batch.found.rows
 
 
-class _Once:
+class _WriteOnceGuard:
     """Ensures that a sink writes once in a micro-batch of one run of a query.
 
     A second call would find the marker of the first, and its rows would count as written. The same holds for another
@@ -165,7 +165,7 @@ class _Once:
     one. A later run of the query does not wait.
     """
 
-    _latest: ClassVar[dict[tuple[frozenset[str], str], _Once]] = {}
+    _latest: ClassVar[dict[tuple[frozenset[str], str], _WriteOnceGuard]] = {}
     _making: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, transactional_id: str, run: str) -> None:
@@ -174,7 +174,7 @@ class _Once:
         self._last_batch: int | None = None
 
     @classmethod
-    def of(cls, bootstrap_servers: str, transactional_id: str, run: str) -> _Once:
+    def of(cls, bootstrap_servers: str, transactional_id: str, run: str) -> _WriteOnceGuard:
         """Return the instance of this sink and run; the order of `bootstrap_servers` does not matter."""
         key = frozenset(server.strip() for server in bootstrap_servers.split(",")), transactional_id
         with cls._making:
@@ -297,7 +297,7 @@ class _Sink:
         for attempt in range(1 + RESTARTS):
             try:
                 if self._connected is None:
-                    self._connected = Connected.to(self._options)
+                    self._connected = Connected.open(self._options)
                 return Attempt(self._options, self._connected, server, df, batch).run()
             except AttemptLost as again:
                 self._disconnect()

@@ -191,7 +191,7 @@ class _Share:
     def drive(self) -> None:
         """Let the connection send and receive while no row is being encoded."""
         if self._in_flight:
-            self._connect().turn()
+            self._connect().poll()
 
     def finish(self) -> None:
         """Send the waiting rows, and return once everything is acknowledged."""

@@ -117,7 +117,7 @@ class Transaction:
                 self._wire.forget_coordinator(self.transactional_id)
             return None if retried else answer
 
-        return self._wire.until(f"{what} for {self.transactional_id}", attempt, self._timeout_s)
+        return self._wire.retry_until_answered(f"{what} for {self.transactional_id}", attempt, self._timeout_s)
 
 
 _CONCURRENT_TRANSACTIONS = 51

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar,
 
 from eos.app.cells import parse_cell, store_prefix
 from eos.app.layers import AFTER_FIELDS, Bounds, LowerCells, Overlay, Span, Value
-from eos.app.timers import DueTimers, Timers
+from eos.app.timers import TimerQueue, Timers
 from eos.encoding.serde import DecodeError, annotation_name, codec, encode, suggest_encoding
 from eos.errors import ConfigurationError, IllegalState
 
@@ -66,11 +66,11 @@ class TaskCells(Cells, Protocol):
     """The latest timestamp of the task's records so far, in milliseconds since the epoch."""
 
     @property
-    def timers(self) -> DueTimers:
+    def timers(self) -> TimerQueue:
         """Return the timers of event time, if its function uses time."""
 
     @property
-    def clock_timers(self) -> DueTimers:
+    def clock_timers(self) -> TimerQueue:
         """Return the timers of the wall clock, if its function uses time."""
 
     def clock_ms(self) -> int: ...

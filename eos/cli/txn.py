@@ -84,7 +84,7 @@ def describe(
 ) -> None:
     """Show the coordinator's entry for one transactional.id."""
     with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
-        rows = admin.describe_all([transactional_id])
+        rows = admin.describe_transactions([transactional_id])
     if not rows:
         raise Unavailable(f"{transactional_id}: no coordinator knows this transactional.id (never used, or expired)")
     row = rows[0]

@@ -27,7 +27,7 @@ from eos.app.routes import Route, feed_from
 from eos.app.routes.timed import find_window
 from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
-from eos.app.timers import DueTimers, TimersDue, describe, due_of, record_of
+from eos.app.timers import TimerQueue, TimersDue, describe, due_of, record_of
 from eos.encoding.dead_letters import class_name, make_dead_letter, short_message
 from eos.encoding.frames import Frame, format_frames, frames_of
 from eos.encoding.serde import DecodeError
@@ -202,7 +202,7 @@ class Handler:
         self.longest: TimedCall | None = None
         """The longest call since the last call of `begun`."""
 
-    def open_s(self, txn: Feeds, now: float) -> float:
+    def open_time_s(self, txn: Feeds, now: float) -> float:
         """Return the longest time for which the broker may have known the open transaction, without waits for room.
 
         The broker's clock starts with the first output; the result is 0 before it.
@@ -376,7 +376,7 @@ class Handler:
                     return halt
         return self.fire_waiting(txn)
 
-    def _find_due_tasks(self) -> Iterator[tuple[Route, Partition, TaskCells, DueTimers, int]]:
+    def _find_due_tasks(self) -> Iterator[tuple[Route, Partition, TaskCells, TimerQueue, int]]:
         """Yield each function and task whose timers are due although no record arrived, with the time up to which they
         fire."""
         for timed in self._timed.values():
@@ -410,7 +410,7 @@ class Handler:
         return None
 
     def _fire(
-        self, txn: Feeds, timed: Route, partition: Partition, task: TaskCells, timers: DueTimers, until_ms: int
+        self, txn: Feeds, timed: Route, partition: Partition, task: TaskCells, timers: TimerQueue, until_ms: int
     ) -> Halt | None:
         """Fire the timers of a task that are due, in order. Halt if the transaction is over before all have fired."""
         window_of = functools.partial(find_window, timed.timing, task)
@@ -582,16 +582,16 @@ class _RecordLog:
         self._now = now
         self._interval_began, self._lines = 0.0, 0
         self._traced: set[tuple[object, ...]] = set()
-        self._unlogged: dict[str, int] = {}  # by event
-        self._last_unlogged: tuple[Record, str] | None = None  # the last record that was not logged, and its error
+        self._suppressed_counts: dict[str, int] = {}  # by event
+        self._last_suppressed: tuple[Record, str] | None = None  # the last record that was not logged, and its error
 
     def line(self, event: str, record: Record, error: BaseException, frames: list[Frame], **more: object) -> None:
         self.tick()
         first = self._is_first((type(error), *frames[-1:]))
         self._lines += 1
         if not first and self._lines > _LINES:
-            self._unlogged[event] = self._unlogged.get(event, 0) + 1
-            self._last_unlogged = record, _describe_failure(class_name(error), error)
+            self._suppressed_counts[event] = self._suppressed_counts.get(event, 0) + 1
+            self._last_suppressed = record, _describe_failure(class_name(error), error)
             return
         if first and frames:
             more["trace"] = format_frames(frames, " > ")
@@ -616,10 +616,12 @@ class _RecordLog:
             self._interval_began, self._lines = now, 0
 
     def log_rest(self) -> None:
-        if self._last_unlogged is None:
+        if self._last_suppressed is None:
             return
-        record, error = self._last_unlogged
+        record, error = self._last_suppressed
         last = _describe_position(record)
-        each = ", ".join(f"{event}: {count}" for event, count in self._unlogged.items())
-        log.warning("more records failed", unlogged=sum(self._unlogged.values()), of=each, last=last, error=error)
-        self._unlogged, self._last_unlogged = {}, None
+        each = ", ".join(f"{event}: {count}" for event, count in self._suppressed_counts.items())
+        log.warning(
+            "more records failed", unlogged=sum(self._suppressed_counts.values()), of=each, last=last, error=error
+        )
+        self._suppressed_counts, self._last_suppressed = {}, None

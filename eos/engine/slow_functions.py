@@ -50,7 +50,7 @@ class SlowFunctions:
         self._poll_ms = int(settings.get("max.poll.interval.ms", DEFAULT_MAX_POLL_INTERVAL_MS))
         self._most = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
         self._attempts: dict[Partition, _Attempt] = {}  # the last attempt of each partition in the open transaction
-        self._lost_twice: _Attempt | None = None
+        self._attempt_lost_twice: _Attempt | None = None
         self._slow: dict[Partition, int] = {}  # first record of each partition in a call that was lost
         self._one_by_one: dict[Partition, int] = {}  # records up to these offsets run alone, to find the slow record
 
@@ -123,8 +123,8 @@ class SlowFunctions:
 
     def check(self) -> None:
         """Raise ConfigurationError if a record was too slow and lost for the second time."""
-        if self._lost_twice is not None:
-            raise ConfigurationError(self._lost_twice.sentence)
+        if self._attempt_lost_twice is not None:
+            raise ConfigurationError(self._attempt_lost_twice.sentence)
 
     def _note_loss(self, attempt: _Attempt) -> None:
         """Note that a call's transaction was lost; the second loss of a record is the function's fault.
@@ -134,7 +134,7 @@ class SlowFunctions:
         """
         spans = attempt.spans
         if attempt.is_one_call and any(first <= self._slow.get(p, -1) <= last for p, (first, last) in spans.items()):
-            self._lost_twice = attempt
+            self._attempt_lost_twice = attempt
             return
         log.warning("transaction exceeded its timeout", why=attempt.sentence, **attempt.who)
         if attempt.is_group or attempt.is_single:

@@ -65,18 +65,18 @@ class Shim:
         self._next_port = settings.listen[1]
         self._starting = True
         try:
-            self.book = AddressBook(settings.upstream, self._bind)
+            self.address_book = AddressBook(settings.upstream, self._bind)
         except BaseException:
             self._close_sockets()
             raise
         self._starting = False
-        ours = (VersionsJob(), AddressJob(self.book))
+        ours = (VersionsJob(), AddressJob(self.address_book))
         self._pipeline = Pipeline([*jobs, *ours], settings.largest_frame, settings.largest_control)
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """Return the addresses the shim listens on. The first one is the clients' bootstrap address."""
-        return [(self.settings.listen[0], endpoint.local_port) for endpoint in self.book.endpoints]
+        return [(self.settings.listen[0], endpoint.local_port) for endpoint in self.address_book.endpoints]
 
     @property
     def connections(self) -> int:
@@ -107,15 +107,15 @@ class Shim:
             self._close_sockets()
             raise
         for node_id, host, port in sorted(brokers):
-            self.book.translate(node_id, host, port)
+            self.address_book.translate(node_id, host, port)
         if self._pipeline.wants_broker_versions:
             self._pipeline.on_broker_versions(await self._newest_versions())
-        for endpoint in self.book.endpoints:
+        for endpoint in self.address_book.endpoints:
             await self._serve(endpoint)
         self._version_queries = asyncio.get_running_loop().create_task(self._query_versions_until_complete())
 
     async def _newest_versions(self, again: bool = False) -> dict[str, dict[int, int] | None]:
-        names = {endpoint.upstream: endpoint.name for endpoint in self.book.endpoints}
+        names = {endpoint.upstream: endpoint.name for endpoint in self.address_book.endpoints}
         tls, timeout_s = self.settings.upstream_tls, self.settings.connect_timeout_s
         offered = await probe.fetch_newest_versions(names, tls, timeout_s, again)
         return {name: offered.get(address) for address, name in names.items()}
@@ -332,13 +332,13 @@ class Shim:
 
     @property
     def _none_reachable(self) -> bool:
-        return all(endpoint in self._unreachable for endpoint in self.book.endpoints)
+        return all(endpoint in self._unreachable for endpoint in self.address_book.endpoints)
 
     async def _wait_for_a_broker(self) -> None:
         """Try all brokers until one is reachable: a load balancer that reads /readyz may send no clients meanwhile."""
         while self._none_reachable:
             await asyncio.sleep(_TRY_AGAIN_S)
-            await asyncio.gather(*map(self._try_broker, self.book.endpoints))
+            await asyncio.gather(*map(self._try_broker, self.address_book.endpoints))
 
     async def _try_broker(self, endpoint: Endpoint) -> None:
         try:

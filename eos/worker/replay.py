@@ -249,7 +249,7 @@ class Settling:
         after = {partition: done.add(*settled[partition]) for partition, done in self._progress.settled[topic].items()}
         offsets = offsets_of(topic, after)
         with self._transactions.begin() as txn:
-            if txn.renewed:
+            if txn.producer_reinitialised:
                 self._progress.confirm(topic)
             for _, one in batch:
                 for to, value, key, partition, timestamp_ms, headers in one.sends:

@@ -109,7 +109,7 @@ class _Seen(NamedTuple):
     ends: Mapping[int, int]
 
 
-def least_time(
+def reached_time_ms(
     reached: Mapping[Partition, int], committed: Mapping[Partition, int], ends: Mapping[Partition, int]
 ) -> int:
     """Return the least time that the partitions have reached; 0 if one of them has more records but no time.
@@ -175,7 +175,7 @@ class Watermarks:
                 for number, span in tail.topic_offsets_with(self._client, self._settings, source).items()
             }
             theirs = {place: time_ms for place, time_ms in reached.items() if place[0] in sources}
-            time_ms = least_time(theirs, offsets, ends)
+            time_ms = reached_time_ms(theirs, offsets, ends)
             spans = tail.topic_offsets_with(self._client, self._settings, topic)
             with self._lock:
                 self._seen[topic] = _Seen(time_ms, {number: span.end for number, span in spans.items()})

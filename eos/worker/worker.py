@@ -56,18 +56,18 @@ class Worker(Listener):
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
         if app.reads_several_topics:  # however many topics match now: all members must share one assignment strategy
-            self.settings = self.settings.for_several_topics()
+            self.settings = self.settings.with_multi_topic_assignment()
         ledger = Ledger() if self.settings["eos.lineage"] else None
-        self._keeper: Keeper | None = None
+        self._state_keeper: Keeper | None = None
         if app.stateful:
             from eos.state.keeper import Keeper  # a late import: most Apps have no state, and start without LMDB
 
             if "allow.auto.create.topics" not in self.settings.values:
                 # A producer that finds its topic missing would recreate the changelog empty.
                 self.settings = self.settings.with_values(**{"allow.auto.create.topics": False})
-            self._keeper = Keeper(app, self.settings, world)
-        cells_of = None if self._keeper is None else self._keeper.cells_of
-        tasks_of = None if self._keeper is None else self._keeper.tasks_of
+            self._state_keeper = Keeper(app, self.settings, world)
+        cells_of = None if self._state_keeper is None else self._state_keeper.cells_of
+        tasks_of = None if self._state_keeper is None else self._state_keeper.tasks_of
         concurrent_most: int = self.settings["eos.async.max.records"]
         batch_most: int = self.settings["eos.batch.max.records"]
         self._sizes = SliceSizes(batch_most, concurrent_most)
@@ -95,7 +95,7 @@ class Worker(Listener):
             app.topics,
             until_end=until_end,
             destinations=sorted(app.destinations),
-            participants=[one for one in (ledger, self._keeper, self._reached) if one is not None],
+            participants=[one for one in (ledger, self._state_keeper, self._reached) if one is not None],
             listener=self,
             handled_at_once=batch_most if any(function.batch for function in app.functions) else 1,
             with_ends=bool(upstream) or any(function.timing.idle_ms is not None for function in app.functions),
@@ -137,8 +137,8 @@ class Worker(Listener):
         hooks = Hooks(self.app)
         try:
             self.find_topics()
-            if self._keeper is not None:
-                self._keeper.prepare()
+            if self._state_keeper is not None:
+                self._state_keeper.prepare()
             hooks.start()
             session.start()
             if self._uses_time:
@@ -166,8 +166,8 @@ class Worker(Listener):
             except ShutdownExpired as expired:
                 log.warning("clients abandoned: the stop took too long", reason=str(expired))
             finally:
-                if self._keeper is not None:
-                    self._keeper.close()
+                if self._state_keeper is not None:
+                    self._state_keeper.close()
                 if self._spans is not None:
                     self._spans.close()
                 hooks.stop(failed=not finished)
@@ -175,11 +175,11 @@ class Worker(Listener):
 
     def states(self) -> list[tuple[str, int, int, int]]:
         """Return the name, values, bytes on disk and changes left to restore of each stateful function."""
-        return [] if self._keeper is None else self._keeper.sizes()
+        return [] if self._state_keeper is None else self._state_keeper.sizes()
 
     def times(self) -> list[tuple[str, int, int, int]]:
         """Return the name, event time in ms, number of timers and number of due timers of each function with time."""
-        return [] if self._keeper is None else self._keeper.times()
+        return [] if self._state_keeper is None else self._state_keeper.times()
 
     # ---- notifications from the session -----------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Worker(Listener):
         return self._watermarks.is_current(self._at_end_since) and not self._handler.has_due_timers()
 
     def _task_time_ms(self, partition: tuple[str, int]) -> int | None:
-        return None if self._keeper is None else self._keeper.time_ms(partition)
+        return None if self._state_keeper is None else self._state_keeper.time_ms(partition)
 
     def _position_of(self, partition: tuple[str, int]) -> int:
         """Return the offset up to which a partition was handled and committed, markers at its end included."""
@@ -295,7 +295,7 @@ class Worker(Listener):
             if self._reached is not None:
                 self._reached.note(batch if halt is None else batch[: halt.handled])
             ended = self._world.now()
-            open_s = self._handler.open_s(txn, ended)
+            open_s = self._handler.open_time_s(txn, ended)
             if self._slow_functions.is_too_slow(open_s, ended - began):
                 self._note_slow(batch, open_s, ended - began)
             elif self._slow_functions.runs_one_by_one:

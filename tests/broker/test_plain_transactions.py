@@ -86,7 +86,7 @@ def test_replaced_producer_commits_offsets_under_a_new_id_before_4_0(
     with Transactions(settings, offsets=True) as transactions:
         for offset in (3, 7):
             with transactions.begin() as txn:
-                assert txn.renewed
+                assert txn.producer_reinitialised
                 used.add(transactions._producer.transactional_id)
                 txn.send_offsets([TopicPartition(topic, 0, offset)], group.consumer_group_metadata())
     assert used == set([name, f"{name}-alternate"][:ids])

@@ -45,7 +45,7 @@ class Cluster:
     def ongoing(self, prefix: str) -> list[str]:
         return [name for name, t in self.known.items() if name.startswith(prefix) and t.state == "Ongoing"]
 
-    def describe_all(self, names: list[str]) -> list[ListedTransaction]:
+    def describe_transactions(self, names: list[str]) -> list[ListedTransaction]:
         self.described += names
         return [self.known[name] for name in names if name in self.known]
 

@@ -576,7 +576,7 @@ def test_waiting_for_queue_room_is_not_function_time(monkeypatch: pytest.MonkeyP
     assert handler.handle(txn, records(b"a")) is None
     clock.now += 1
     assert handler.handle(txn, records(b"b", b"b")) is None
-    assert handler.open_s(txn, clock.now) == 1
+    assert handler.open_time_s(txn, clock.now) == 1
 
 
 def test_failed_first_send_opens_the_transaction() -> None:
@@ -591,7 +591,7 @@ def test_failed_first_send_opens_the_transaction() -> None:
     handler.begun()
     handler.handle(txn, records(b"a", b"b", b"c"))
     assert txn.failure is not None
-    assert handler.open_s(txn, clock.now) == 90
+    assert handler.open_time_s(txn, clock.now) == 90
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one record", "several"])
@@ -606,14 +606,14 @@ def test_transaction_is_open_from_its_first_output(several: bool) -> None:
     handler, txn = Handler(app_of(slow), now=lambda: clock.now), Txn()
     handler.begun()
     handler.handle(txn, records(b"drop", b"drop"))
-    assert handler.open_s(txn, clock.now) == 0
+    assert handler.open_time_s(txn, clock.now) == 0
     handler.handle(txn, records(*[b"a"] * (2 if several else 1)))
     # Within a slice the first output is not timed: the transaction counts as open since the start of the slice.
-    assert handler.open_s(txn, clock.now) == (20 if several else 0)
+    assert handler.open_time_s(txn, clock.now) == (20 if several else 0)
     handler.handle(txn, records(b"drop"))
-    assert handler.open_s(txn, clock.now) == (30 if several else 10)
+    assert handler.open_time_s(txn, clock.now) == (30 if several else 10)
     handler.begun()
-    assert handler.open_s(txn, clock.now) == 0
+    assert handler.open_time_s(txn, clock.now) == 0
 
 
 def test_delivery_error_is_not_blamed_on_the_current_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from eos.state.tasks import Task
 from eos.state.timer_index import TimerIndex
 from eos.state.values import InMemory
 from eos.testing import Ran, advance, run
-from eos.worker.watermarks import least_time
+from eos.worker.watermarks import reached_time_ms
 
 SECOND = 1_000
 EVENTS = st.lists(
@@ -726,11 +726,11 @@ def test_least_time_ignores_partitions_read_to_their_end(
     reached: dict[int, int], committed: dict[int, int], least: int
 ) -> None:
     first, second = ({("in", partition): value for partition, value in of.items()} for of in (reached, committed))
-    assert least_time(first, second, {("in", 0): 10, ("in", 1): 10}) == least
+    assert reached_time_ms(first, second, {("in", 0): 10, ("in", 1): 10}) == least
 
 
 def test_empty_partition_does_not_hold_back_the_time() -> None:
-    assert least_time({("in", 1): 90}, {("in", 1): 3}, {("in", 0): 0, ("in", 1): 10}) == 90
+    assert reached_time_ms({("in", 1): 90}, {("in", 1): 3}, {("in", 0): 0, ("in", 1): 10}) == 90
 
 
 @pytest.mark.parametrize(

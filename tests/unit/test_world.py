@@ -90,7 +90,7 @@ class Script:
         self.interrupts: set[tuple[str, int, str]] = set()
         self.admin: Any = SimpleNamespace(
             transaction_version=lambda: 2,
-            describe_all=lambda ids: [],
+            describe_transactions=lambda ids: [],
             describe=lambda name: TransactionalIdState("CompleteCommit", 7, self.epochs[name]),
             members=lambda group: [],
             classic_group=lambda group: {"members": [], "protocol_data": ""},

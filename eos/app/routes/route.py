@@ -29,7 +29,7 @@ from eos.app.routes.single import Single, Stateful
 from eos.app.routes.timed import Caller, Fired, Tally, Timed
 from eos.app.state import Store, TaskCells
 from eos.app.stores import CellsOf, Stores
-from eos.app.timers import Due, Timer
+from eos.app.timers import DueTimer, Timer
 from eos.app.timing import NO_TIMING, Timing, uses_time
 from eos.encoding.serde import Decode, Encode, annotation_name, decoder, function_name, underlying, without_none
 from eos.errors import ConfigurationError, IllegalState
@@ -38,11 +38,11 @@ from eos.records import Each, Feed, Record, Send
 Gives = Literal["timer", "window", "bytes", "str"]
 
 
-def _timer(due: Due, task: TaskCells) -> Timer:
+def _timer(due: DueTimer, task: TaskCells) -> Timer:
     return Timer(due.key, due.name, due.due_ms, task.clock_ms() if due.clock else task.time_ms)
 
 
-GIVERS: Final[Mapping[Gives, Callable[[Due, TaskCells], Any]]] = {
+GIVERS: Final[Mapping[Gives, Callable[[DueTimer, TaskCells], Any]]] = {
     "timer": _timer,
     "window": lambda due, _: due.window,
     "bytes": lambda due, _: due.key,

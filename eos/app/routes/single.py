@@ -41,7 +41,7 @@ def make_finish(normalise: Normalise, encoder: Callable[[Any], Any] | None) -> C
     return made
 
 
-def send_usual_directly(made: Finish, is_encoded: bool, target: Target | None) -> Finish:
+def make_hot_loop_finish(made: Finish, is_encoded: bool, target: Target | None) -> Finish:
     """Return a Finish that leaves results of the usual types to the hot loop, and makes UnusualOutputs of all others.
 
     `made` makes the outputs; `is_encoded`: by an encoder of the user's, which the hot loop does not call.
@@ -74,7 +74,7 @@ class Stateful:
         target: Target | None,
     ) -> None:
         made = make_finish(normalise, finish)
-        usual = send_usual_directly(made, finish is not None, target)
+        usual = make_hot_loop_finish(made, finish is not None, target)
 
         # Closures, because they run once per record.
         def one(record: Record) -> bytes | UnusualOutputs | None:

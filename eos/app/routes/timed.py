@@ -16,10 +16,10 @@ from eos.app.expiry import UnexpiredCells, add_write_time, unexpired
 from eos.app.layers import Layer
 from eos.app.results import Normalise
 from eos.app.routes.feeds import make_feed, one_by_one
-from eos.app.routes.single import UnusualOutputs, as_sends, make_finish, send_usual_directly
+from eos.app.routes.single import UnusualOutputs, as_sends, make_finish, make_hot_loop_finish
 from eos.app.state import Cells, TaskCells
 from eos.app.stores import Finish, Stores
-from eos.app.timers import Due, Timers, TimersDue, due_of, timer_cell, to_ms
+from eos.app.timers import DueTimer, Timers, TimersDue, due_of, timer_cell, to_ms
 from eos.app.timing import Timing
 from eos.app.windows import (
     FixedWindows,
@@ -132,7 +132,7 @@ class Timed:
         self._decode, self._made = decode, made
         self._value_of = None if value_of is decode else value_of  # None: they get what the function gets
         # With time= an output's timestamp is not the record's, which the hot loop would use.
-        self._usual = made if timing.time is not None else send_usual_directly(made, finish is not None, target)
+        self._usual = made if timing.time is not None else make_hot_loop_finish(made, finish is not None, target)
         self._merge, self._once = merge, timing.once
         self._has_limits = timing.time is not None or timing.ahead_ms is not None
         if isinstance(timing.windows, FixedWindows):
@@ -157,7 +157,7 @@ class Timed:
         if key is None:
             raise self._stores.key_missing()
         if self._has_limits or record.timestamp < 0:
-            record = self._at_event_time(record, given, task)
+            record = self._with_event_time(record, given, task)
         now_ms = task.at(record.timestamp)
         if task.timers.next_due <= now_ms:
             raise TimersDue(now_ms)
@@ -183,7 +183,7 @@ class Timed:
         self.tally.duplicates += 1
         return _unchanged(record, self._timing.duplicates)
 
-    def _at_event_time(self, record: Record, given: Any, task: TaskCells) -> Record:
+    def _with_event_time(self, record: Record, given: Any, task: TaskCells) -> Record:
         """Return the record with its event time. Raise ValueError if it has none, or is too far ahead of the clock."""
         timing, time_ms = self._timing, record.timestamp
         if timing.time is not None:
@@ -306,7 +306,7 @@ class Fired:
         self,
         caller: Caller,
         stores: Stores,
-        give: Callable[[Due, TaskCells], Any],
+        give: Callable[[DueTimer, TaskCells], Any],
         finish: Callable[[Any], Any] | None,
         normalise: Normalise,
         target: Target | None,
@@ -316,12 +316,12 @@ class Fired:
         made = make_finish(normalise, finish)
         # No warning about a dropped tombstone: a timer has no value.
         self._made = lambda record, result: () if result is None else made(record, result)
-        self._usual = send_usual_directly(self._made, finish is not None, target)
+        self._usual = make_hot_loop_finish(self._made, finish is not None, target)
         self.feed = make_feed(self._one, None, target, as_sends)
         self.each = one_by_one(self.outputs)
 
-    def _find(self, record: Record) -> tuple[TaskCells, Due, bytes]:
-        due = cast("Due", due_of(record))
+    def _find(self, record: Record) -> tuple[TaskCells, DueTimer, bytes]:
+        due = cast("DueTimer", due_of(record))
         return self._stores.task_of(record), due, encode_key(due.stored_key)
 
     def outputs(self, record: Record) -> Sequence[Send]:
@@ -351,7 +351,7 @@ class Fired:
         if due.window is not None:
             self._stores.delete(task, suffix)
 
-    def _clear(self, task: TaskCells, due: Due) -> None:
+    def _clear(self, task: TaskCells, due: DueTimer) -> None:
         task.set_timer(due.cell, None)
         if due.window is None:
             return

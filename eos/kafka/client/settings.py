@@ -336,7 +336,7 @@ class Settings:
     def classic_group(self) -> bool:
         return str(self.get("group.protocol", "classic")) == "classic"
 
-    def for_several_topics(self) -> Settings:
+    def with_multi_topic_assignment(self) -> Settings:
         """Return a copy whose group assigns each member a part of every topic, unless the user chose a strategy.
 
         cooperative-sticky counts partitions only: one of two members may get all partitions of one topic (measured: the

@@ -393,14 +393,14 @@ class TransactionalProducer:
         """
         deadline = self._world.now() + self._settings.transaction_timeout_ms / 1000 + HANG_MARGIN_S
         wait_s = _FLUSH_LOOK_S  # the first call makes the client's threads send the rest of the queue
-        while self._flush_for(wait_s):
+        while self._flush_with_timeout(wait_s):
             if self._world.now() >= deadline:
                 raise self._fail("flush", Action.ABORT, TimeoutError("records are still in the queue"))
             wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
         self.client.raise_callback_error()
         self._raise_delivery_error()
 
-    def _flush_for(self, wait_s: float) -> int:
+    def _flush_with_timeout(self, wait_s: float) -> int:
         """Flush for a while and return the number of records still in the queue."""
         self._pulse.beat("calling", "flush")
         try:

@@ -39,7 +39,7 @@ class AddressBook:
         self._endpoints_by_node: dict[int, Endpoint] = {}
         self._ours: set[Address] = set()
         self._upstream: set[Address] = set()
-        self.needles: dict[bytes, str] = {}  # bytes that must not reach a client -> their address
+        self.search_patterns: dict[bytes, str] = {}  # bytes that must not reach a client -> their address
         for address in bootstrap:
             self._open(Endpoint(address))
 
@@ -79,10 +79,11 @@ class AddressBook:
         if address not in self._upstream and address not in self._ours:
             self._upstream.add(address)
             # A new dict each time: a scan in progress keeps the one it began with.
-            self.needles = self.needles | dict.fromkeys(_needles(address), f"{address[0]}:{address[1]}")
+            patterns = dict.fromkeys(_search_patterns(address), f"{address[0]}:{address[1]}")
+            self.search_patterns = self.search_patterns | patterns
 
 
-def _needles(address: Address) -> Iterator[bytes]:
+def _search_patterns(address: Address) -> Iterator[bytes]:
     """Return the encodings of an address in a message: the host's length, the host, and the port.
 
     With the length, `kafka:9092` is not found in `my-kafka:9092`. The length is compact or not, and the port has 16

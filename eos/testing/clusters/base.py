@@ -352,7 +352,7 @@ class Cluster(ABC):
         named: set[int] = set()
         deadline = time.monotonic() + timeout_s
 
-        def names_all() -> bool:
+        def node_reports_all_expected() -> bool:
             nonlocal named
             why = self._exit_reason(i)
             if why is not None:
@@ -367,7 +367,12 @@ class Cluster(ABC):
             answer = f"it names nodes {sorted(named)}" if named else "it names no node"
             return f"{answer}; {self._describe_node(i)}"
 
-        self._wait_until(f"node {i} answers and names nodes {sorted(expected)}", names_all, timeout_s, describe_answer)
+        self._wait_until(
+            f"node {i} answers and names nodes {sorted(expected)}",
+            node_reports_all_expected,
+            timeout_s,
+            describe_answer,
+        )
 
     def _describe_node(self, i: int) -> str:
         """Return the node's state and its last log lines, which show whether it is slow, stuck or gone."""
