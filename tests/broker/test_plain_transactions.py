@@ -199,9 +199,7 @@ def test_aborted_producer_does_not_fence_a_newer_producer(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"new", b"newer"]
 
 
-def test_transaction_past_its_timeout_can_be_retried(
-    kafka: LocalKafka, settings: dict[str, object], topic: str
-) -> None:
+def test_timed_out_transaction_can_be_retried(kafka: LocalKafka, settings: dict[str, object], topic: str) -> None:
     def timed_out() -> bool:
         return transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state == "CompleteAbort"
 

@@ -166,7 +166,7 @@ def test_dead_letter_topics_are_destinations_with_valid_names() -> None:
 # ---- one record at a time --------------------------------------------------------------------------------------------
 
 
-def test_stop_halts_before_the_record_with_offset_and_cause() -> None:
+def test_stop_policy_halts_before_the_record_and_names_its_offset() -> None:
     txn = Txn()
     halt = Handler(app_of()).handle(txn, records(*VALUES))
     assert halt is not None
@@ -847,7 +847,7 @@ def test_offline_run_applies_decoding_policies_and_outputs() -> None:
     assert dict(ran.to("orders.dlq")[0].headers)["eos-dlq-offset"] == b"1"
 
 
-def test_offline_run_raises_a_poison_record() -> None:
+def test_offline_run_raises_poison_record_for_a_failed_record() -> None:
     with pytest.raises(PoisonRecord, match=r"upper failed on in\[0\]@1: ValueError: no bad"):
         eos.testing.run(app_of(), [("in", "a"), ("in", "bad")])
 
@@ -939,7 +939,7 @@ def test_record_with_unreadable_headers_is_dead_lettered_with_the_others(policy:
     assert dict(headers)["eos-dlq-message"] == WHY.encode()
 
 
-def test_record_with_unreadable_headers_stops_at_its_offset() -> None:
+def test_stop_policy_halts_at_the_offset_of_unreadable_headers() -> None:
     txn, halt = unreadable(stop)
     assert halt is not None
     assert halt.handled == 1

@@ -470,7 +470,7 @@ def test_send_offsets_is_decided_while_the_commit_runs() -> None:
     assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
-def test_missing_statistics_or_another_clock_count_as_a_retry() -> None:
+def test_slow_call_counts_as_retry_without_statistics_or_common_clock() -> None:
     evidence = after_slow_call("commit", counted(BEFORE, 0))
     evidence.stop_waiting()
     assert evidence.reason == (

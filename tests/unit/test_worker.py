@@ -94,7 +94,7 @@ def attempt(worker: Worker, clock: Clock, given: list[Record], outcome: Outcome 
     return list(txn.waiting)
 
 
-def test_batch_known_as_slow_gets_its_own_transaction(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_that_was_slow_before_gets_its_own_transaction(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     worker = worker_of(clock, {"quick": 0.001, "batches": 3.0})
     given = [*records("a", 2), *records("b", 5)]
     attempt(worker, clock, given)
@@ -107,7 +107,7 @@ def test_batch_known_as_slow_gets_its_own_transaction(clock: Clock, caplog: pyte
     assert not worker._slow_functions.has_slow_records
 
 
-def test_record_known_as_slow_runs_alone_even_if_fast_this_time(clock: Clock) -> None:
+def test_record_that_was_slow_before_runs_alone_although_it_is_fast(clock: Clock) -> None:
     worker = worker_of(clock, {"quick": 0.001, "batches": 0.001})
     given = [*records("b", 3), *records("a", 3)]
     worker._slow_functions._slow = {("a", 0): 1}
