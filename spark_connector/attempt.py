@@ -374,7 +374,7 @@ class Attempt:
             return self._settle(stopped)
         refused = self._abort()
         if stopped.answer is Answer.RESTART:
-            # An attempt that is lost for another reason may have lost its epoch too.
+            # The attempt failed for another reason, but its epoch may be outdated too. The abort then shows that.
             fenced = refused is not None and refused.answer is Answer.FENCED
             return self._settle(stopped) if fenced else AttemptLost(str(stopped), outcome_unknown=self._commit_sent)
         kind = NotAuthorised if stopped.answer is Answer.UNAUTHORISED else ConfigurationError

@@ -69,7 +69,8 @@ class Bounds(NamedTuple):
         found = self.without_gap(passed, name, back)
         if found.low < found.high:
             return found
-        at = self.low if self.high == AFTER_FIELDS else self.high  # a list continues its numbers from here
+        # The next item of a list gets a number after this field.
+        at = self.low if self.high == AFTER_FIELDS else self.high
         return Bounds(at, at)
 
 
@@ -118,7 +119,7 @@ class Overlay(dict[bytes, X], Generic[X]):
         """
         low, high, back = span
         theirs: tuple[bytes, Y] | None = None
-        field, used, version = None, True, -1  # nothing below is read before it is needed
+        field, used, version = None, True, -1  # the layer below is read only when its next field is needed
         while True:
             now = len(self) + 2 * self._dropped  # grows with each new and each dropped field
             if version != now:

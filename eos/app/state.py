@@ -524,7 +524,7 @@ class _Numbered(MapState[int, Any]):
             self._bounds = self._read_bounds(cells)
         if self._bounds.high == AFTER_FIELDS:
             next(self._entries(b"", None, back=True), None)
-        high = self._bounds.high  # the last number and a zero byte, or a number that is free again, or empty bytes
+        high = self._bounds.high  # the last number and a zero byte, or the first free number; b"" for an empty list
         field = self._compiled.field(self._compiled.decode_key(high[:8]) + len(high) - 8 if high else 0)
         self._seen.setdefault(field, _NO_VALUE)
         self._set(field, value)

@@ -225,7 +225,7 @@ class Handler:
             single = route.batch or route.concurrent or len(records) == 1
             self._first_output = (ended, txn.waited_s) if single else (began, waited_s)
         is_longest = self.longest is None or ended - began > self.longest.seconds
-        if is_longest and route.gives is None:  # a timer function has no records that could be handled one by one
+        if is_longest and route.gives is None:  # a slow timer function cannot be split into single records
             self.longest = TimedCall(route, records, ended - began)
         return fed
 

@@ -33,7 +33,8 @@ class _Unusual(Exception):
     """Reports a result that the caller must handle."""
 
 
-# Not `m.headers()`: CPython does not check that call for an exception that the method set while returning a result.
+# Not `m.headers()`: if a method written in C sets an exception but still returns a result, CPython does not notice the
+# exception in such a call. It does in this one.
 headers_of = operator.methodcaller("headers")
 
 
@@ -97,7 +98,7 @@ def feed_values(
                 and (target[2] is None or record.headers is _NO_HEADERS)
                 and 0 < record.timestamp < END_OF_TIME
             ):
-                # As below, without a call: most functions return bytes.
+                # The same as the branch below, without its call: most functions return bytes.
                 _put((target[0], result, record.key, -1, None, None, record.timestamp), produce, refused)
                 sent += 1
             else:

@@ -79,7 +79,7 @@ class Transaction:
         self._loop = loop
         # World.now(); after `until` no more records are handed out.
         self.began_at, self._until = began_at, until
-        # Timestamp of the first record that waited when the transaction began.
+        # Timestamp of the first record that was waiting when the transaction began.
         self.first_timestamp_ms = first_timestamp_ms
         self.phase = Phase.OPEN
         self.handling_s: float | None = None  # set once all records of the transaction are handled; see handling_until

@@ -48,7 +48,8 @@ class Shim:
         self._links_without_login: dict[Link, None] = {}  # links without a completed login, the oldest first
         self._addresses: dict[Link, str] = {}  # the addresses of all links, including those in their TLS handshake
         self._connections_by_address: Counter[str] = Counter()  # connections by address
-        self._handshakes: set[asyncio.Task[None]] = set()  # mostly TLS handshakes
+        # Tasks that open a link: TLS handshakes take most of their time.
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._warnings = LimitedWarnings("connection closed", "more connections closed")
         self._memory = MemoryBudget(settings.largest_frame + SHARED_BYTES, settings.most_connections)
         self._buffer = ReadBuffer()

@@ -163,8 +163,8 @@ class Lmdb:
 
 # RocksDB has one table for both. No value's name begins with this byte (eos/app/cells.py, folders.py).
 _NOTE = b"\xfe"
-# RocksDB soon compacts a file with this many deleted entries among this many neighbours. Until then a scan walks over
-# them.
+# RocksDB soon compacts a file in which _NEIGHBOURS adjacent entries include _DELETED deleted ones. Until then a scan
+# walks over the deleted entries.
 _NEIGHBOURS, _DELETED = 1_000, 500
 
 

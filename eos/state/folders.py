@@ -85,7 +85,8 @@ class InFolder:
     ) -> None:
         self._folder, self._lock = folder, lock
         self._timed = {store: _digest(store) for store in timed}
-        # No store has notes before these names. Without them RocksDB would walk over all deleted notes.
+        # By store: the name at or after which all its notes begin. A scan that starts there saves RocksDB from reading
+        # all deleted notes.
         self._oldest: dict[bytes, bytes] = {}
         self._identity = {
             "v": _FORMAT,

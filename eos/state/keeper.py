@@ -323,7 +323,8 @@ class Keeper:
     def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         if (route := self._routes.get(partition[0])) is None:
             return {}
-        task = self._tasks.get(partition)  # None: the first offset is committed before the changelog was read
+        # There is no task yet if the first offset of the partition is committed before its changelog was read.
+        task = self._tasks.get(partition)
         end = notes.UNSEEN if task is None else task.end
         partitions = self._fits[self._topics[partition[0]]].partitions
         return notes.make_offset_note(route, end, partitions).entries()

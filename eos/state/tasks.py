@@ -127,7 +127,7 @@ class Task(Layer):
                     break
                 if cell not in self.changed:
                     self.changed[cell] = None
-        self._rows = None  # the rows do not have these deletes
+        self._rows = None  # the cached rows do not contain these deletions
 
     def changelog_entries(self) -> Iterator[ChangelogEntry]:
         for cell, value in self.changed.items():

@@ -162,7 +162,8 @@ class Case:
             phase = Phase.AFTER_APPLY if self.error in _AFTER_APPLY else Phase.BEFORE_APPLY
             rules = [Rule(self.step, "error", phase, occurrence, times, error=self.error)]
         elif self.action == "late copy, then abort":
-            # H1: the copy ends the next transaction half done, and the client's abort then covers only a part of it.
+            # H1: the late copy ends the next transaction before all its records are written. The client's abort then
+            # covers only the rest of them.
             refusal = "ILLEGAL_GENERATION"
             abort = Rule("TxnOffsetCommit", "error", nth=occurrence + 1, error=refusal, transactional_id=id_pattern)
             rules = [simple["late copy"], abort]

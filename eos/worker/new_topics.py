@@ -25,7 +25,7 @@ from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 
 _ASK_S = 5.0
-_SOON_S = 0.5  # pause before the next check of a topic that not every broker knows yet
+_SOON_S = 0.5  # pause before the next check of a topic that some broker does not know yet
 _LOOKS = 20  # checks of a topic that lacks leaders, before it is checked only at the normal interval
 _REFRESH_MS = 300_000  # librdkafka's default, for new partitions
 
@@ -64,7 +64,7 @@ class NewTopics:
         self._interval_s = int(settings.get("topic.metadata.refresh.interval.ms", _REFRESH_MS)) / 1000
         self._arrived: deque[list[str] | ConfigurationError] = deque()
         self._warned: set[str] = set()
-        self._check_counts: Counter[str] = Counter()  # checks of topics that not every broker knew
+        self._check_counts: Counter[str] = Counter()  # how often each topic was checked and some broker did not know it
         self._check = Check(self._search, self._on_error)
 
     def now(self) -> list[str]:

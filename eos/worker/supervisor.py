@@ -211,7 +211,8 @@ class Supervisor:
         step = next_step(code, stopping)
         if step is NextStep.RESTART and not self._reloading.is_set():
             child.restarts_in_a_row = 1 if lived_s >= SETTLED_S else child.restarts_in_a_row + 1
-        # A worker killed by our own SIGTERM had no handler yet: it had begun nothing, and it stopped on request.
+        # Our own SIGTERM kills only a worker that has not set its signal handler yet. Such a worker had begun nothing,
+        # so its exit counts as a stop on request.
         asked = stopping and code == -signal.SIGTERM
         log_end = log.info if code == 0 or asked else log.warning
         then = self._describe_next(child, step)

@@ -134,7 +134,7 @@ class Watermarks:
         self._lock = threading.Lock()
         self._seen: dict[str, _Seen] = {}
         self._times: dict[Partition, int] = {}
-        # The answer whose end offset each partition has not reached yet.
+        # By partition: the last answer whose end offset this worker has not reached yet.
         self._pending: dict[Partition, _Seen] = {}
         self._queried_at = -math.inf  # World.now() when the last answered query began
         self._client: Any = None

@@ -55,7 +55,9 @@ class Worker(Listener):
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
-        if app.reads_several_topics:  # however many topics match now: all members must share one assignment strategy
+        # All members of the group must use the same assignment strategy, so it must not depend on how many topics a
+        # pattern matches now.
+        if app.reads_several_topics:
             self.settings = self.settings.with_multi_topic_assignment()
         ledger = Ledger() if self.settings["eos.lineage"] else None
         self._state_keeper: Keeper | None = None

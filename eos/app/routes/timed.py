@@ -130,7 +130,8 @@ class Timed:
         self._name, self._call, self._stores, self._timing = name, caller, stores, timing
         self._task_of = stores.task_of
         self._decode, self._made = decode, made
-        self._value_of = None if value_of is decode else value_of  # None: they get what the function gets
+        # None: the functions of `timing` get the value that the main function gets.
+        self._value_of = None if value_of is decode else value_of
         # With time= an output's timestamp is not the record's, which the hot loop would use.
         self._usual = made if timing.time is not None else make_hot_loop_finish(made, finish is not None, target)
         self._merge, self._once = merge, timing.once
@@ -229,7 +230,7 @@ class Timed:
         self._call.write(states, task)
         for one in states:
             if one._is_stored:
-                return  # its window is open, so it has its timer
+                return  # the window is open already, so its timer is set
         cell = _CLOSINGS + suffix
         if task.get(cell) is None:
             task.set_timer(cell, closes_ms)
@@ -333,10 +334,10 @@ class Fired:
     def _fire(self, record: Record, finish: Finish) -> Any:
         task, due, suffix = self._find(record)
         if task.due_ms(due.cell) != due.due_ms:
-            return _NOTHING  # a timer that fired just before it cleared or moved it
+            return _NOTHING  # the timer before this one has cleared or moved it
         timers = task.clock_timers if due.clock else task.timers
         if timers.least_set < due.due_ms:
-            raise TimersDue(due.due_ms)  # a timer that fired just before it has set an earlier one
+            raise TimersDue(due.due_ms)  # the timer before this one has set a timer that is due earlier than this one
         outputs, states = self._call(task, suffix, record, self._give(due, task), finish, is_periodic=True)
         self._clear(task, due)
         self._call.write(states, task)

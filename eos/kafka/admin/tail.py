@@ -119,7 +119,8 @@ def partition_offsets_or_errors(
     A client that is asked about a partition without a leader waits for that leader before it answers at all."""
     topic_partitions = [TopicPartition(topic, partition) for partition in partitions]
     latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-    low = _list_readable_offsets(client, topic_partitions, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
+    # Type: ignore[no-untyped-call].
+    low = _list_readable_offsets(client, topic_partitions, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
     # In this order: ends only grow, so the end can never be below the last stable offset.
     stable = _list_readable_offsets(client, topic_partitions, latest, IsolationLevel.READ_COMMITTED)
     end = _list_readable_offsets(client, topic_partitions, latest, IsolationLevel.READ_UNCOMMITTED)
@@ -358,7 +359,7 @@ def read_batches_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator
     while left := {partition: end for partition, end in ends.items() if reader.at(partition) < end}:
         before = {partition: reader.at(partition) for partition in left}
         got = reader.read()
-        # Checking each record costs 0.2 µs, so do it only once some may be at or after an end.
+        # A check of each record costs 0.2 µs. So check records only if some of them may lie at or after an end.
         whole = len(ends) == begun and all(reader.at(partition) <= end for partition, end in ends.items())
         yield got if whole else [seen for seen in got if seen.record.offset < ends.get(seen.record.partition, 0)]
         if got or any(reader.at(partition) > at for partition, at in before.items()):

@@ -57,8 +57,9 @@ class Watchdog:
             except BaseException as error:  # noqa: BLE001 - it is raised again on the calling thread
                 job.error = error
             job.done.set()
-            # This frame is in the error's traceback. A job left in it would form a reference cycle with the error and
-            # keep the producer alive until a garbage collection, which a worker keeps from running.
+            # The error's traceback refers to this frame. If the frame kept the job, the two would form a reference
+            # cycle. It would keep the producer alive until the next garbage collection, and a worker rarely collects
+            # garbage.
             del job
         self._idle = None  # breaks a reference cycle: the callback's owner may refer to this object
 

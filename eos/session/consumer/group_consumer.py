@@ -144,7 +144,7 @@ class GroupConsumer:
         try:
             self._subscribe()
         except KafkaException as error:
-            # Only a consumer with a fatal error refuses; the next poll would raise that error too.
+            # Only a consumer with a fatal error refuses to subscribe; the next poll would raise that error too.
             raise CallFailed("consume", Action.REJOIN, error) from error
 
     def close(self, leave: bool) -> None:
@@ -156,9 +156,9 @@ class GroupConsumer:
         try:
             guard.call(self.consumer.close, timeout_s=_CLOSE_S)
         except CallHung:
-            # Seen twice with librdkafka 2.16 (its issue 4884) after many interrupts: librdkafka was closing its group
-            # when the revocation callback called back into it to give up the partitions; that call never returns. The
-            # process is about to end anyway. (If the call waits with the interpreter's lock, nothing helps.)
+            # This happened twice with librdkafka 2.16 (its issue 4884) after many interrupts. librdkafka was closing
+            # its group, and the revocation callback called unassign(), which never returned. The process is about to
+            # end anyway. If the call holds the interpreter's lock while it waits, no thread of ours can run.
             log.warning("consumer close timed out", group=self.group, timeout_s=_CLOSE_S)
         except (KafkaException, RuntimeError) as error:
             log.debug("consumer close failed", error=describe_error(error), group=self.group)

@@ -39,9 +39,9 @@ class Pacing:
         self.aborts_in_a_row = 0
         self._recovers_from_timeout = False  # no transaction has been allowed `most` records since a timeout
         self._last_timed_out = False  # no transaction has committed since a timeout
-        self._records_of_few_bytes = 1  # inputs of _FEW_BYTES
+        self._records_of_few_bytes = 1  # how many input records together have _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
-        self._records_left_to_search = 0  # the refused record is among the next records, of this number; 0: no search
+        self._records_left_to_search = 0  # the refused record is among this many next records; 0: no search
         self._began_at = 0.0
         self._gathering_since = 0.0
         self._pause_until = 0.0

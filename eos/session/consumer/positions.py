@@ -208,7 +208,8 @@ class Positions(Generic[R]):
         taken one of each partition that is still owned. Waiting records of those partitions are dropped."""
         self._reduce_last_batch()
         targets = {p: offset for p, offset in self._begins.items() if p not in self._lost}
-        # A known end lies after records that will be fetched again: committing it now would skip them.
+        # Forget the known ends of these partitions. The records before an end will be fetched again, and a commit of
+        # the end would skip them.
         self._drop(targets)
         self._reset()
         self._next_fetch |= targets

@@ -87,8 +87,9 @@ class TransactionalIdOwnership:
         # Records that timed out make librdkafka take the next epoch by itself (KIP-360).
         if not fenced and not ownership.has_newer_epoch(producer.poll_identity(fresh=True) or mine, answer):
             return
-        # Without a group, an empty transaction that our late request began looks like a newer instance whose last
-        # transaction was aborted. A producer that is not fenced yet continues, as it would without this query.
+        # A late request of ours may have begun an empty transaction, which the broker aborted. Without a group this
+        # looks like a newer instance whose last transaction was aborted. A producer that is not fenced yet continues,
+        # as it would without this query.
         self._settle(producer, reason, empty_transaction_is_ours=True)
 
     def settle(self, producer: TransactionalProducer, reason: str) -> Owner:

@@ -41,8 +41,8 @@ _FRESH_S = 10.0  # wait for new statistics on a busy machine; an outdated epoch 
 _OVERDUE_S = 2.0  # how late statistics may be: on a busy machine a replacement takes longer
 _STATISTICS_POLL_S = 0.02
 # Pause before a transaction whose first request is AddOffsetsToTxn. If it arrives while the previous transaction's
-# markers are written, it is refused and sent again after retry.backoff.ms. On a busy machine that happened to 32 of 200
-# transactions back to back. With this pause it happened to 0 and 3 of 200.
+# markers are written, the coordinator refuses the request, and the client repeats it after retry.backoff.ms. On a busy
+# machine that happened to 32 of 200 transactions in a row. With this pause it happened to 0 and 3 of 200.
 _MARKERS_S = 0.010
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the delivery report of the record that made it fail
 
@@ -198,7 +198,7 @@ class TransactionalProducer:
         try:
             self._call(client, "init", client.producer.init_transactions, deadline=deadline)
         except CallFailed as failure:
-            if not (resumed and failure.action is Action.BUG):  # _STATE: the interrupted call had succeeded
+            if not (resumed and failure.action is Action.BUG):  # the error _STATE: the interrupted call had succeeded
                 self._initialising = None
                 raise
         self._initialising = None
@@ -327,8 +327,8 @@ class TransactionalProducer:
         self._machine.fire(Event.SEND)
         fed = feed(records, self)
         self._produced += fed.sent
-        # Delivery reports of successes call nothing back, but must be polled. Left to the flush, they would all be
-        # served while there is nothing to send.
+        # Reports of successful deliveries lead to no callback, but librdkafka keeps each report until it is polled.
+        # Poll them now: during the flush there would be nothing to send in the meantime.
         self.poll(0)
         return fed
 

@@ -147,7 +147,7 @@ class RetryEvidence:
     def add_statistics(self, now: Statistics) -> None:
         """Compare new statistics with the previous ones, and decide the undecided calls."""
         if now.eos.producer_epoch < 0:
-            return  # these were taken during the init, when connections still come and go
+            return  # emitted during the init, when connections open and close normally
         before, self._last_statistics = self._last_statistics, now
         self._compare(before, now)
         for call, (_, returned) in list(self._undecided.items()):
@@ -216,7 +216,7 @@ def _describe_connection_change(before: Statistics | None, now: Statistics) -> s
             return f"{name} was unknown before it"
     for name, old in before.brokers.items():
         if old.nodeid < 0 and name != COORDINATOR:
-            continue  # a bootstrap address: it only answers metadata queries, and may go
+            continue  # a bootstrap address: it only answers metadata queries, and may disappear
         if name not in now.brokers:
             return f"{name} is no longer known"
         new = now.brokers[name]

@@ -357,7 +357,7 @@ class ProtectJob(Job):
         self._accept(exchange, note.name)
         before = self.machine.state(note.name)
         following = self.machine.renew(note.name, note.virtual, exchange.connection.number)
-        if following is None:  # another request was faster, so the client must retry this one
+        if following is None:  # another request got the next identity first, so the client must retry this request
             return translate.init_response(
                 exchange.correlation_id, exchange.version, translate.NONE, CONCURRENT_TRANSACTIONS
             )
@@ -388,7 +388,8 @@ class ProtectJob(Job):
         except Refused:
             if exchange.version < _V2_CLIENT_VERSION:
                 raise
-            # A client that supports part 2 itself has identities that the shim has not seen.
+            # The client supports part 2 of KIP-890. The broker issued its identity with a response to EndTxn, so the
+            # shim does not know that identity.
             exchange.notes[self] = _Init(name, None)
             return frame
         exchange.notes[self] = _Init(name, virtual)

@@ -426,7 +426,8 @@ class Machine:
             for base in known.bases.values():
                 base.sequence, base.sent = (base.sequence + base.sent) % _SEQUENCES, 0
             return False
-        # The client abandons unanswered requests and reuses their sequences, so no connection stays trusted for them.
+        # The client abandons its unanswered Produce requests and uses their sequence numbers again. A late copy of such
+        # a request could pass as a new one, so no connection stays trusted for Produce requests.
         known.bases.clear()
         known.bases_known = False
         known.revoked = True

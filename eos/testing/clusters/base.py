@@ -67,7 +67,8 @@ class Cluster(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    # The operations of a backend. `i` is checked, and the fault does not exist yet (or, to end it, exists).
+    # The operations of a backend. The caller has checked that node `i` exists, that a fault to be caused does not exist
+    # yet, and that a fault to be ended exists.
 
     @abstractmethod
     def server(self, i: int) -> str:
