@@ -82,7 +82,7 @@ class PlainTransaction:
         self._producer, self._to_public_error, self._sends_offsets = producer, public, sends_offsets
         self.producer_reinitialised = False
         self.ended = False
-        """True once its block has ended, so that the producer's open transaction is another one."""
+        """True once the block has ended. If the producer then has an open transaction, it is another one."""
         self.failure: CallFailed | None = None
         """The error of a failed send, after which the transaction cannot be committed."""
         self.failed_topic = ""

@@ -215,9 +215,8 @@ class Attempt:
         return progress
 
     def _look_for_marker(self) -> Marker | None:
-        """Return the marker, possibly while other instances are at work.
-
-        Return None if there is none, or if its transaction is still open.
+        """Return the marker. Other instances may be writing meanwhile, so return None also if the transaction of the
+        marker is still open.
         """
         try:
             return self._find_marker()
@@ -261,7 +260,8 @@ class Attempt:
         return min(_DRIVER_SHARES * of_each, limit // 2) if limit else _DRIVER_SHARES * of_each
 
     def _partitions(self, targets: Sequence[Target], gathered: pa.RecordBatch | None) -> list[tuple[str, int]]:
-        """Return the partitions that the transaction writes, as far as known: each of them gets a control record."""
+        """Return the partitions to add to the transaction. They should be the ones that get rows, as far as these are
+        known, because each added partition gets a control record."""
         used = range(len(targets)) if gathered is None else sorted(targets_of(gathered) & set(range(len(targets))))
         partitions = [(targets[number].topic, targets[number].partition) for number in used]
         if self._batch.key is not None:

@@ -89,7 +89,7 @@ class Claims:
 
     @property
     def poison(self) -> str | None:
-        """Return why the current epoch must not be committed, or None if it may be."""
+        """Return why the current epoch must not be committed, or None if it may be committed."""
         with self._lock:
             return self._refusal_reason
 

@@ -157,8 +157,8 @@ class PartitionWriter:
     def _send_again(self, reason: str) -> None:
         """Resend until the oldest unacknowledged batch is acknowledged.
 
-        Later batches were refused for their sequence, or are unacknowledged themselves. All are sent again in order;
-        the broker recognises those that it already has.
+        The broker refused the later batches for their sequence numbers, or has not acknowledged them either. All are
+        sent again in order; the broker recognises batches that it already has.
         """
         deadline = time.monotonic() + self._delivery_timeout_s
         backoff = _BACKOFF_S

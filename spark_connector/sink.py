@@ -140,9 +140,9 @@ def exactly_once_write(
 
     With `batch_id`, a call whose (transactional_id, batch_id) was written before writes nothing and returns the number
     of rows of that write, however long ago it was. With `remember_days` a write deletes the markers of older batch_ids,
-    so that they (some 200 bytes each) do not accumulate; one of those batch_ids would be written again. Without a
-    batch_id, after an exception the rows may be in Kafka only if it says that the commit's answer never came. All other
-    arguments and errors are as for `exactly_once_sink`.
+    so that they (some 200 bytes each) do not accumulate; one of those batch_ids would be written again. After an
+    exception of a call without a batch_id, the rows may be in Kafka only if the message says that the commit was not
+    answered. All other arguments and errors are as for `exactly_once_sink`.
     """
     sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression))
     key = None if batch_id is None else sink_key(transactional_id, batch_id)
@@ -160,9 +160,9 @@ def exactly_once_write(
 class _WriteOnceGuard:
     """Ensures that a sink writes once in a micro-batch of one run of a query.
 
-    A second call would find the marker of the first, and its rows would count as written. The same holds for another
-    sink with the same id, in the same process or after a restart. A call in another thread waits here for the first
-    one. A later run of the query does not wait.
+    A second call in the micro-batch would find the marker of the first one, and its rows would count as written
+    although they are not. The same holds for another sink with the same id, in the same process or after a restart. A
+    call in another thread waits until the first call ends, and is then refused. A later run of the query does not wait.
     """
 
     _latest: ClassVar[dict[tuple[frozenset[str], str], _WriteOnceGuard]] = {}
@@ -175,7 +175,7 @@ class _WriteOnceGuard:
 
     @classmethod
     def of(cls, bootstrap_servers: str, transactional_id: str, run: str) -> _WriteOnceGuard:
-        """Return the instance of this sink and run; the order of `bootstrap_servers` does not matter."""
+        """Return the guard of this sink and run; the order of `bootstrap_servers` does not matter."""
         key = frozenset(server.strip() for server in bootstrap_servers.split(",")), transactional_id
         with cls._making:
             latest = cls._latest.get(key)
@@ -341,7 +341,7 @@ class _Sink:
         return self._server
 
     def _disconnect(self) -> None:
-        """Close the connection, since its knowledge of the cluster may be outdated."""
+        """Close the connection, because its knowledge of the cluster may be outdated."""
         if self._connected is not None:
             self._connected.wire.close()
             self._connected = None

@@ -98,7 +98,8 @@ def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordB
 
 
 def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[], wire.Wire]) -> Result | None:
-    """Write PACKED rows, in a task or, for a small batch, in the driver; return None and claim nothing without rows."""
+    """Write PACKED rows, in a task or, for a small batch, in the driver. Without rows, claim nothing and return
+    None."""
     started = time.monotonic()
     share: _Share | None = None
     rows = 0
@@ -216,7 +217,7 @@ class _Share:
         self._wait(_IN_FLIGHT_REQUESTS, _IN_FLIGHT_BYTES)
 
     def _wait(self, most_requests: int, most_bytes: int) -> None:
-        """Wait until no more than these are in flight."""
+        """Wait until at most this much is in flight."""
         while self._in_flight:
             writers = self._in_flight.values()
             if (

@@ -52,8 +52,8 @@ class Partition(NamedTuple):
 
 class Wire:
     """Connects to a cluster. `connection`: the settings needed to connect, by Kafka's names (Settings.connection).
-    Unlike kafka-python's form of them (a TLS context) they can be sent to executors. `request_timeout_ms`: for one
-    request.
+    These settings can be sent to executors, unlike kafka-python's TLS context. `request_timeout_ms`: the time limit of
+    one request.
     """
 
     def __init__(
@@ -200,7 +200,8 @@ class Wire:
     def retry_until_answered(self, what: str, attempt: Callable[[], T | None], timeout_s: float) -> T:
         """Call `attempt` until it returns an answer, and return that answer.
 
-        None and Broken lead to another call until the deadline. Raises Unreachable with `what` and the last reason.
+        If `attempt` returns None or raises Broken, it is called again until the deadline. Raises Unreachable with
+        `what` and the last reason.
         """
         deadline = time.monotonic() + timeout_s
         backoff, reason = BACKOFF_S, "no answer"

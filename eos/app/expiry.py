@@ -1,8 +1,8 @@
 """Expires state: a value of a store with a time-to-live expires that long after its last write.
 
 The clock is the task's own time: the latest timestamp of its records so far. So the same records expire the same
-values, whenever they are handled. Such a value starts with the time of its write. The function does not see this
-prefix, and the changelog does not contain it: there the time is the record's timestamp.
+values, whenever they are handled. In memory and on disk, the time of the write precedes such a value. The function does
+not see this prefix. The changelog does not contain it either: there the time is the record's timestamp.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class Span(NamedTuple):
 class Bounds(NamedTuple):
     """Holds the range of a row's live fields, from `low` (included) to `high` (excluded); empty if `low` >= `high`.
 
-    Bounds are kept in memory. A scan within them does not read deleted and expired entries again and again if a row is
-    deleted from one end. Bounds that are too wide only cost time.
+    Bounds are kept in memory. If entries are deleted from one end of a row, a scan within the bounds does not read the
+    deleted entries again and again. Bounds that are too wide only cost time.
     """
 
     low: bytes = b""
@@ -115,7 +115,7 @@ class Overlay(dict[bytes, X], Generic[X]):
     def merged_with(self, below: Iterator[tuple[bytes, Y]], span: Span) -> Iterator[tuple[bytes, X | Y]]:
         """Yield fields and values in the order of the span, with the changes in place of the entries below.
 
-        Changes made during the iteration appear if they lie ahead.
+        A change made during the iteration appears if its field comes later in the order.
         """
         low, high, back = span
         theirs: tuple[bytes, Y] | None = None
@@ -154,7 +154,7 @@ class Layer:
         return self.changed[cell] if cell in self.changed else self._below.get(cell)
 
     def put(self, cell: bytes, value: Value) -> None:
-        """Change a cell of a row that is never read in order."""
+        """Set or delete a cell. Only for rows that are never read in order; `write` changes the others."""
         if value is None and self._is_new(cell):
             del self.changed[cell]
         else:

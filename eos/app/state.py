@@ -50,7 +50,7 @@ class Cells(LowerCells, Protocol):
     """Gives access to the values of one task (a function and a partition), as the open transaction sees them."""
 
     def put(self, cell: bytes, value: Value) -> None:
-        """Change a cell of a row that is never read in order."""
+        """Set or delete a cell. Only for rows that are never read in order; `write` changes the others."""
 
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
         """Change fields of a row. `bounds`: the row's bounds with these changes; None: they are unknown."""
@@ -80,7 +80,7 @@ class TaskCells(Cells, Protocol):
     def set_timer(self, cell: bytes, due_ms: int | None) -> None: ...
 
     def at(self, timestamp_ms: int) -> int:
-        """Return the task's time with one more record, whose timestamp may be unknown (-1)."""
+        """Return what the task's time will be after one more record, whose timestamp may be unknown (-1)."""
 
 
 class Store(NamedTuple):
@@ -95,7 +95,7 @@ class Store(NamedTuple):
     ttl_ms: int | None = None
     """How long a value lives after its last write."""
     was: str | None = None
-    """The name that it was first stored under, if that is another one."""
+    """The name under which the state was first stored, if it had another name then."""
 
     @property
     def is_kept(self) -> bool:
@@ -109,7 +109,7 @@ class Store(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """Return the kind of state that decides how its cells are named, whatever its values are."""
+        """Return the kind of state as text. The kind decides the names of the cells, independently of the values."""
         return f"MapState[{self.annotations[0].__name__}]" if self.kind is MapState else self.kind.__name__
 
 
@@ -138,7 +138,7 @@ class _KeyedState:
     _cells: Cells | None
 
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
-        """Create the state of one key; `rest` is the part of the row's name that the key gives."""
+        """Create the state of one key; `rest` is the part of the row's name that comes from the key."""
         self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
 
     def _close(self) -> None:
@@ -184,8 +184,8 @@ class _KeyedState:
     def _encode_value(self, value: Any, before: object) -> bytes | None:
         """Return the value's bytes; None if it is absent.
 
-        Raises TypeError for a value that could not be decoded again, unless it is unchanged: it would end the worker at
-        the next record of its key.
+        Raises TypeError for a changed value that could not be decoded again, because the next record of its key would
+        end the worker.
         """
         if value is _ABSENT:
             return None
@@ -561,13 +561,13 @@ FIELDS: Final[Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]
 
 
 def _remember_default(defaults: list[Default], default: Any) -> None:
-    """Remember the default, which the function may change in place from now on."""
+    """Remember a default that the function may change in place from now on."""
     if all(given is not default for given, _ in defaults):
         defaults.append((default, _fingerprint(default)))
 
 
 def _take_changed(store: Store, defaults: list[Default], value: Any) -> Any:
-    """Return the value, or the default that was changed in place if there was no value; that default is then taken."""
+    """Return the value. If there is none, return the default that was changed in place, and forget that default."""
     changed = [offer for offer in defaults if _fingerprint(offer[0]) != offer[1]]
     if not changed:
         return value

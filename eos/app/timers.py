@@ -90,7 +90,7 @@ class TimerQueue(Protocol):
 
 
 def timer_cell(clock: bool, suffix: bytes, name: bytes) -> bytes:
-    """Return the cell of a timer; `suffix` is the part of a row's name that the key gives."""
+    """Return the cell of a timer; `suffix` is the part of a row's name that comes from the key."""
     return _PREFIXES[clock] + suffix + name
 
 
@@ -116,8 +116,8 @@ class Timers:
     def __init__(self, names: Collection[str], task: TimedTask, suffix: bytes, base_ms: int, is_periodic: bool) -> None:
         """Create the timers of one key.
 
-        `base_ms`: the time from which `after=` counts. `is_periodic`: of a timer function, so that `base_ms` is a due
-        time.
+        `base_ms`: the time from which `after=` counts. `is_periodic`: a timer function gets these timers, so `base_ms`
+        is a due time.
         """
         self._names, self._suffix, self._base_ms, self._is_periodic = names, suffix, base_ms, is_periodic
         self._task, self._is_open = task, True
@@ -210,7 +210,8 @@ def check_timer_name(name: object) -> str:
 
 
 class DueTimer(NamedTuple):
-    """Names a timer that is due. `stored_key`: the key under which its state is kept, of the window if it has one."""
+    """Names a timer that is due. `stored_key`: the key under which the state is kept. If the function has windows, this
+    is the window's key."""
 
     cell: bytes
     due_ms: int

@@ -76,8 +76,8 @@ class Feeds(Protocol):
     def is_over(self) -> bool: ...
 
     def count(self, *, skipped: int = 0, dead_letters: int = 0, late: int = 0, duplicates: int = 0) -> None:
-        """Count records that the policies skipped or sent to a dead-letter topic, late ones and duplicates, for when
-        the transaction commits."""
+        """Count skipped records, dead letters, late records and duplicates. The counts take effect if the transaction
+        commits."""
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult: ...
 
@@ -232,7 +232,7 @@ class Handler:
     # ---- notifications from the session -------------------------------------------------------------------------
 
     def begun(self) -> None:
-        """Note that a transaction has begun, without outputs so far."""
+        """Record the begin of a transaction, which has no outputs yet."""
         self.longest = self._first_output = None
         self._last_fired = []
 
@@ -243,11 +243,11 @@ class Handler:
             self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
 
     def unreadable(self, position: Position, why: str) -> None:
-        """Note that this record was fetched but cannot be read, so that its function does not get it."""
+        """Mark a fetched record as unreadable, so that its function does not get it."""
         self._isolated[position] = DecodeError(why)
 
     def refused(self, record: Record, failure: Exception) -> None:
-        """Note that an output of the record was refused. The transaction aborts, and all of its records are handed out
+        """Mark the record as having a refused output. The transaction aborts, and all of its records are handed out
         again."""
         position = _position(record)
         error: Exception = (DeadLetterRefused if position in self._dead_lettered else RecordRefused)(str(failure))
@@ -259,7 +259,7 @@ class Handler:
         self._fires_one_at_a_time = True
 
     def refused_of_timers(self, failure: Exception) -> bool:
-        """Note that an output of timers in the aborted transaction was refused. Return whether it had fired any
+        """Record that an output of timers was refused in the aborted transaction, and return whether it had fired
         timers."""
         if self._last_fired and self._fires_one_at_a_time:
             self._fires_one_at_a_time = False
@@ -350,7 +350,7 @@ class Handler:
     # ---- timers ---------------------------------------------------------------------------------------------------
 
     def has_due_timers(self) -> bool:
-        """Return whether timers are due although no record waits."""
+        """Return whether timers are due while no record waits."""
         return any(True for _ in self._find_due_tasks())
 
     def fire_waiting(self, txn: Feeds) -> Halt | None:

@@ -29,13 +29,14 @@ class SliceSizes:
         return self.together(route, self._slice_size)
 
     def together(self, route: Route | None, single: int) -> int:
-        """Return how many records of a route run at once; `single` if its function takes one record at a time."""
+        """Return how many records of a route run at once. `single`: the number for a function that takes one record at
+        a time."""
         if route is not None and route.batch:
             return self.batch_most
         return self._concurrent_most if route is not None and route.concurrent else single
 
     def adapt(self, took_s: float, size: int) -> None:
-        """Note that a slice of `size` records took `took_s`."""
+        """Adapt the size of the next slices after a slice of `size` records took `took_s`."""
         if took_s < _TARGET_S and size >= self._slice_size:
             self._slice_size = min(_LARGEST, self._slice_size * 2)
         elif took_s > 2 * _TARGET_S:

@@ -60,7 +60,7 @@ class SlowFunctions:
         return bool(self._one_by_one)
 
     def note_in_time(self, record: Record, owned: Collection[Partition]) -> None:
-        """Note that this record ran alone and in time, and forget partitions that the group has taken away."""
+        """Record that this record ran alone and in time, and forget partitions that the group has taken away."""
         place = record.topic, record.partition
         self._one_by_one = {
             p: last for p, last in self._one_by_one.items() if p in owned and not (p == place and record.offset >= last)
@@ -74,7 +74,8 @@ class SlowFunctions:
     def find_slow(self, records: list[Record], owned: Collection[Partition]) -> int | None:
         """Return the index of the first record that was too slow before; None if there is none.
 
-        `owned`: entries of other partitions are kept, or two members would pass a slow record back and forth for ever.
+        `owned`: the partitions of this member. Entries of other partitions are kept: otherwise two members could pass a
+        slow record back and forth for ever.
         """
         if self._slow.keys().isdisjoint(owned):
             return None
@@ -93,7 +94,7 @@ class SlowFunctions:
     # ---- a call that was too slow -----------------------------------------------------------------------------------
 
     def note_slow(self, who: Mapping[str, object], route: Route, records: list[Record], took_s: float) -> None:
-        """Note that these records of one function took too long. `who`: log fields that name the transaction."""
+        """Record that these records of one function took too long. `who`: log fields that name the transaction."""
         is_group = route.batch or route.concurrent
         sentence = self._sentence(route, records, took_s)
         self._note(_Attempt(sentence, who, spans_of(records), is_one_call=True, is_group=is_group))
@@ -101,7 +102,7 @@ class SlowFunctions:
     def note_slow_together(
         self, who: Mapping[str, object], names: Sequence[str], records: list[Record], took_s: float
     ) -> None:
-        """Note that these records of several functions took too long together; next time each runs alone."""
+        """Record that these records of several functions took too long together. Next time each runs alone."""
         limits, remedy = self._limits(took_s)
         sentence = f"{_took(', '.join(names), records, took_s)}, longer than {limits}: {remedy}"
         self._note(_Attempt(sentence, who, spans_of(records), is_one_call=False, is_group=False))
@@ -113,7 +114,7 @@ class SlowFunctions:
     # ---- the outcome of its transaction -----------------------------------------------------------------------------
 
     def ended(self, is_committed: bool, committed: Mapping[Partition, int]) -> None:
-        """Note how the open transaction ended. `committed`: next offsets, where they are known."""
+        """Record how the open transaction ended. `committed`: next offsets, where they are known."""
         attempts, self._attempts = self._attempts, {}
         if not is_committed:
             for attempt in {id(attempt): attempt for attempt in attempts.values()}.values():
@@ -127,7 +128,7 @@ class SlowFunctions:
             raise ConfigurationError(self._attempt_lost_twice.sentence)
 
     def _note_loss(self, attempt: _Attempt) -> None:
-        """Note that a call's transaction was lost; the second loss of a record is the function's fault.
+        """Record that a call's transaction was lost. The second loss of a record is the function's fault.
 
         If a single-record function had several records in that transaction, the loss does not show which one is slow.
         They are handled again one by one.

@@ -66,7 +66,7 @@ class Loop:
     # ---- turns ------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Note that the loop is entered, or entered again after its body was left."""
+        """Record that the loop is entered, or entered again after its body was left."""
         if not self._is_stopping_in_turn:
             with self._turn():
                 if self._open is not None:

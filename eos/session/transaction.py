@@ -105,12 +105,13 @@ class Transaction:
         self.phase = Phase.COMMITTING
 
     def mark_aborted(self, during_body: bool = False) -> None:
-        """Note that it was aborted, unless its commit was started. `during_body`: the loop's body still uses it."""
+        """Mark the transaction as aborted, unless its commit was started. `during_body`: the loop's body still uses
+        it."""
         if self.phase is not Phase.COMMITTING:
             self.phase = Phase.GIVEN_UP if during_body else Phase.ABORTED
 
     def count(self, sent: int = 0, skipped: int = 0, dead_letters: int = 0, late: int = 0, duplicates: int = 0) -> None:
-        """Add to its counts, which `Counters` gets if it commits."""
+        """Add to the transaction's counts. `Counters` gets them if the transaction commits."""
         self.sent += sent
         self.skipped += skipped
         self.dead_letters += dead_letters

@@ -62,19 +62,19 @@ class LinkObserver(Protocol):
     """Receive the events of a link."""
 
     def link_opened(self, link: Link) -> None:
-        """Note that the client has connected and has completed its TLS handshake, if any."""
+        """Record that the client has connected, after its TLS handshake if it uses TLS."""
 
     def link_needs_broker(self, link: Link) -> None:
         """Connect to the broker: the client's first request has begun."""
 
     def link_logged_in(self, link: Link) -> None:
-        """Note that the broker has answered a request that needs a login where the broker requires one."""
+        """Record that the broker answered a request that needs a login, if the broker requires logins."""
 
     def link_failed(self, link: Link, sender: str, error: Exception) -> None:
         """Report invalid bytes that end the link. `sender` is "client" or the broker's name."""
 
     def link_closed(self, link: Link) -> None:
-        """Note that both sides are closed."""
+        """Record that both sides are closed."""
 
 
 class Link:

@@ -85,7 +85,7 @@ class MemoryAccount:
             self._memory.count(self)
 
     def start_request(self) -> None:
-        """Note that a new request has begun."""
+        """Record that a new request has begun."""
         self._memory.start_request(self)
 
     def close(self) -> None:

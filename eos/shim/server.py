@@ -231,7 +231,8 @@ class Shim:
             await asyncio.sleep(0)  # give existing connections a turn
 
     def _refusal_reason(self, address: str) -> str | None:
-        """Return why a new connection must be refused, or None. A connection without a login may be closed for it."""
+        """Return why a new connection must be refused, or None. To accept the new one, an older connection without a
+        login may be closed."""
         most, of_one = self.settings.most_connections, self.settings.limit_per_address
         if self._connections_by_address[address] >= of_one and not self._close_oldest_without_login(address):
             return f"{of_one} connections from {address} are open (--max-connections-per-address)"
@@ -284,7 +285,8 @@ class Shim:
         self._check_timeout(link)
 
     def _check_timeout(self, link: Link) -> None:
-        """Close a link that is idle or has not completed its login in time, or check again when it could be."""
+        """Close a link that is idle or has not completed its login in time. Otherwise check again when its time limit
+        ends."""
         if link.timeout_check is not None:
             link.timeout_check.cancel()
         settings, loop = self.settings, asyncio.get_running_loop()
@@ -336,7 +338,8 @@ class Shim:
         return all(endpoint in self._unreachable for endpoint in self.address_book.endpoints)
 
     async def _wait_for_a_broker(self) -> None:
-        """Try all brokers until one is reachable: a load balancer that reads /readyz may send no clients meanwhile."""
+        """Try all brokers until one is reachable. A load balancer that reads /readyz may send no clients until then, so
+        no client would cause an attempt."""
         while self._none_reachable:
             await asyncio.sleep(_TRY_AGAIN_S)
             await asyncio.gather(*map(self._try_broker, self.address_book.endpoints))

@@ -33,7 +33,7 @@ class Engine(Protocol):
     folder: str
     """The name of the engine's folder inside a task's folder."""
     files: int
-    """The number of files that it usually has open."""
+    """The number of files that the engine usually has open."""
 
     def __init__(self, path: Path, memory_bytes: int) -> None:
         """Open the engine's folder. Raise EngineFailed if it cannot be read."""

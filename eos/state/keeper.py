@@ -151,10 +151,9 @@ class Keeper:
         return found
 
     def times(self) -> list[tuple[str, int, int, int]]:
-        """Return for each function that uses time its name, the least time of its tasks, and how many timers are set
-        and due.
-
-        The time is in ms since the epoch; 0: no task had a record. At most 1,000 due timers are counted per task.
+        """Return the name of each time-based function, the least time of its tasks, its number of timers and its number
+        of due timers. The time is in ms since the epoch; 0: no task had a record. At most 1,000 due timers are counted
+        per task.
         """
         found = []
         for source, route in self._routes.items():

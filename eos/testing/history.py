@@ -83,7 +83,8 @@ class Log:
         return Inputs(topics=self.topics, topic=self.topic, partition=self.partition, offset=self.offset)
 
     def outputs(self) -> Outputs:
-        """Return the records as the checker's outputs, by the stamps in the requested header, else before the values.
+        """Return the records as the checker's outputs. The stamps are in the requested header or, without a header, at
+        the start of the values.
 
         Raises ValueError naming the first record without a stamp.
         """
@@ -161,7 +162,7 @@ def committed_offsets(
     *,
     timeout_s: float = NO_PROGRESS_S,
 ) -> dict[Partition, int]:
-    """Return the group's stable committed offsets where there is one, as `committed_with_metadata` does."""
+    """Return the group's stable committed offsets without metadata; otherwise the same as `committed_with_metadata`."""
     found = committed_with_metadata(bootstrap, group, topics, config, timeout_s=timeout_s)
     return {partition: offset for partition, (offset, _) in found.items()}
 

@@ -61,7 +61,7 @@ class IdlePartitions:
         return 0 if end != found[0] or known_ms < since_ms + idle_ms else int(known_ms) - idle_ms
 
     def _request_end(self, partition: Partition) -> None:
-        """Have the watcher query the end of this partition, unless a query runs."""
+        """Let the watcher query the end of this partition, unless a query runs already."""
         assert self._watcher is not None, "started with its worker"
         with self._lock:
             if self._error is not None:

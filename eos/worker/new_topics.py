@@ -143,7 +143,8 @@ class NewTopics:
         return min(_SOON_S, self._interval_s) if soon else self._interval_s
 
     def _may_become_readable(self, topics: Collection[str]) -> bool:
-        """Return whether one of these topics, unknown to a broker or without a leader, may be readable soon."""
+        """Return whether one of these topics may become readable soon. They are unknown to a broker or lack a
+        leader."""
         for topic in topics:
             self._check_counts[topic] += 1
             if self._check_counts[topic] == _LOOKS:

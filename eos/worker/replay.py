@@ -75,7 +75,7 @@ class Settler(Protocol):
         """Return the dead letter's new result after Kafka refused one of its outputs."""
 
     def committed(self) -> None:
-        """Note that everything settled until now is committed."""
+        """Record that all dead letters settled until now are committed."""
 
 
 class _Dropping:
@@ -91,7 +91,7 @@ class _Dropping:
 DROPPING: Settler = _Dropping()
 
 Choose = Callable[[DeadLetter], DeadLetter | None]
-"""Returns the dead letter to settle, possibly with corrections, or None if it keeps waiting."""
+"""Returns the dead letter to settle, possibly with corrections, or None if the dead letter stays pending."""
 
 
 def choose_all(letter: DeadLetter) -> DeadLetter:

@@ -401,9 +401,10 @@ def _code_words(code: int) -> str:
 
 
 class PrefixedStream:
-    """Writes whole lines to a text stream, each with `prefix`, so that lines of workers do not mix.
+    """Writes whole lines to a text stream, each after `prefix`, so that the lines of several workers do not mix.
 
-    A closed reader is not an error: a line that cannot be written must not fail the record that wrote it.
+    If the reader has closed the stream, lines are dropped without an error: a print() in a function must not fail its
+    record.
     """
 
     def __init__(self, stream: IO[str], prefix: str) -> None:

@@ -180,7 +180,7 @@ class Worker(Listener):
         return [] if self._state_keeper is None else self._state_keeper.sizes()
 
     def times(self) -> list[tuple[str, int, int, int]]:
-        """Return the name, event time in ms, number of timers and number of due timers of each function with time."""
+        """Return the name, event time in ms, number of timers and number of due timers of each time-based function."""
         return [] if self._state_keeper is None else self._state_keeper.times()
 
     # ---- notifications from the session -----------------------------------------------------------------------
@@ -196,8 +196,8 @@ class Worker(Listener):
         self.on_tick()
 
     def may_finish(self) -> bool:
-        """Wait until functions that read topics of other functions have closed the windows that the whole input
-        closes."""
+        """Return whether the run may finish: functions that read topics of other functions have closed all windows that
+        the whole input closes."""
         if self._reached is None:
             return True
         if any(self.session.find_end(partition) is None for partition in self.session.assignment):
@@ -310,10 +310,8 @@ class Worker(Listener):
             self._sizes.adapt(ended - began, len(batch))
 
     def _isolate_slow(self, batch: list[Record], known: int, first: bool) -> int:
-        """Return how many of these records to handle in this transaction.
-
-        Those are all records before the known slow one, which is then called alone in a transaction of its own, before
-        any output.
+        """Return how many of these records to handle in this transaction: all records before the known slow one. The
+        slow record is then handled alone in a transaction of its own, in which nothing was sent before.
         """
         if known or not first:
             return known
@@ -321,12 +319,14 @@ class Worker(Listener):
         return min(len(run), self._sizes.together(route, 1))
 
     def _resume_pause(self) -> None:
-        """Continue a wait before a retry that an abort or a stop ended early; a stop must not use up a retry."""
+        """Wait for the rest of a pause before a retry, which an abort or a stop ended early. A stop must not use up a
+        retry."""
         if not self.session.stop_requested:
             self.session.pause(self._retry_at - self._world.now())
 
     def _note_slow(self, batch: list[Record], open_s: float, took_s: float) -> None:
-        """Report a call that was too slow: in a slice of several calls the longest, if it alone was too slow."""
+        """Report a call that was too slow. Of several calls in a slice, report the longest one if it alone was too
+        slow."""
         who, longest = self.session.who(), self._handler.longest
         routes = {self.app.routes[record.topic] for record in batch}
         if self._single_route is not None or len(batch) == 1:

@@ -126,8 +126,9 @@ class Route:
         merge: Callable[..., object] | None = None,
     ) -> None:
         """Compile the function. `passing`: the names of the headers that outputs copy from their input, see `bind`.
-        `gives`: what the first parameter of a timer function gets; None for other functions. `timer_names`: the timers
-        that have a function, which a function shares with its timer functions. `merge`: see App.on_merge.
+        `gives`: what the first parameter of a timer function gets; None for other functions. `timer_names`: the names
+        of the timers that have a function; a function and its timer functions get the same names. `merge`: see
+        App.on_merge.
         """
         self.passing, self.stores, self.with_record = passing, stores, with_record
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
@@ -213,7 +214,7 @@ class Route:
         """Return the same route for one engine.
 
         Outputs get the input's headers with the `passing` names, unless an Out has its own header of that name. A batch
-        function's outputs have no single input and get none. `cells_of`: returns the cells with its state.
+        function's outputs have no single input and get none. `cells_of`: returns the cells that hold its state.
         """
         parts = {part: getattr(self, part) for part in self._PARTS}
         return Route(**(parts | {"passing": frozenset(passing), "cells_of": cells_of}))

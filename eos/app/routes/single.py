@@ -33,7 +33,8 @@ class UnusualOutputs(list[Send]):
 
 
 def make_finish(normalise: Normalise, encoder: Callable[[Any], Any] | None) -> Callable[[Record, Any], Sequence[Send]]:
-    """Return a function that makes the outputs from a result; `encoder` is the user's own, if there is one."""
+    """Return a function that turns a result into outputs; the user's own `encoder` encodes the result first, if there
+    is one."""
 
     def made(record: Record, result: Any) -> Sequence[Send]:
         return normalise(record, result if encoder is None else encoder(result))
@@ -44,7 +45,8 @@ def make_finish(normalise: Normalise, encoder: Callable[[Any], Any] | None) -> C
 def make_hot_loop_finish(made: Finish, is_encoded: bool, target: Target | None) -> Finish:
     """Return a Finish that leaves results of the usual types to the hot loop, and makes UnusualOutputs of all others.
 
-    `made` makes the outputs; `is_encoded`: by an encoder of the user's, which the hot loop does not call.
+    `made` turns any result into outputs. `is_encoded`: the user's own encoder encodes all results, and the hot loop
+    does not call it, so all outputs are UnusualOutputs.
     """
 
     def usual(record: Record, result: Any) -> bytes | UnusualOutputs | None:

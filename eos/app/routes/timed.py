@@ -346,7 +346,8 @@ class Fired:
         return outputs
 
     def discard(self, record: Record) -> None:
-        """Clear a timer whose function failed, with the state of its window: its error policy goes on without it."""
+        """Clear a timer whose function failed, with the state of its window. The error policy then continues without
+        the timer."""
         task, due, suffix = self._find(record)
         self._clear(task, due)
         if due.window is not None:

@@ -64,9 +64,9 @@ def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT
 def abort_open_transactions(admin: ClusterAdmin, transactional_ids: Sequence[str], world: World = REAL) -> None:
     """Abort the transactions that a killed predecessor left open under these ids, before this process's init.
 
-    Only saves time, because the init would do the same. The init's first answer would be CONCURRENT_TRANSACTIONS, and
-    librdkafka then waits a fixed 500 ms before it retries (rdkafka_idempotence.c), once or twice for each id: measured
-    0.56 or 1.02 s, where a coordinator takes some 10 ms.
+    This only saves time, because the init would do the same. The init's first answer would be CONCURRENT_TRANSACTIONS,
+    and librdkafka then waits a fixed 500 ms before it retries (rdkafka_idempotence.c), once or twice for each id:
+    measured 0.56 or 1.02 s, where a coordinator takes some 10 ms.
     """
     deadline = world.now() + _LEFT_OPEN_S
     ended: set[str] = set()

@@ -175,7 +175,8 @@ def _list_offsets(
 def _list_readable_offsets(
     client: Any, topic_partitions: list[TopicPartition], spec: Any, level: IsolationLevel
 ) -> dict[int, int | Unavailable]:
-    """Return first or end offsets, with Unavailable in place of a negative one, which cannot be read to."""
+    """Return first or end offsets. In place of a negative offset, up to which nothing can be read, return
+    Unavailable."""
     found = _list_offsets(client, topic_partitions, spec, level)
     for partition, offset in found.items():
         if isinstance(offset, int) and offset < 0:
@@ -205,10 +206,8 @@ class _PartitionReader:
     visible: set[int] = field(default_factory=set)  # offsets that the committed reader returned
 
     def marked(self, stable: Callable[[], int]) -> Iterator[MarkedRecord]:
-        """Yield the records whose mark is known, in order. `stable` is called only if the committed reader has not
-        passed them.
-
-        `stable` returns the last stable offset."""
+        """Yield the records whose mark is known, in order. `stable` returns the last stable offset. It is called only
+        if the committed reader has not passed all records."""
         while self.waiting and self.waiting[0].offset < self.committed_at:
             record = self.waiting.popleft()
             mark = Mark.COMMITTED if record.offset in self.visible else Mark.ABORTED

@@ -409,7 +409,8 @@ def alternate_transactional_id(transactional_id: str) -> str:
 def instance_id_for(transactional_id: str) -> str:
     """Return the group.instance.id of the member with this transactional.id.
 
-    It is the same text if Kafka accepts it (the rules of topic names: Topic.validate), otherwise one with a hash."""
+    It is the transactional.id itself if Kafka accepts that as a name (Topic.validate), otherwise a name with its
+    hash."""
     if re.fullmatch(r"[A-Za-z0-9._-]{1,249}", transactional_id) and transactional_id.strip("."):
         return transactional_id
     digest = hashlib.sha256(transactional_id.encode()).hexdigest()[:32]
@@ -429,7 +430,7 @@ def load(
 
 
 def to_settings(given: Settings | Mapping[str, Any]) -> Settings:
-    """Return the settings that code passes: Settings unchanged, a mapping as the strongest source of `load`."""
+    """Return Settings unchanged, and load a mapping as the source that overrides all others (see `load`)."""
     return given if isinstance(given, Settings) else load(given)
 
 

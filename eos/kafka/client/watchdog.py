@@ -71,7 +71,7 @@ class Watchdog:
         return self._jobs.get()
 
     def start(self, function: Callable[..., Any], *args: Any) -> Job:
-        """Queue a call of the function after the jobs before it, and return at once."""
+        """Queue a call of the function, and return at once."""
         return self.submit(Job(function, args))
 
     def submit(self, job: Job) -> Job:

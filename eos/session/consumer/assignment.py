@@ -67,11 +67,11 @@ class Assignment:
         self._fire(Event.ASSIGN, partitions)
 
     def locate(self, starts: Mapping[Partition, TopicPartition]) -> None:
-        """Note the starts of assigned partitions."""
+        """Record the start offsets of assigned partitions."""
         self._fire(Event.LOCATE, starts, starts)
 
     def read(self, partitions: Collection[Partition]) -> None:
-        """Note that located partitions are read from now on."""
+        """Mark located partitions as being read from now on."""
         self._fire(Event.READ, partitions)
 
     def revoke(self, partitions: Collection[Partition]) -> None:
@@ -80,7 +80,7 @@ class Assignment:
         self.revoked |= set(partitions)
 
     def note_reported(self, partitions: Collection[Partition]) -> None:
-        """Note that the participants know of these revocations."""
+        """Mark these revocations as reported to the participants."""
         self.revoked -= set(partitions)
 
     def _fire(

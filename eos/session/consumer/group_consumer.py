@@ -80,7 +80,7 @@ class GroupConsumer:
         on_unreadable: Callable[[str, int, int, str], None] = lambda topic, partition, offset, why: None,
     ) -> None:
         """Create the consumer. `stopping` returns True once a stop was requested, which ends waits for the cluster.
-        `with_ends`: the positions learn of the partitions' ends. `changelogs`: see TopicIds. `on_unreadable`: see
+        `with_ends`: report the ends of partitions to the positions. `changelogs`: see TopicIds. `on_unreadable`: see
         Listener."""
         self._settings, self._world = settings, world
         self._topics = list(topics)
@@ -257,9 +257,11 @@ class GroupConsumer:
         return None if end is None else (end, self._ended_at[partition])
 
     def seek(self, targets: Mapping[Partition, int], unless_unfetched: bool = False) -> None:
-        """Fetch partitions again from these offsets. `poll` returns none of the records fetched before: librdkafka
-        marks them outdated before seek() returns. With `unless_unfetched`, a partition stays at its start if the client
-        has not begun to fetch it and so cannot seek it.
+        """Fetch partitions again from these offsets. From now on `poll` returns no record that was fetched before the
+        seek: librdkafka marks such records as outdated before seek() returns.
+
+        `unless_unfetched`: skip partitions that the client has not begun to fetch. The client cannot seek in them, and
+        they are still at their start.
 
         Raises CallFailed(REJOIN) if the consumer cannot seek and must be replaced."""
         for partition, offset in targets.items():
@@ -322,7 +324,7 @@ class GroupConsumer:
     # ---- the open transaction ---------------------------------------------------------------------------------
 
     def begin_transaction(self) -> None:
-        """Note that a transaction begins, and has taken no records yet."""
+        """Record that a transaction begins. It has taken no records yet."""
         self.lost_reason = None
 
     def raise_if_lost(self) -> None:

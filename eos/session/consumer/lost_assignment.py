@@ -49,19 +49,19 @@ class LostAssignment:
         watcher.add(self._check)
 
     def note(self, late: int) -> None:
-        """Note the number of late responses from the coordinator up to now."""
+        """Record the number of late responses from the coordinator up to now."""
         if late > self._late and not self._settings.classic_group:
             self._looking = True
             self.reset()  # a slow coordinator gets time: its next responses may arrive
         self._late = late
 
     def reset(self) -> None:
-        """Note that a rebalance callback ran: the client knows the member's whole assignment."""
+        """Record that a rebalance callback ran, so the client knows the member's whole assignment."""
         self._since, self._missing = self._world.now(), {}
 
     def check(self, member_id: Callable[[], str | None], known: Callable[[], Collection[Partition]]) -> None:
-        """Raise CallFailed(REJOIN) if the member has partitions that its client did not learn of for a while. Called
-        after each poll, so that `known` returns every assignment that was waiting there."""
+        """Raise CallFailed(REJOIN) if the client has ignored some of the member's partitions for a while. Called after
+        each poll, so that `known` returns every assignment that was waiting there."""
         if missing := self.find_missing(member_id, known):
             sentence = f"the group assigned {names_of(missing)} in a response that came too late for the client"
             raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))

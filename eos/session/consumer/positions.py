@@ -116,7 +116,7 @@ class Positions(Generic[R]):
         return self._next_fetch.get(partition, 0) > offset
 
     def reach_end(self, partition: TopicPartition, offset: int) -> None:
-        """Note that the consumer is at the end of a partition: no readable record lies before `offset`."""
+        """Record that the consumer is at the end of a partition, so no further readable record lies before `offset`."""
         self._ends[partition] = offset
 
     def find_end(self, partition: TopicPartition) -> int | None:
@@ -186,15 +186,15 @@ class Positions(Generic[R]):
 
     def rebuild_next_fetch(self) -> dict[TopicPartition, int]:
         """Return the offset that the consumer must fetch next in each owned partition: after all records fetched so
-        far. Rebuilds this module's own note of it, because an exception in a signal handler may have interrupted the
-        last update."""
+        far. Replaces the stored offsets, because an exception in a signal handler may have interrupted their last
+        update."""
         self._next_fetch = self.committed | self._nexts | _span(self._last_batch)[1] | _span(self._waiting)[1]
         return self._next_fetch.copy()
 
     # ---- the end of a transaction -----------------------------------------------------------------------------
 
     def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Note that the open transaction was committed with these offsets. A partition that was revoked meanwhile is
+        """Record that the open transaction was committed with these offsets. A partition that was revoked meanwhile is
         left out. An interrupted call can be repeated."""
         self.committed |= {p: offset for p, offset in offsets.items() if p in self.committed}
         self._reset()
@@ -204,8 +204,9 @@ class Positions(Generic[R]):
         self._begins, self._nexts, self._lost = {}, {}, set()
 
     def rewind(self) -> dict[TopicPartition, int]:
-        """Note that the transaction was aborted. Return the offsets from which the consumer must fetch again: the first
-        taken one of each partition that is still owned. Waiting records of those partitions are dropped."""
+        """Go back to the begin of an aborted transaction. Return the offsets from which the consumer must fetch again:
+        for each partition that is still owned, the offset of the first record taken. Waiting records of these
+        partitions are dropped."""
         self._reduce_last_batch()
         targets = {p: offset for p, offset in self._begins.items() if p not in self._lost}
         # Forget the known ends of these partitions. The records before an end will be fetched again, and a commit of
@@ -222,9 +223,9 @@ class Positions(Generic[R]):
             self._ends.pop(partition, None)
 
     def resolve(self, stable: Mapping[TopicPartition, int | None]) -> dict[TopicPartition, int]:
-        """Note that the transaction's outcome was unknown and that `stable` are the group's committed offsets now; None
-        for a partition without one. Return the offsets from which the consumer must fetch again, as `rewind` does: for
-        each partition the first uncommitted one.
+        """Continue after a commit whose outcome was unknown. `stable`: the group's committed offsets now; None for a
+        partition without one. Return the offsets from which the consumer must fetch again, as `rewind` does: for each
+        partition the first uncommitted one.
 
         An offset below one that this member saw committed does not move the consumer back: those outputs are visible.
         (On old brokers a late TxnOffsetCommit can move the group back; the next commit repairs it.) A partition without

@@ -144,7 +144,7 @@ class StartOffsets:
         self.uncommitted = {p: offset for p, offset in self.uncommitted.items() if p not in partitions}
 
     def committed(self) -> None:
-        """Note that a transaction committed all uncommitted start offsets."""
+        """Mark all start offsets as committed, because a transaction committed them."""
         self.uncommitted = {}
 
     def resolve(self, stable: Mapping[Partition, TopicPartition]) -> None:

@@ -37,8 +37,8 @@ _SEPARATE_IDS = (
 
 class TransactionalIdOwnership:
     """Tracks the ownership of one transactional.id. `describe_loss`: returns who took over, and the producer ids and
-    epochs of both, from the producer and the coordinator's answer. `query_group`: asks the group, where the
-    coordinator's answer is not conclusive, whether no other member is in our place."""
+    epochs of both, from the producer and the coordinator's answer. `query_group`: asks the group whether no other
+    member is in our place, if the coordinator's answer is not conclusive."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class OwnerInfo:
         self.note_owned("our start")
 
     def note_owned(self, by: str) -> None:
-        """Note that we own the transactional.id now; `by` is the evidence."""
+        """Record that we own the transactional.id now; `by` names the evidence."""
         self._owned_until, self._owned_by = self._world.unix(), by
 
     def metadata(self, producer: TransactionalProducer) -> dict[str, object]:
@@ -208,8 +208,9 @@ class OwnerInfo:
 
 
 def successor_of(transactional_id: str, our_start_ms: int, metadata: Sequence[str]) -> str:
-    """Return "; the last commit is by ..." for the process that started after ours with the same transactional.id and
-    has committed, from the metadata of committed offsets; "" if there is none."""
+    """Return "; the last commit is by ..." with the name of our successor, or "" if there is none. The successor is the
+    process that started after ours with the same transactional.id and has committed. `metadata`: that of the committed
+    offsets, in which each process names itself."""
     owners = []
     for text in metadata:
         owner = parse_metadata(text)

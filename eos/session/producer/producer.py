@@ -82,8 +82,8 @@ class TransactionalProducer:
         self._open_since = 0.0  # World.boot_clock(), for the broker's timeout
         self._offsets_sent = False
         self.epoch_may_have_advanced = False
-        """True after an abort or an init that did not return: one of our clients may have taken the next epoch in it
-        (after an abort: KIP-360) without its statistics showing it."""
+        """True after an abort, or after an init that did not return. In it, one of our clients may have taken the next
+        epoch (after an abort: KIP-360), and its statistics do not show that."""
         self.replacements: dict[str, int] = {}
         """Number of replacements by kind of reason: "abort", "retry", "failure"."""
 

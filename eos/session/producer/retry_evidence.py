@@ -122,14 +122,14 @@ class RetryEvidence:
         self._has_begun = True
 
     def expect_end_txn(self) -> None:
-        """Note that the application calls commit or abort, which sends one EndTxn."""
+        """Record that the application calls commit or abort, which sends one EndTxn."""
         self._ended += 1
 
     def begin_call(self) -> None:
         self._calling = True
 
     def return_from(self, call: str, took_ms: float, returned: float) -> None:
-        """Note that `send_offsets` or `commit` returned without an error."""
+        """Record that `send_offsets` or `commit` returned without an error."""
         self._calling = False
         if call == "send_offsets":
             self._offsets_sent += 1

@@ -52,7 +52,8 @@ class _PendingEnd(NamedTuple):
 class _Pending(NamedTuple):
     """Hold a request on a connection that the broker has not accepted yet, to apply it after a successful response.
 
-    The response may be successful for some partitions only: `act` gets these.
+    `act` applies the request. It gets the partitions for which the response was successful, which may be only some of
+    them.
     """
 
     name: str

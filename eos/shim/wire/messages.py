@@ -134,9 +134,9 @@ def _as_function(code: Codes) -> CodeOf:
 
 
 class _Layout(NamedTuple):
-    """Name the fields of a response with errors per partition. `more` are further fields of a partition.
-
-    Fetch is included because its top-level error is about the session, and clients would only fetch again.
+    """Name the fields of a response with errors per partition. `more` are further fields of a partition. Fetch has such
+    a layout here although its response also has a top-level error. That error is about the fetch session, and clients
+    would only fetch again after it.
     """
 
     topics: str
