@@ -200,7 +200,7 @@ class Transactions:
             self._ownership.raise_if_lost()
             # An exception from outside the client (a signal's) interrupted the previous transaction before its answer
             # arrived. The new producer's init ends it.
-            producer.give_up("the transaction before it was not ended")
+            producer.give_up("the previous transaction was neither committed nor aborted")
             try:
                 if reason := producer.decide_replacement():
                     txn.producer_reinitialised = True

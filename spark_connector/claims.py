@@ -262,7 +262,7 @@ def _listen(bind: str, port: int) -> socket.socket:
                     f"cannot listen for executors' claims at {bind}:{tried}: {error.strerror or error} "
                     "(spark.driver.bindAddress, eos.spark.claims.port)"
                 ) from error
-    raise AssertionError("the last port is listened on or raises")
+    raise AssertionError("the loop returns or raises at its last port")
 
 
 def driver_addresses(setting: Callable[[str], str | None]) -> tuple[str, str]:

@@ -43,7 +43,9 @@ LettersOf = Annotated[
     str | None,
     typer.Option("--letters-of", metavar="APP", help="Take the dead letters of the App with this id instead."),
 ]
-Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only of this source topic; repeatable.")]
+Topics = Annotated[
+    list[str] | None, typer.Option("--topic", help="Only dead letters of this source topic; repeatable.")
+]
 Positions = Annotated[
     list[str] | None,
     typer.Option(

@@ -94,7 +94,7 @@ class Log:
         except ValueError as error:
             where = next(i for i, value in enumerate(stamped) if value is None or len(value) < 20)
             partition = f"{self.topics[self.topic[where]]}[{self.partition[where]}]@{self.offset[where]}"
-            raise ValueError(f"{partition} carries no stamp of its source: {error}") from error
+            raise ValueError(f"{partition} has no stamp that names its input record: {error}") from error
         return Outputs(
             topics=self.topics,
             topic=self.topic,

@@ -287,7 +287,9 @@ class Sweeper:
         wanted = self._app.topics or [pattern.pattern for pattern in self._app.patterns]
         missing = set(wanted) - set(records)
         if missing:
-            raise ConfigurationError(f"records: nothing is given for {', '.join(sorted(missing))}")
+            raise ConfigurationError(
+                f"`records` has no values for {', '.join(sorted(missing))}: give values for each source topic"
+            )
 
     @property
     def _mode(self) -> str:

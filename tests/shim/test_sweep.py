@@ -85,7 +85,7 @@ def test_sweep_of_pattern_app_uses_topics_with_records(own_kafka: LocalKafka, tm
         Case("EndTxn", "reset after")
     )
     outcome.raise_if_wrong()
-    with pytest.raises(ConfigurationError, match=r"nothing is given for \^sweep-many-\.\*"):
+    with pytest.raises(ConfigurationError, match=r"has no values for \^sweep-many-\.\*"):
         Sweeper(f"{app}:app", own_kafka.bootstrap_servers, {"other": records})
 
 

@@ -119,8 +119,7 @@ def partition_offsets_or_errors(
     A client that is asked about a partition without a leader waits for that leader before it answers at all."""
     topic_partitions = [TopicPartition(topic, partition) for partition in partitions]
     latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-    # Type: ignore[no-untyped-call].
-    low = _list_readable_offsets(client, topic_partitions, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
+    low = _list_readable_offsets(client, topic_partitions, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
     # In this order: ends only grow, so the end can never be below the last stable offset.
     stable = _list_readable_offsets(client, topic_partitions, latest, IsolationLevel.READ_COMMITTED)
     end = _list_readable_offsets(client, topic_partitions, latest, IsolationLevel.READ_UNCOMMITTED)

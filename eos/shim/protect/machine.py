@@ -445,7 +445,10 @@ class Machine:
 
     def _require_usable(self, known: _Transactional) -> None:
         if known.state is State.SPENT:
-            raise Refused(INVALID_PRODUCER_EPOCH, "the identity ended with its aborted transaction")
+            raise Refused(
+                INVALID_PRODUCER_EPOCH,
+                "the client aborted the transaction of this identity and must request its next identity",
+            )
 
     def _require_move(self, known: _Transactional, event: Event, code: int) -> None:
         if (known.state, event) not in MOVES:
@@ -469,7 +472,9 @@ class Machine:
         if challenges and authority is not Authority.ANSWERED:
             most = _MOST_MARKS if authority is Authority.UNKNOWN else _MOST_MARKS_ACCEPTED
             if not self._is_repeated((name, known.number, kind), connection, marks, most):
-                raise Refused(code, "challenged: the client used another connection before")
+                raise Refused(
+                    code, "the client used another connection before, so it must send this request again on the new one"
+                )
         if authority is not Authority.UNKNOWN:
             known.trusted[kind] = connection
 
