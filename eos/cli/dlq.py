@@ -56,7 +56,7 @@ Exceptions = Annotated[
     list[str] | None,
     typer.Option("--exception", metavar="CLASS", help="Only dead letters with this exception; repeatable."),
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Take at most this many of each topic.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Take at most this many dead letters of each topic.")]
 From = Annotated[
     str | None,
     typer.Option(

@@ -210,10 +210,10 @@ def _describe_connection_change(before: Statistics | None, now: Statistics) -> s
     like one copy in all.
     """
     if before is None:
-        return "there are no statistics from before it"
+        return "there are no statistics from before the call"
     for name, new in now.brokers.items():
         if name not in before.brokers and any(new.req.get(one, 0) for sent in REQUESTS.values() for one in sent):
-            return f"{name} was unknown before it"
+            return f"{name} was unknown before the call"
     for name, old in before.brokers.items():
         if old.nodeid < 0 and name != COORDINATOR:
             continue  # a bootstrap address: it only answers metadata queries, and may disappear
@@ -225,5 +225,5 @@ def _describe_connection_change(before: Statistics | None, now: Statistics) -> s
         else:  # the first send_offsets connects to the group coordinator
             same = new.disconnects == old.disconnects and new.connects - old.connects in (0, 1)
         if not same:
-            return f"the connection to {name} is another one"
+            return f"the connection to {name} was replaced by another one"
     return ""

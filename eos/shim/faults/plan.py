@@ -146,7 +146,9 @@ class Rule:
         times_given = (self.seconds is not None) + (self.until is not None)
         if times_given > 1 or (waits and not times_given) or (times_given and not may_wait):
             what = f"{self.action} {self.phase.value}"
-            raise ConfigurationError(f"{what} needs seconds or until" if waits else f"{what} takes no seconds or until")
+            raise ConfigurationError(
+                f"{what} needs seconds or until" if waits else f"{what} takes neither seconds nor until"
+            )
         if (self.action == "error") != (self.error is not None):
             raise ConfigurationError(
                 f"{self.action} " + ("needs error" if self.action == "error" else "takes no error")
@@ -276,7 +278,7 @@ class Plan:
                     else f"{name} fired {each.injected} of {each.rule.times} times: {each.matched} requests matched"
                 )
             if each.open:
-                found.append(f"{name} fired, and its event never came")
+                found.append(f"{name} fired, but its event never occurred")
             found += [f"{name} failed: {reason}" for reason in each.failed]
         return found
 
