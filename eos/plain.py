@@ -153,7 +153,7 @@ class Transactions:
         self._producer = TransactionalProducer(
             self.settings, self.settings["transactional.id"], reports=True, world=world
         )
-        self._open: PlainTransaction | None = None  # the transaction whose block is open
+        self._open_transaction: PlainTransaction | None = None  # the transaction whose block is open
         self._begin_lock = threading.Lock()
         self._ownership = TransactionalIdOwnership(self.settings, _describe_owner, world=world)
 
@@ -185,18 +185,18 @@ class Transactions:
             yield from self._run_block(txn)
         finally:
             txn.ended = True
-            if self._open is txn:
-                self._open = None
+            if self._open_transaction is txn:
+                self._open_transaction = None
 
     def _begin(self, txn: PlainTransaction) -> None:
         producer = self._producer
         with self._begin_lock:
-            if self._open is not None:
+            if self._open_transaction is not None:
                 raise IllegalState(
                     "a transaction of this producer is open: end its block first, or use another Transactions with its "
                     "own transactional.id"
                 )
-            self._open = txn
+            self._open_transaction = txn
             self._ownership.raise_if_lost()
             # An exception from outside the client (a signal's) interrupted the previous transaction before its answer
             # arrived. The new producer's init ends it.

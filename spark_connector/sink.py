@@ -20,7 +20,7 @@ from eos.errors import ConfigurationError, Temporary
 from eos.kafka.admin import ownership
 from eos.kafka.client.cluster import ClusterAdmin
 from spark_connector import query
-from spark_connector.attempt import Attempt, AttemptLost, Batch, Connected, translate
+from spark_connector.attempt import Attempt, AttemptLost, Batch, SinkConnection, translate
 from spark_connector.claims import ClaimServer, driver_addresses
 from spark_connector.marker import Decision, Marker, WrongProgress, decide, is_of_a_write, sink_key
 from spark_connector.options import Options, refuse_unsafe
@@ -165,8 +165,8 @@ class _WriteOnceGuard:
     call in another thread waits until the first call ends, and is then refused. A later run of the query does not wait.
     """
 
-    _latest: ClassVar[dict[tuple[frozenset[str], str], _WriteOnceGuard]] = {}
-    _making: ClassVar[threading.Lock] = threading.Lock()
+    _latest_guards: ClassVar[dict[tuple[frozenset[str], str], _WriteOnceGuard]] = {}
+    _guards_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, transactional_id: str, run: str) -> None:
         self._name, self._run = transactional_id, run
@@ -177,10 +177,10 @@ class _WriteOnceGuard:
     def of(cls, bootstrap_servers: str, transactional_id: str, run: str) -> _WriteOnceGuard:
         """Return the guard of this sink and run; the order of `bootstrap_servers` does not matter."""
         key = frozenset(server.strip() for server in bootstrap_servers.split(",")), transactional_id
-        with cls._making:
-            latest = cls._latest.get(key)
+        with cls._guards_lock:
+            latest = cls._latest_guards.get(key)
             if latest is None or latest._run != run:
-                latest = cls._latest[key] = cls(transactional_id, run)
+                latest = cls._latest_guards[key] = cls(transactional_id, run)
             return latest
 
     @contextmanager
@@ -270,7 +270,7 @@ class _Sink:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.topics, self.transactional_id, self.settings = options.topics, options.transactional_id, options.settings
-        self._connected: Connected | None = None
+        self._connection: SinkConnection | None = None
         self._server: ClaimServer | None = None
         # One sink may have been given to two queries; the marker refuses the second one later.
         self._one_at_a_time = threading.Lock()
@@ -278,9 +278,9 @@ class _Sink:
     @property
     def identity(self) -> ownership.Identity | None:
         """Return the identity of the last init, or None without one."""
-        if self._connected is None or not self._connected.transaction.initialised:
+        if self._connection is None or not self._connection.transaction.initialised:
             return None
-        return self._connected.transaction.identity
+        return self._connection.transaction.identity
 
     def close(self) -> None:
         self._disconnect()
@@ -296,9 +296,9 @@ class _Sink:
         server = self._claims(df)
         for attempt in range(1 + RESTARTS):
             try:
-                if self._connected is None:
-                    self._connected = Connected.open(self._options)
-                return Attempt(self._options, self._connected, server, df, batch).run()
+                if self._connection is None:
+                    self._connection = SinkConnection.open(self._options)
+                return Attempt(self._options, self._connection, server, df, batch).run()
             except AttemptLost as again:
                 self._disconnect()
                 if attempt == RESTARTS or (batch.key is None and again.outcome_unknown):
@@ -342,6 +342,6 @@ class _Sink:
 
     def _disconnect(self) -> None:
         """Close the connection, because its knowledge of the cluster may be outdated."""
-        if self._connected is not None:
-            self._connected.wire.close()
-            self._connected = None
+        if self._connection is not None:
+            self._connection.wire.close()
+            self._connection = None

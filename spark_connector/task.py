@@ -153,7 +153,7 @@ def _find_consequence(error: Exception) -> tuple[Answer, str]:
     # An unexpected error: the sentence goes to the driver, the traceback to the executor's log.
     traceback.print_exception(error)
     sentence = " ".join(f"{type(error).__name__}: {error}".split())[:_SENTENCE_CHARACTERS]
-    return Answer.RESTART, f"{_who()} failed behind its claim with {sentence}"
+    return Answer.RESTART, f"{_who()} failed after its claim with {sentence}"
 
 
 class _Share:

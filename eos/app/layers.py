@@ -87,7 +87,7 @@ class Overlay(dict[bytes, X], Generic[X]):
     """Holds the changed fields of one row. Change it only with `put` and `drop`, because it may be sorted already."""
 
     _names: Any = None  # a SortedList, once there are many fields and the row was read in order
-    _dropped = 0
+    _drop_count = 0
 
     def put(self, field: bytes, value: X) -> None:
         if self._names is not None and field not in self:
@@ -97,7 +97,7 @@ class Overlay(dict[bytes, X], Generic[X]):
     def drop(self, field: bytes) -> None:
         """Remove the field. Raise KeyError if it does not exist."""
         del self[field]
-        self._dropped += 1
+        self._drop_count += 1
         if self._names is not None:
             self._names.remove(field)
 
@@ -121,7 +121,7 @@ class Overlay(dict[bytes, X], Generic[X]):
         theirs: tuple[bytes, Y] | None = None
         field, used, version = None, True, -1  # the layer below is read only when its next field is needed
         while True:
-            now = len(self) + 2 * self._dropped  # grows with each new and each dropped field
+            now = len(self) + 2 * self._drop_count  # grows with each new and each dropped field
             if version != now:
                 if field is not None:
                     low, high = (low, field) if back else (field + b"\0", high)
@@ -144,14 +144,14 @@ class Layer:
     """Keeps changes of cells on top of other cells, which stay unchanged."""
 
     def __init__(self, below: LowerCells) -> None:
-        self._below = below
+        self._lower_cells = below
         self.changed: dict[bytes, Value] = {}
         # `changed` by row and field, after a row has been read in order.
         self._rows: dict[bytes, Overlay[Value]] | None = None
         self._bounds: dict[bytes, Bounds] = {}  # the bounds of rows that were read in order
 
     def get(self, cell: bytes) -> Value:
-        return self.changed[cell] if cell in self.changed else self._below.get(cell)
+        return self.changed[cell] if cell in self.changed else self._lower_cells.get(cell)
 
     def put(self, cell: bytes, value: Value) -> None:
         """Set or delete a cell. Only for rows that are never read in order; `write` changes the others."""
@@ -162,7 +162,7 @@ class Layer:
 
     def _is_new(self, cell: bytes) -> bool:
         """Return whether the cell exists only in these changes, so that a delete needs no entry."""
-        return cell in self.changed and self._below.get(cell) is None
+        return cell in self.changed and self._lower_cells.get(cell) is None
 
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
         """Change fields of a row. `bounds`: the row's bounds with these changes; None: they are unknown."""
@@ -189,7 +189,7 @@ class Layer:
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, Value]]:
         if self._rows is None:
             self._rows = by_row(self.changed.items())
-        own, below = self._rows.get(row), self._below.scan(row, span)
+        own, below = self._rows.get(row), self._lower_cells.scan(row, span)
         return own.merged_with(below, span) if own else below
 
     def bounds(self, row: bytes) -> Bounds | None:

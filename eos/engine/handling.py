@@ -6,8 +6,8 @@ one of eos.testing without a broker.
 
 A failed record has sent nothing (eos/app/routes/). Its replacement is sent in the same transaction: a dead letter
 counts as one output, a skipped record has none, and lineage counts them the same way. If the client or the broker
-refuses an output, the transaction aborts first. The session then calls `refused` and hands all records out again. This
-time the record fails without a call of its function.
+refuses an output, the transaction aborts first. The session then calls `note_refused`, and hands all records out again.
+This time the record fails without a call of its function.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Handler:
         self._silent_until_ms, self._watermark_ms = silent_until_ms, watermark_ms
         self._now = now
         self._app, self._ledger, self._policy = app, ledger, policy
-        self._sizes = SliceSizes(batch_most, concurrent_most)
+        self._slice_sizes = SliceSizes(batch_most, concurrent_most)
         self._feeds: dict[Route, Feed] = {}
         self._timed: dict[Route, Route] = {}  # functions that use time, with their timer functions and tasks
         self._last_fired: list[Record] = []  # the last timers that fired in the open transaction
@@ -200,7 +200,7 @@ class Handler:
         # The earliest time at which the first output of the open transaction was sent, and its `waited_s` at that time.
         self._first_output: tuple[float, float] | None = None
         self.longest: TimedCall | None = None
-        """The longest call since the last call of `begun`."""
+        """The longest call since the last call of `note_begin`."""
 
     def open_time_s(self, txn: Feeds, now: float) -> float:
         """Return the longest time for which the broker may have known the open transaction, without waits for room.
@@ -231,22 +231,22 @@ class Handler:
 
     # ---- notifications from the session -------------------------------------------------------------------------
 
-    def begun(self) -> None:
+    def note_begin(self) -> None:
         """Record the begin of a transaction, which has no outputs yet."""
         self.longest = self._first_output = None
         self._last_fired = []
 
-    def ended(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
+    def note_end(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
         """Forget the failures of records that are now committed or assigned to another member."""
         if self._isolated or self._failures:
             self._isolated = {p: error for p, error in self._isolated.items() if _is_due(p, owned, committed)}
             self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
 
-    def unreadable(self, position: Position, why: str) -> None:
+    def note_unreadable(self, position: Position, why: str) -> None:
         """Mark a fetched record as unreadable, so that its function does not get it."""
         self._isolated[position] = DecodeError(why)
 
-    def refused(self, record: Record, failure: Exception) -> None:
+    def note_refused(self, record: Record, failure: Exception) -> None:
         """Mark the record as having a refused output. The transaction aborts, and all of its records are handed out
         again."""
         position = _position(record)
@@ -258,12 +258,12 @@ class Handler:
         """Fire each of the next timers in its own transaction, to find the timer with the refused output."""
         self._fires_one_at_a_time = True
 
-    def refused_of_timers(self, failure: Exception) -> bool:
+    def note_refused_timers(self, failure: Exception) -> bool:
         """Record that an output of timers was refused in the aborted transaction, and return whether it had fired
         timers."""
         if self._last_fired and self._fires_one_at_a_time:
             self._fires_one_at_a_time = False
-            self.refused(self._last_fired[-1], failure)
+            self.note_refused(self._last_fired[-1], failure)
         elif self._last_fired:
             self._fires_one_at_a_time = True
         return self.has_fired
@@ -308,7 +308,7 @@ class Handler:
     def _run(self, txn: Feeds, route: Route, records: list[Record]) -> Halt | None:
         """Run a route on records or on due timers. The hot path takes one iteration of the loop."""
         feed = self._feeds[route]
-        at, most = 0, self._sizes.together(route, len(records))
+        at, most = 0, self._slice_sizes.size_for_route(route, len(records))
         while at < len(records):
             size = self._run_length(records, at, most)
             part = records[at : at + size] if at or size < len(records) else records

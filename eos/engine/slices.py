@@ -24,11 +24,11 @@ class SliceSizes:
         self.batch_most, self._concurrent_most = batch_most, concurrent_most
         self._slice_size = 1
 
-    def most_of(self, route: Route | None) -> int:
+    def next_size(self, route: Route | None) -> int:
         """Return the size of the next slice. `route` is None if the records belong to several routes."""
-        return self.together(route, self._slice_size)
+        return self.size_for_route(route, self._slice_size)
 
-    def together(self, route: Route | None, single: int) -> int:
+    def size_for_route(self, route: Route | None, single: int) -> int:
         """Return how many records of a route run at once. `single`: the number for a function that takes one record at
         a time."""
         if route is not None and route.batch:

@@ -42,7 +42,7 @@ class CommitOffsets:
         self._number = 0  # number of the last commit that was started
         self._stamp: dict[str, object] = {}  # the mark that the last started commit wrote into its offset metadata
 
-    def to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
+    def offsets_to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
         """Return the offsets that the open transaction commits.
 
         These are:

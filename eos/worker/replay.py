@@ -321,8 +321,8 @@ class _Running:
         return Settled(letter, [failed_again(letter, kept.sends[0])], failed)
 
     def on_refused(self, letter: DeadLetter, error: PoisonRecord) -> Settled:
-        self.handler.refused(letter.record, error)
+        self.handler.note_refused(letter.record, error)
         return self.settle(letter)
 
     def committed(self) -> None:
-        self.handler.ended((), {})  # forget the failures of committed dead letters
+        self.handler.note_end((), {})  # forget the failures of committed dead letters

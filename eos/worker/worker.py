@@ -72,12 +72,12 @@ class Worker(Listener):
         tasks_of = None if self._state_keeper is None else self._state_keeper.tasks_of
         concurrent_most: int = self.settings["eos.async.max.records"]
         batch_most: int = self.settings["eos.batch.max.records"]
-        self._sizes = SliceSizes(batch_most, concurrent_most)
+        self._slice_sizes = SliceSizes(batch_most, concurrent_most)
         passing = self.settings.passed_headers
         upstream = {source for sources in upstream_of(app).values() for source in sources}
-        self._reached = ReachedTimes(upstream, self._task_time_ms) if upstream else None
+        self._reached_times = ReachedTimes(upstream, self._task_time_ms) if upstream else None
         self._watermarks = Watermarks(self.settings, app, self._position_of, world)
-        self._idle = IdlePartitions(self.settings, lambda partition: self.session.find_end(partition), world)
+        self._idle_partitions = IdlePartitions(self.settings, lambda partition: self.session.find_end(partition), world)
         self._handler = Handler(
             app,
             ledger,
@@ -87,7 +87,7 @@ class Worker(Listener):
             now=world.now,
             cells_of=cells_of,
             tasks_of=tasks_of,
-            silent_until_ms=self._idle.silent_until_ms,
+            silent_until_ms=self._idle_partitions.silent_until_ms,
             watermark_ms=self._watermarks.time_ms,
         )
         self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
@@ -97,7 +97,7 @@ class Worker(Listener):
             app.topics,
             until_end=until_end,
             destinations=sorted(app.destinations),
-            participants=[one for one in (ledger, self._state_keeper, self._reached) if one is not None],
+            participants=[one for one in (ledger, self._state_keeper, self._reached_times) if one is not None],
             listener=self,
             handled_at_once=batch_most if any(function.batch for function in app.functions) else 1,
             with_ends=bool(upstream) or any(function.timing.idle_ms is not None for function in app.functions),
@@ -144,8 +144,8 @@ class Worker(Listener):
             hooks.start()
             session.start()
             if self._uses_time:
-                self._idle.start(session.watcher)
-            if self._reached is not None:
+                self._idle_partitions.start(session.watcher)
+            if self._reached_times is not None:
                 self._watermarks.start(session.watcher)
             if self._new_topics is not None and not session.until_end:
                 self._new_topics.watch(session.watcher)
@@ -198,7 +198,7 @@ class Worker(Listener):
     def may_finish(self) -> bool:
         """Return whether the run may finish: functions that read topics of other functions have closed all windows that
         the whole input closes."""
-        if self._reached is None:
+        if self._reached_times is None:
             return True
         if any(self.session.find_end(partition) is None for partition in self.session.assignment):
             self._at_end_since = math.inf
@@ -223,22 +223,22 @@ class Worker(Listener):
         return names
 
     def on_end(self, transaction: Transaction, outcome: Outcome) -> None:
-        self._handler.ended(self.session.assignment, self.session.committed)
+        self._handler.note_end(self.session.assignment, self.session.committed)
         self._slow_functions.ended(outcome is Outcome.COMMITTED, self.session.committed)
         if self._spans is not None:
             self._spans.ended(outcome)
 
     def on_unreadable(self, topic: str, partition: int, offset: int, why: str) -> None:
-        self._handler.unreadable((topic, partition, offset), why)
+        self._handler.note_unreadable((topic, partition, offset), why)
 
     def on_refused(self, record: Record, failure: CallFailed) -> None:
         if failure.record is None and self._handler.has_fired:
             self._handler.isolate_timers()  # the refused output may be that of a timer that fired before the record
         else:
-            self._handler.refused(record, failure)
+            self._handler.note_refused(record, failure)
 
     def on_refused_without_record(self, failure: CallFailed) -> None:
-        if not self._handler.refused_of_timers(failure):
+        if not self._handler.note_refused_timers(failure):
             super().on_refused_without_record(failure)
 
     # ---- the end ----------------------------------------------------------------------------------------------
@@ -269,12 +269,14 @@ class Worker(Listener):
             self._resume_pause()
             return None
         self._slow_functions.check()
-        self._handler.begun()
+        self._handler.note_begin()
         if self._uses_time and (halt := self._handler.fire_waiting(txn)) is not None:
             return halt
         handled = 0
         while True:
-            batch = txn.take(1 if self._slow_functions.runs_one_by_one else self._sizes.most_of(self._single_route))
+            batch = txn.take(
+                1 if self._slow_functions.runs_one_by_one else self._slice_sizes.next_size(self._single_route)
+            )
             if not batch:
                 return None
             known = (
@@ -294,8 +296,8 @@ class Worker(Listener):
                 self._spans.took(batch)
             began = self._world.now()
             halt = self._handle_batch(txn, batch)
-            if self._reached is not None:
-                self._reached.note(batch if halt is None else batch[: halt.handled])
+            if self._reached_times is not None:
+                self._reached_times.note(batch if halt is None else batch[: halt.handled])
             ended = self._world.now()
             open_s = self._handler.open_time_s(txn, ended)
             if self._slow_functions.is_too_slow(open_s, ended - began):
@@ -307,7 +309,7 @@ class Worker(Listener):
             if known is not None:
                 return Halt(len(batch))
             handled += len(batch)
-            self._sizes.adapt(ended - began, len(batch))
+            self._slice_sizes.adapt(ended - began, len(batch))
 
     def _isolate_slow(self, batch: list[Record], known: int, first: bool) -> int:
         """Return how many of these records to handle in this transaction: all records before the known slow one. The
@@ -316,7 +318,7 @@ class Worker(Listener):
         if known or not first:
             return known
         route, run = next(by_route(self.app, batch))
-        return min(len(run), self._sizes.together(route, 1))
+        return min(len(run), self._slice_sizes.size_for_route(route, 1))
 
     def _resume_pause(self) -> None:
         """Wait for the rest of a pause before a retry, which an abort or a stop ended early. A stop must not use up a

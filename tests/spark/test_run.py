@@ -272,7 +272,7 @@ def test_error_names_the_module_missing_on_the_executor(spark_runs: SparkRuns) -
     run = spark_runs.spark(copying(spark_runs, source, target), "--until-end", environment=environment)
     run.assert_ended(
         CONFIGURATION,
-        "the executors' Python lacks a package or has another version: No module named 'pyarrow': on the executors",
+        "the executors' Python lacks a package or has another version: No module named 'pyarrow': pip install",
     )
 
 

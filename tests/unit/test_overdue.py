@@ -52,7 +52,8 @@ class Cluster:
 
 def looked_after(cluster: Any, group: str = "orders", own: str = "orders-a") -> list[str]:
     return [
-        t.transactional_id for t in OverdueTransactions(Settings(), group, own, Watcher(Settings()))._of_others(cluster)
+        t.transactional_id
+        for t in OverdueTransactions(Settings(), group, own, Watcher(Settings()))._transactions_of_others(cluster)
     ]
 
 

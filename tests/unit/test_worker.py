@@ -74,7 +74,7 @@ def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
     )
     session._parts.producer = SimpleNamespace(who=dict)
     session._parts.positions.committed = {("a", 0): 0, ("b", 0): 0}
-    worker._sizes._slice_size = 100
+    worker._slice_sizes._slice_size = 100
     return worker
 
 
@@ -164,7 +164,7 @@ def test_fast_batch_is_not_blamed_for_a_slow_slice(clock: Clock, caplog: pytest.
 def test_slow_first_record_is_neither_lost_nor_logged(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """The broker's timeout starts with the first output."""
     worker = worker_of(clock, {"quick": 3.0, "batches": 3.0})
-    worker._sizes._slice_size = 1
+    worker._slice_sizes._slice_size = 1
     with caplog.at_level(logging.WARNING, "eos"):
         for number in range(20):
             worker._handle(Txn(clock, records("a", 1)))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from eos.app.routes.async_ import Async
 from eos.app.routes.batch import Batch, StatefulBatch, blocking
 from eos.app.routes.keyed import Keyed
 from eos.app.routes.single import Single, Stateful
-from eos.app.routes.timed import Caller, Fired, Tally, Timed
+from eos.app.routes.timed import Caller, Tally, TimedFunction, TimerFunction
 from eos.app.state import Store, TaskCells
 from eos.app.stores import CellsOf, Stores
 from eos.app.timers import DueTimer, Timer
@@ -142,7 +142,7 @@ class Route:
         finish = None if encode is None else functools.partial(encode_result, encode)
         kept = Stores(self.name, stores, cells_of)
         hints = Hints(function)
-        shape: Single | Stateful | Async | Keyed | Batch | Timed | Fired
+        shape: Single | Stateful | Async | Keyed | Batch | TimedFunction | TimerFunction
         if batch:
             _check_batch_annotation(annotation, self.name)
             run = blocking(function) if self.concurrent else function
@@ -162,11 +162,13 @@ class Route:
             normalise = make_normaliser(self.name, destinations, hints, passing)
             target = hot_loop_target(self.name, destinations, hints, passing)
             if gives is not None:
-                fired = Fired(self._caller(function, kept), kept, GIVERS[gives], finish, normalise, target)
+                fired = TimerFunction(self._caller(function, kept), kept, GIVERS[gives], finish, normalise, target)
                 self.discard, shape = fired.discard, fired
             elif self.uses_time:
                 caller = self._caller(function, kept)
-                timed = Timed(self.name, caller, kept, timing, merge, decoded, value_of, finish, normalise, target)
+                timed = TimedFunction(
+                    self.name, caller, kept, timing, merge, decoded, value_of, finish, normalise, target
+                )
                 self.tally, shape = timed.tally, timed
             elif self.concurrent and stores:
                 shape = Keyed(kept, function, decoded, finish, normalise)

@@ -86,10 +86,10 @@ class Stateful:
             )
             return found
 
-        self._run, self._decode, self._made = run, decode, made
+        self._run, self._decode, self._make_outputs = run, decode, made
         self.feed = make_feed(one, None, target, as_sends)
         self.each = one_by_one(self.outputs)
 
     def outputs(self, record: Record) -> Sequence[Send]:
         given = record if self._decode is None else self._decode(record.value)
-        return cast("Sequence[Send]", self._run(record, given, self._made))
+        return cast("Sequence[Send]", self._run(record, given, self._make_outputs))

@@ -64,7 +64,7 @@ class OverdueTransactions:
             return None
         if self._is_rebalanced:
             self._is_rebalanced = False
-            self._watched = self._of_others(admin)
+            self._watched = self._transactions_of_others(admin)
         else:
             self._watched = find_still_open(admin, self._watched)
         if not self._watched:
@@ -80,7 +80,7 @@ class OverdueTransactions:
         level = log.debug if isinstance(error, EosError) else log.warning
         level("overdue transaction query failed", error=str(error), group=self._group)
 
-    def _of_others(self, admin: ClusterAdmin) -> list[ListedTransaction]:
+    def _transactions_of_others(self, admin: ClusterAdmin) -> list[ListedTransaction]:
         wrote = transactional_ids_in(self._group, admin.committed_metadata(self._group))
         offsets = OFFSETS_LOG, log_partition_of(self._group, len(admin.partitions([OFFSETS_LOG])))
         others = {*wrote, *admin.ongoing(f"{self._group}-")} - {self._own_id, alternate_transactional_id(self._own_id)}

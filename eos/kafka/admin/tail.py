@@ -231,7 +231,7 @@ class TopicReader:
         self._partitions = {partition: _PartitionReader(start, start) for partition, start in starts.items()}
         topic_partitions = [TopicPartition(topic, partition, start) for partition, start in starts.items()]
         self._committed = _consumer(settings, "read_committed", topic_partitions, world)
-        self._all = _consumer(settings, "read_uncommitted", topic_partitions, world) if uncommitted else None
+        self._all_reader = _consumer(settings, "read_uncommitted", topic_partitions, world) if uncommitted else None
 
     def __enter__(self) -> Self:
         return self
@@ -240,8 +240,8 @@ class TopicReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._committed.close()
-        if self._all is not None:
-            self._all.close()
+        if self._all_reader is not None:
+            self._all_reader.close()
 
     def at(self, partition: int) -> int:
         """Return the offset before which every record was returned or is invisible to this reader."""
@@ -252,9 +252,9 @@ class TopicReader:
 
     def read(self) -> list[MarkedRecord]:
         """Return the records that arrive within 0.1 s, in order per partition."""
-        if self._all is None:
+        if self._all_reader is None:
             return [MarkedRecord(record) for record in self._poll(self._committed, "committed_at", _POLL_S)]
-        for record in self._poll(self._all, "all_at", _POLL_S):
+        for record in self._poll(self._all_reader, "all_at", _POLL_S):
             self._partitions[record.partition].waiting.append(record)
         for record in self._poll(self._committed, "committed_at", _POLL_S / 10):
             self._partitions[record.partition].visible.add(record.offset)

@@ -90,7 +90,7 @@ class GroupConsumer:
         self.assignment = Assignment(self._handover.revoked)
         self.lost_reason: str | None = None
         """Why the open transaction cannot commit: it took records of partitions that the group took away."""
-        self._latched: BaseException | None = None  # raised by a callback
+        self._latched_error: BaseException | None = None  # raised by a callback
         self._on_unreadable = on_unreadable
         self._ended_at: dict[Partition, float] = {}  # when the consumer was last at the end of each partition
         self._must_seek = False  # the consumer may have passed records that it did not return
@@ -176,7 +176,7 @@ class GroupConsumer:
 
     def _latch(self, error: BaseException) -> None:
         """Keep an error of a callback for the next `poll`, or for the `poll` that is running."""
-        self._latched = self._latched or error
+        self._latched_error = self._latched_error or error
 
     def _take_statistics(self, text: str) -> None:
         try:
@@ -216,8 +216,8 @@ class GroupConsumer:
         self._positions.add_fetched(records)
         if not repeated and self._positions.repeated:
             log.warning("repeated records dropped", group=self.group, reason="the client delivered them before")
-        if self._latched is not None:
-            latched, self._latched = self._latched, None
+        if self._latched_error is not None:
+            latched, self._latched_error = self._latched_error, None
             raise latched
         if failed is not None:
             self._handle_error(failed)

@@ -42,7 +42,7 @@ class StartOffsets:
         world: World,
     ) -> None:
         self._queries, self._settings, self._from_beginning, self._world = queries, settings, from_beginning, world
-        self._earlier = earlier
+        self._earlier_starts = earlier
         self._group: str = settings["group.id"]
         self._next_query = 0.0
         self._waits = log.Reminder(world.now, _LOG_INTERVAL_S)
@@ -122,7 +122,7 @@ class StartOffsets:
         is_older = dict.fromkeys(self._from_beginning, True)  # the group is older than the topic
         ends = {}
         for topic, partition in partitions:
-            if (start := self._earlier.get((topic, partition))) is not None:
+            if (start := self._earlier_starts.get((topic, partition))) is not None:
                 ends[topic, partition] = start
                 continue
             if topic not in is_older:

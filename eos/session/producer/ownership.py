@@ -53,14 +53,14 @@ class TransactionalIdOwnership:
         self._pulse = pulse or Pulse(world.now)
         self._lost: str | None = None
         # Arguments of an unfinished call of `settle`.
-        self._interrupted: tuple[TransactionalProducer, str, bool] | None = None
+        self._interrupted_settle: tuple[TransactionalProducer, str, bool] | None = None
         self._settled_at: dict[str, Identity] = {}  # the identity at which `settle` last found each id still ours
         self._answers = log.Reminder(world.now, at_once=True)
 
     def raise_if_lost(self) -> None:
         """Raise Fenced if a newer instance owns the id. First repeat an interrupted call of `settle`."""
-        if self._interrupted is not None:
-            self._settle(*self._interrupted)
+        if self._interrupted_settle is not None:
+            self._settle(*self._interrupted_settle)
         if self._lost is not None:
             raise Fenced(self._lost)
 
@@ -101,7 +101,7 @@ class TransactionalIdOwnership:
             # One of our inits was interrupted. Its epoch is unknown, so the coordinator's epoch decides nothing.
             return Owner.MINE
         # Kept until it is settled: an exception here must not lead to a replacement, whose init would take the id.
-        self._interrupted = producer, reason, empty_transaction_is_ours
+        self._interrupted_settle = producer, reason, empty_transaction_is_ours
         situation = producer.poll_situation()
         owner, answer = Owner.NEWER, None  # the safe answer if our own epoch is unknown
         if situation is not None:
@@ -128,7 +128,7 @@ class TransactionalIdOwnership:
                 f"a newer instance took over transactional.id {producer.transactional_id}{who}: this one stops, and "
                 f"has written nothing since. {_SEPARATE_IDS}. [{'; '.join(filter(None, (numbers, reason)))}]"
             )
-        self._interrupted = None
+        self._interrupted_settle = None
         if self._lost is not None:
             raise Fenced(self._lost)
         if answer is not None:
