@@ -62,8 +62,8 @@ def find_missing_package(text: str) -> ConfigurationError | None:
         if found := pattern.search(text):
             return ConfigurationError(
                 f"the executors' Python lacks a package or has another version: {found[1].rstrip('.')}",
-                remedy="pip install 'eos-kafka[spark]' and the packages that your functions import on the executors, in "
-                "the driver's minor version of Python, or send an environment (docs/howto/spark.md)",
+                remedy="pip install 'eos-kafka[spark]' and the packages that your functions import on the executors, "
+                "in the driver's minor version of Python, or send an environment (docs/howto/spark.md)",
             )
     return None
 

@@ -232,7 +232,7 @@ class Handler:
     # ---- notifications from the session -------------------------------------------------------------------------
 
     def note_begin(self) -> None:
-        """Record the begin of a transaction, which has no outputs yet."""
+        """Record that a transaction begins, which has no outputs yet."""
         self.longest = self._first_output = None
         self._last_fired = []
 

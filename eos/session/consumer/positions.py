@@ -212,7 +212,7 @@ class Positions(Generic[R]):
         self._begin_offsets, self._next_offsets, self._lost_partitions = {}, {}, set()
 
     def rewind(self) -> dict[TopicPartition, int]:
-        """Go back to the begin of an aborted transaction. Return the offsets from which the consumer must fetch again:
+        """Go back to the start of an aborted transaction. Return the offsets from which the consumer must fetch again:
         for each partition that is still owned, the offset of the first record taken. Waiting records of these
         partitions are dropped."""
         self._reduce_last_batch()
