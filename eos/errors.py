@@ -187,7 +187,18 @@ class Action(Enum):
 # Calls of the consumer and the producer, as the table of failures names them. "delivery" is the error of a delivery
 # report. Its three flags are always unset, so they are ignored there.
 Call = Literal[
-    "init", "begin", "produce", "delivery", "flush", "send_offsets", "commit", "abort", "consume", "committed", "seek"
+    "init",
+    "begin",
+    "produce",
+    "delivery",
+    "flush",
+    "send_offsets",
+    "commit",
+    "abort",
+    "consume",
+    "committed",
+    "seek",
+    "database",
 ]
 
 

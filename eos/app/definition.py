@@ -23,6 +23,7 @@ from eos.app.expiry import TimeToLive, with_ttl
 from eos.app.policies import Policy, policy_of, stop
 from eos.app.routes import Route, changelog_of, is_async
 from eos.app.routes.handlers import check_merge, make_handler, make_window_cleaner
+from eos.app.routes.sink import make_sink_target
 from eos.app.state import Store
 from eos.app.stores import find_stores, with_old_names
 from eos.app.timers import check_timer_name
@@ -32,6 +33,7 @@ from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, dead_letter_topic
 from eos.encoding.serde import annotation_name, function_name, wrap_decoder, wrap_encoder
 from eos.errors import ConfigurationError
 from eos.records import Record, is_pattern, is_topic_name
+from eos.sql.database import Database
 
 # One record, or the part of it that its annotation names; then its state.
 Function = TypeVar("Function", bound=Callable[Concatenate[Any, ...], object])
@@ -273,6 +275,48 @@ class App:
             coders = (None, wrap_encoder(encode))
             more: dict[str, Any] = {"stores": stores, "name": name}
             self._add(Route(function, annotation, sources, destinations, True, policy, *coders, **more))
+            return function
+
+        return register
+
+    def sink(
+        self,
+        topics: str | Iterable[str],
+        database: Database,
+        *,
+        table: str | None = None,
+        key: str | Iterable[str] = (),
+        on_error: Policy | str = stop,
+        decode: Callable[[bytes], Any] | None = None,
+        name: str | None = None,
+    ) -> Callable[[Function], Function]:
+        """Decorate a function that writes the records of `topics` into a database, each exactly once.
+
+        With `table`, the function returns a row: a dict, a msgspec Struct or a dataclass, whose names are the columns;
+        or None for no row. With `key`, the row replaces these columns in the row of the same key; without it, it is
+        inserted. Without `table`, the function gets a cursor as its second parameter and runs its own SQL, which
+        commits together with the offsets: `def pay(payment: Payment, db: Cursor)`.
+
+        `database`: eos.sql.Postgres or eos.sql.SQLite; it gets a table eos_offsets (docs/howto/databases.md). Such a
+        function sends nothing to Kafka and has no state. `on_error`, `decode`, `name` and the first parameter: as for
+        `process`. The decorator returns the function unchanged.
+        """
+        sources, _, policy = _check_definition(topics, (), on_error)
+        if name is not None:
+            _check_name(name, "the name of a function")
+        keys = tuple(_to_list(key))
+
+        def register(function: Function) -> Function:
+            frame = sys._getframe(1)
+            if is_async(function):
+                raise ConfigurationError(
+                    f"{function_name(function)} is async: a function that writes rows must be an ordinary def"
+                )
+            target = make_sink_target(function, database, table, keys)
+            default = Record if decode is None else object
+            annotation = _resolve_first_annotation(function, default, frame, target.table is None)
+            coders = (wrap_decoder(decode, annotation), None)
+            self._add(Route(function, annotation, sources, (), False, policy, *coders, name=name, sink=target))
             return function
 
         return register

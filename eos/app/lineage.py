@@ -55,7 +55,7 @@ class Ledger:
     def changed_partitions(self) -> Collection[TopicPartition]:
         return ()
 
-    def before_flush(self, send: SendAll, partitions: Collection[TopicPartition]) -> None: ...
+    def before_flush(self, send: SendAll, offsets: Mapping[TopicPartition, int]) -> None: ...
 
     def offset_metadata(self, partition: TopicPartition) -> Mapping[str, list[int]]:
         tally = self.tally(partition)

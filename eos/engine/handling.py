@@ -24,6 +24,7 @@ from eos.app.definition import App
 from eos.app.lineage import Ledger, check_route, with_lineage
 from eos.app.policies import Policy, stop
 from eos.app.routes import Route, feed_from
+from eos.app.routes.sink import Writer
 from eos.app.routes.timed import find_window
 from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
@@ -166,6 +167,7 @@ class Handler:
         tasks_of: Callable[[Route], Mapping[Partition, TaskCells]] | None = None,
         silent_until_ms: Callable[[Partition, int], int] = lambda *_: 0,
         watermark_ms: Callable[[Partition], int] = lambda _: 0,
+        writer_of: Callable[[Route], Writer | None] = lambda _: None,
     ) -> None:
         self._silent_until_ms, self._watermark_ms = silent_until_ms, watermark_ms
         self._now = now
@@ -181,8 +183,10 @@ class Handler:
             if ledger is not None:
                 check_route(route)
             cells = cells_of(route) if route.has_state and cells_of is not None else None
-            made = route.bind(passing, cells) if passing or cells is not None else route
-            self._feeds[route] = made.feed if ledger is None else self._feed_of(made.each)
+            writer = writer_of(route)
+            is_bound = bool(passing) or cells is not None or writer is not None
+            made = route.bind(passing, cells, writer) if is_bound else route
+            self._feeds[route] = made.feed if ledger is None or route.sink is not None else self._feed_of(made.each)
             if route.uses_time:
                 self._timed[route] = made
                 if app.follows(route):

@@ -270,7 +270,7 @@ class Loop:
             self._consumer.raise_if_lost()
             # 2. Send the participants' own records, for example changelogs.
             for participant in self._participants:
-                participant.before_flush(self._send_all, offsets.keys())
+                participant.before_flush(self._send_all, offsets)
             if self._failure is not None:
                 raise self._failure
             # 3. Flush; raises the first delivery error.

@@ -63,9 +63,9 @@ class Participant(Follower, Protocol):
         their offsets even if these are unchanged. So the group refuses the transaction if this member has lost one of
         the partitions."""
 
-    def before_flush(self, send: SendAll, partitions: Collection[Partition]) -> None:
-        """Send this participant's own records of the transaction. `partitions` are those whose offsets it commits. A
-        participant must write nothing for other partitions, because another member may own them."""
+    def before_flush(self, send: SendAll, offsets: Mapping[Partition, int]) -> None:
+        """Send this participant's own records of the transaction. `offsets` are those that it commits. A participant
+        must write nothing for other partitions, because another member may own them. Raises CallFailed."""
 
     def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         """Return fields for the JSON that is committed with this partition's offset, after the last send."""

@@ -287,12 +287,12 @@ class Keeper:
     def changed_partitions(self) -> Collection[Partition]:
         return [partition for partition, task in self._tasks.items() if task.has_changes]
 
-    def before_flush(self, send: SendAll, partitions: Collection[Partition]) -> None:
+    def before_flush(self, send: SendAll, offsets: Mapping[Partition, int]) -> None:
         self._sent_at = self._world.unix()
         aborted: dict[str, list[int]] = {}
         for source, partition in self.changed_partitions():
             task = self._tasks[source, partition]
-            if (source, partition) not in partitions:
+            if (source, partition) not in offsets:
                 # The group does not check this transaction for the partition: another member may own it.
                 task.roll_back()
                 continue

@@ -75,7 +75,7 @@ class ReachedTimes:
     def changed_partitions(self) -> Collection[Partition]:
         return ()
 
-    def before_flush(self, send: SendAll, partitions: Collection[Partition]) -> None: ...
+    def before_flush(self, send: SendAll, offsets: Mapping[Partition, int]) -> None: ...
 
     def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         if partition[0] not in self._sources:

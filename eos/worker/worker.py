@@ -35,6 +35,7 @@ from eos.worker.new_topics import NewTopics
 from eos.worker.retention import Retention
 from eos.worker.spans import Spans
 from eos.worker.watermarks import ReachedTimes, Watermarks, upstream_of
+from eos.worker.writers import make_writers, prepare_writers
 
 if TYPE_CHECKING:
     from eos.kafka.admin.facts import Topic
@@ -78,6 +79,7 @@ class Worker(Listener):
         self._reached_times = ReachedTimes(upstream, self._task_time_ms) if upstream else None
         self._watermarks = Watermarks(self.settings, app, self._position_of, world)
         self._idle_partitions = IdlePartitions(self.settings, lambda partition: self.session.find_end(partition), world)
+        self._writers = make_writers(app, self.settings, world)
         self._handler = Handler(
             app,
             ledger,
@@ -89,6 +91,7 @@ class Worker(Listener):
             tasks_of=tasks_of,
             silent_until_ms=self._idle_partitions.silent_until_ms,
             watermark_ms=self._watermarks.time_ms,
+            writer_of=lambda route: None if route.sink is None else self._writers[route.sink.database],
         )
         self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
         self._found_topics = False
@@ -97,7 +100,10 @@ class Worker(Listener):
             app.topics,
             until_end=until_end,
             destinations=sorted(app.destinations),
-            participants=[one for one in (ledger, self._state_keeper, self._reached_times) if one is not None],
+            participants=[
+                *(one for one in (ledger, self._state_keeper, self._reached_times) if one is not None),
+                *self._writers.values(),
+            ],
             listener=self,
             handled_at_once=batch_most if any(function.batch for function in app.functions) else 1,
             with_ends=bool(upstream) or any(function.timing.idle_ms is not None for function in app.functions),
@@ -141,6 +147,7 @@ class Worker(Listener):
             self.find_topics()
             if self._state_keeper is not None:
                 self._state_keeper.prepare()
+            prepare_writers(self.app, self._writers)
             hooks.start()
             session.start()
             if self._uses_time:
@@ -170,6 +177,8 @@ class Worker(Listener):
             finally:
                 if self._state_keeper is not None:
                     self._state_keeper.close()
+                for writer in self._writers.values():
+                    writer.close()
                 if self._spans is not None:
                     self._spans.close()
                 hooks.stop(failed=not finished)
@@ -267,6 +276,9 @@ class Worker(Listener):
         """Handle records until the transaction's interval is over, or until the handler stops."""
         if self._world.now() < self._retry_at:
             self._resume_pause()
+            return None
+        if wait_s := max((writer.wait_s() for writer in self._writers.values()), default=0.0):
+            self.session.pause(wait_s)
             return None
         self._slow_functions.check()
         self._handler.note_begin()

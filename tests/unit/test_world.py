@@ -304,8 +304,8 @@ class RecordingParticipant:
     def changed_partitions(self) -> Collection[tuple[str, int]]:
         return self.writing
 
-    def before_flush(self, send: SendAll, partitions: Collection[tuple[str, int]]) -> None:
-        self.fenced.append(set(partitions))
+    def before_flush(self, send: SendAll, offsets: Mapping[tuple[str, int], int]) -> None:
+        self.fenced.append(set(offsets))
         if self.sends:
             send([("changelog", b"state", b"key", 0, 0, None)])
 

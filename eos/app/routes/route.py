@@ -26,6 +26,7 @@ from eos.app.routes.async_ import Async
 from eos.app.routes.batch import Batch, StatefulBatch, blocking
 from eos.app.routes.keyed import Keyed
 from eos.app.routes.single import Single, Stateful
+from eos.app.routes.sink import RowSink, Writer
 from eos.app.routes.timed import Caller, Tally, TimedFunction, TimerFunction
 from eos.app.state import Store, TaskCells
 from eos.app.stores import CellsOf, Stores
@@ -34,6 +35,7 @@ from eos.app.timing import NO_TIMING, Timing, uses_time
 from eos.encoding.serde import Decode, Encode, annotation_name, decoder, function_name, underlying, without_none
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Each, Feed, Record, Send
+from eos.sql.database import SinkTarget
 
 Gives = Literal["timer", "window", "bytes", "str"]
 
@@ -85,6 +87,7 @@ class Route:
         "outputs",
         "outputs_batch",
         "passing",
+        "sink",
         "sources",
         "stores",
         "tally",
@@ -124,6 +127,8 @@ class Route:
         gives: Gives | None = None,
         timer_names: set[str] | None = None,
         merge: Callable[..., object] | None = None,
+        sink: SinkTarget | None = None,
+        writer: Writer | None = None,
     ) -> None:
         """Compile the function. `passing`: the names of the headers that outputs copy from their input, see `bind`.
         `gives`: what the first parameter of a timer function gets; None for other functions. `timer_names`: the names
@@ -142,7 +147,8 @@ class Route:
         finish = None if encode is None else functools.partial(encode_result, encode)
         kept = Stores(self.name, stores, cells_of)
         hints = Hints(function)
-        shape: Single | Stateful | Async | Keyed | Batch | TimedFunction | TimerFunction
+        self.sink = sink
+        shape: Single | Stateful | Async | Keyed | Batch | TimedFunction | TimerFunction | RowSink
         if batch:
             _check_batch_annotation(annotation, self.name)
             run = blocking(function) if self.concurrent else function
@@ -170,6 +176,8 @@ class Route:
                     self.name, caller, kept, timing, merge, decoded, value_of, finish, normalise, target
                 )
                 self.tally, shape = timed.tally, timed
+            elif sink is not None:
+                shape = RowSink(self.name, function, decoded, sink, writer)
             elif self.concurrent and stores:
                 shape = Keyed(kept, function, decoded, finish, normalise)
             elif self.concurrent:
@@ -205,6 +213,7 @@ class Route:
         "gives",
         "timer_names",
         "merge",
+        "sink",
     )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -212,14 +221,15 @@ class Route:
         # again.
         return functools.partial(Route, **{part: getattr(self, part) for part in self._PARTS}), ()
 
-    def bind(self, passing: Iterable[str] = (), cells_of: CellsOf | None = None) -> Route:
+    def bind(self, passing: Iterable[str] = (), cells_of: CellsOf | None = None, writer: Writer | None = None) -> Route:
         """Return the same route for one engine.
 
         Outputs get the input's headers with the `passing` names, unless an Out has its own header of that name. A batch
         function's outputs have no single input and get none. `cells_of`: returns the cells that hold its state.
+        `writer`: takes its rows.
         """
         parts = {part: getattr(self, part) for part in self._PARTS}
-        return Route(**(parts | {"passing": frozenset(passing), "cells_of": cells_of}))
+        return Route(**(parts | {"passing": frozenset(passing), "cells_of": cells_of, "writer": writer}))
 
     @property
     def uses_time(self) -> bool:

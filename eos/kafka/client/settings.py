@@ -136,6 +136,9 @@ OPTIONS: dict[str, Option] = {
         False, _boolean, "refuse to start on a cluster that can lose acknowledged records, instead of warning"
     ),
     "eos.startup.timeout.ms": Option(25_000, _at_least(1_000), "how long to try to reach the cluster at the start"),
+    "eos.database.timeout.ms": Option(
+        300_000, _at_least(0), "how long a worker waits for a database that is away before it exits with 75"
+    ),
     "eos.shutdown.timeout.ms": Option(
         30_000, _at_least(0), "how long a stop may take before the transaction is aborted"
     ),
@@ -162,6 +165,7 @@ FUNCTION_OPTIONS = (
     "eos.state.engine",
     "eos.state.memory.bytes",
     "eos.state.cleanup.delay.ms",
+    "eos.database.timeout.ms",
 )
 """Settings that only affect an App's functions, and have no effect in a user's loop over a session."""
 

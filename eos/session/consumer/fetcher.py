@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from eos.errors import CallFailed, EosError
 from eos.kafka.admin.facts import check_topics
@@ -48,6 +48,17 @@ class Follower(Protocol):
 
         The fetcher calls this again a moment later for the partitions that are not ready. Meanwhile it polls the group
         and reads the ready ones. `uncommitted`: the partitions for which the group has committed no offset."""
+
+
+@runtime_checkable
+class StartsEarlier(Protocol):
+    """Is a follower that keeps offsets outside of Kafka, which decide if they are lower than those of the group."""
+
+    def lower_starts(self, starts: Mapping[Partition, int]) -> Mapping[Partition, int]:
+        """Return the earlier offsets at which some of these partitions must start.
+
+        `starts`: the offsets at which the group starts, negative without a committed offset. Raises Unavailable.
+        """
 
 
 class Fetcher:
@@ -143,7 +154,15 @@ class Fetcher:
             handover=self._handover,
             changelogs=[topic for follower in self._followers for topic in follower.topics],
             on_unreadable=self._on_unreadable,
+            lower_starts=self._lower_starts,
         )
+
+    def _lower_starts(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
+        lowered: dict[Partition, int] = {}
+        for follower in self._followers:
+            if isinstance(follower, StartsEarlier):
+                lowered |= follower.lower_starts(starts)
+        return lowered
 
     def replace_consumer(self) -> None:
         """Replace the consumer by a new one, whose partitions start at their committed offsets. It does not join yet.

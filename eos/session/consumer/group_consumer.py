@@ -78,10 +78,11 @@ class GroupConsumer:
         handover: Handover | None = None,
         changelogs: Collection[str] = (),
         on_unreadable: Callable[[str, int, int, str], None] = lambda topic, partition, offset, why: None,
+        lower_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
     ) -> None:
         """Create the consumer. `stopping` returns True once a stop was requested, which ends waits for the cluster.
         `with_ends`: report the ends of partitions to the positions. `changelogs`: see TopicIds. `on_unreadable`: see
-        Listener."""
+        Listener. `lower_starts`: see StartsEarlier."""
         self._settings, self._world = settings, world
         self._topics = list(topics)
         self._positions = positions
@@ -114,7 +115,7 @@ class GroupConsumer:
         self._lost_assignment = LostAssignment(settings, self.group, watcher, world)
         self.queries = ClusterQueries(self.consumer, settings, self._topics, pulse or Pulse(world.now), world, stopping)
         self.start_offsets = StartOffsets(
-            self.queries, settings, self._handover.from_beginning, self._handover.start_offsets, world
+            self.queries, settings, self._handover.from_beginning, self._handover.start_offsets, world, lower_starts
         )
         self._unreadable = UnreadableInput(positions, self.queries)
         instance_id = configuration.get("group.instance.id")

@@ -7,7 +7,7 @@ not hold up the others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
@@ -40,7 +40,9 @@ class StartOffsets:
         from_beginning: Collection[str],
         earlier: Mapping[Partition, int],
         world: World,
+        lower_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
     ) -> None:
+        self._lower_starts = lower_starts
         self._queries, self._settings, self._from_beginning, self._world = queries, settings, from_beginning, world
         self._earlier_starts = earlier
         self._group: str = settings["group.id"]
@@ -95,8 +97,13 @@ class StartOffsets:
             raise NotNow(f"the list of partitions that this group has committed: {error}") from error
         if found:
             self._refuse_forgotten(found, reset)
-        self.uncommitted |= ends
         starts |= {p: TopicPartition(*p, OFFSET_BEGINNING) for p in missing}
+        starts |= {p: TopicPartition(*p, end) for p, end in ends.items()}
+        try:
+            ends |= self._lower_starts({p: tp.offset for p, tp in starts.items()})
+        except Unavailable as error:
+            raise NotNow(str(error)) from error
+        self.uncommitted |= ends
         return starts | {p: TopicPartition(*p, end) for p, end in ends.items()}
 
     def _committed(self, partitions: Collection[Partition], waits_for: str = OTHERS) -> dict[Partition, TopicPartition]:

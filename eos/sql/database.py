@@ -1,0 +1,133 @@
+"""Defines what eos needs of a database, and what it keeps there: the offsets table.
+
+The next offset of each partition lies in the database, in the transaction that writes the rows. It is compared before
+each change, so rows are written once, whatever happens between the database and Kafka. The group's committed offset
+follows it. This module must never do I/O.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, NamedTuple, Protocol
+
+from eos.sql.rows import Row
+
+OFFSETS_TABLE: Final = "eos_offsets"
+Partition = tuple[str, int]
+
+
+class Cursor(Protocol):
+    """Runs your own SQL in the transaction that also stores the offsets. Do not commit or roll back in it."""
+
+    def execute(self, sql: str, parameters: Any = ..., /) -> Any: ...
+
+    def executemany(self, sql: str, parameters: Any, /) -> Any: ...
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Table:
+    """Names the table that gets the rows, and the columns of its key; without a key all rows are inserted."""
+
+    name: str
+    key: tuple[str, ...] = ()
+
+
+class Fault(Enum):
+    """Lists what an error of a database means for a sink."""
+
+    AWAY = "the database cannot be reached, or has no resources: wait and try again"
+    AGAIN = "the database gave the transaction up: try it again"
+    RECORD = "the row or the function's SQL is wrong"
+    DEFINITION = "a table or column is missing, or the SQL of eos is refused"
+    DENIED = "a right is missing"
+
+
+class DatabaseError(Exception):
+    """Reports an error of a database with its meaning; it never contains a password."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class Stored(NamedTuple):
+    """Holds the offsets row of one partition."""
+
+    next_offset: int | None
+    """The offset after the last record whose rows are written; None: no record of this partition yet."""
+    owner: str
+    """The token of the worker that took the partition over last."""
+    failed: Mapping[int, str]
+    """The errors of records that an error policy left out, by offset, until the group has committed past them."""
+
+
+def encode_failed(failed: Mapping[int, str]) -> str:
+    return json.dumps(failed) if failed else ""
+
+
+def decode_failed(text: str | None) -> dict[int, str]:
+    return {int(offset): error for offset, error in json.loads(text or "{}").items()}
+
+
+class Connection(Protocol):
+    """Runs the transactions of one worker. All methods raise DatabaseError."""
+
+    def create_offsets(self) -> None:
+        """Create the offsets table if it is missing."""
+
+    def check(self, table: Table) -> None:
+        """Check that the table exists, with a unique key and the rights that its rows need."""
+
+    def claim(self, app: str, owner: str, partitions: Collection[Partition]) -> dict[Partition, Stored]:
+        """Take partitions over, in a transaction of its own, and return their rows. Wait for the transaction of the
+        worker that had them."""
+
+    def begin(self, app: str, owner: str) -> dict[Partition, Stored]:
+        """Begin a transaction, and return the locked rows of this owner."""
+
+    def write(self, table: Table, rows: Sequence[Row]) -> None:
+        """Insert rows, or insert and update them by the table's key, which differs in all of them."""
+
+    def cursor(self) -> Cursor: ...
+
+    def savepoint(self) -> None: ...
+
+    def release_savepoint(self) -> None:
+        """Keep the changes after the savepoint. Deferred constraints are checked before."""
+
+    def roll_back_to_savepoint(self) -> None: ...
+
+    def move(self, app: str, moved: Mapping[Partition, Stored]) -> None:
+        """Change the rows of these partitions."""
+
+    def commit(self) -> None: ...
+
+    def roll_back(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def translate(self, error: BaseException) -> DatabaseError | None:
+        """Return the meaning of a foreign error; None if it does not come from the database."""
+
+
+class Database(Protocol):
+    """Describes a database that gets rows. Two equal databases share one connection of a worker."""
+
+    def connect(self) -> Connection:
+        """Raise DatabaseError, or ConfigurationError for a missing package."""
+
+
+@dataclass(frozen=True)
+class SinkTarget:
+    """Says where the rows of a function go. Without a table, the function runs its own SQL with a cursor."""
+
+    database: Database
+    table: Table | None = None
+    create: bool = field(default=False, compare=False)

@@ -1,0 +1,371 @@
+"""Writes the rows of an App into its databases, as participants in the transactions of a worker's session.
+
+The database's offset is the truth, and the group's follows. In one Kafka transaction: the functions make rows; the
+database gets them together with the next offsets, if it still has the offsets and the owner that this writer knows;
+then Kafka commits the group's offsets and dead letters. A worker that stops in between finds its records in Kafka
+again, and the database's offset shows that their rows are written.
+
+Rows are written together. If the database refuses them, everything is handed out again, and each record is written
+within a savepoint of its own, so that the error is known to be that of its record. After a lost connection nothing is
+assumed: the offsets are read again, which waits for a COMMIT that the database may still be busy with.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from eos import log
+from eos.app.definition import App
+from eos.errors import (
+    Action,
+    CallFailed,
+    ConfigurationError,
+    Fenced,
+    NotAuthorised,
+    Temporary,
+    Unavailable,
+)
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
+from eos.records import Committed, Record, SendAll, format_position
+from eos.sql.database import Connection, Cursor, Database, DatabaseError, Fault, Partition, SinkTarget, Stored, Table
+from eos.sql.rows import Row, merge_by_key
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+_MOST_ERROR_CHARACTERS = 300
+
+
+class FailedBefore(Exception):
+    """Stands for the error of a record that was left out when the rows of its transaction were written."""
+
+
+class DatabaseWriter:
+    """Writes into one database. `topics`: the sources of the functions whose rows go there. `timeout_s`: how long the
+    database may be away."""
+
+    topics: Collection[str] = ()  # it writes no topics
+
+    def __init__(
+        self, app_id: str, database: Database, sources: Collection[str], timeout_s: float, world: World
+    ) -> None:
+        self._app_id, self._database, self._sources = app_id, database, frozenset(sources)
+        self._timeout_s, self._world = timeout_s, world
+        self._owner = uuid.uuid4().hex
+        self._connection: Connection | None = None
+        self._stored: dict[Partition, Stored] = {}
+        self._rows: dict[Table, list[Row]] = {}  # of the open transaction, to be written at its end
+        self._failed: dict[Partition, dict[int, str]] = {}  # the errors of records that went past, by offset
+        self._is_begun = False  # the open transaction has begun one in the database
+        self._careful = False  # each record has a savepoint
+        self._is_stale = False  # the offsets in the database may differ from the known ones
+        self._away_since: float | None = None
+        self._wait_s = _FIRST_WAIT_S
+
+    def owns(self, topic: str) -> bool:
+        return topic in self._sources
+
+    # ---- the start ----------------------------------------------------------------------------------------------
+
+    def prepare(self, targets: Iterable[SinkTarget]) -> None:
+        """Create the offsets table if it is missing, and check the tables.
+
+        Raises ConfigurationError, NotAuthorised, Unavailable.
+        """
+        try:
+            connection = self._connect()
+            connection.create_offsets()
+            for target in targets:
+                if target.table is not None:
+                    connection.check(target.table)
+        except DatabaseError as error:
+            raise _start_error(error) from error
+
+    def _connect(self) -> Connection:
+        if self._connection is None:
+            self._connection = self._database.connect()
+        return self._connection
+
+    def lower_starts(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
+        """Take over those of these partitions that belong to this writer; return the ones that must start earlier.
+
+        `starts`: the offsets at which the group starts, negative without a committed offset. A database that was
+        restored from a backup is behind the group: its rows are written again from there. Raises Unavailable.
+        """
+        mine = [partition for partition in starts if partition[0] in self._sources]
+        if not mine:
+            return {}
+        try:
+            claimed = self._guarded(lambda connection: connection.claim(self._app_id, self._owner, mine))
+        except DatabaseError as error:
+            self._note_away(error)
+            raise Unavailable(str(error)) from error
+        self._stored |= claimed
+        lowered: dict[Partition, int] = {}
+        for partition, stored in claimed.items():
+            self._failed[partition] = dict(stored.failed)
+            at, start = stored.next_offset, starts[partition]
+            if at is not None and (start < 0 or at < start):
+                lowered[partition] = at
+            if at is not None and start >= 0 and at != start:
+                log.info(
+                    "group offset differs from the database, which decides",
+                    partition=format_position(*partition),
+                    group=start,
+                    database=at,
+                )
+        return lowered
+
+    def _guarded(self, call: Callable[[Connection], Any]) -> Any:
+        """Return the call's result; drop the connection if it fails. Raises DatabaseError."""
+        try:
+            return call(self._connect())
+        except DatabaseError:
+            self._drop_connection()
+            raise
+
+    def _drop_connection(self) -> None:
+        """Close the connection, which rolls back: whatever it was doing is not assumed to have happened or not."""
+        connection, self._connection = self._connection, None
+        self._is_stale = True
+        if connection is not None:
+            connection.close()
+
+    # ---- before a transaction -----------------------------------------------------------------------------------
+
+    def wait_s(self) -> float:
+        """Return 0 if records can be handled now, otherwise the seconds until the next attempt.
+
+        Raises Temporary once the database has been away for too long, Fenced, NotAuthorised, ConfigurationError.
+        """
+        if not self._is_stale:
+            return 0.0
+        try:
+            found = self._guarded(self._read_offsets)
+        except DatabaseError as error:
+            return self._note_away(error)
+        if self._away_since is not None:
+            log.info("database back", database=self._database)
+        self._is_stale, self._away_since, self._wait_s = False, None, _FIRST_WAIT_S
+        for partition in list(self._stored):
+            self._stored[partition] = self._require_own(partition, found)
+        return 0.0
+
+    def _read_offsets(self, connection: Connection) -> dict[Partition, Stored]:
+        found = connection.begin(self._app_id, self._owner)
+        connection.roll_back()
+        return found
+
+    def _note_away(self, error: DatabaseError) -> float:
+        now = self._world.now()
+        if error.fault not in (Fault.AWAY, Fault.AGAIN):
+            raise _start_error(error) from error
+        if self._away_since is None:
+            self._away_since = now
+            log.warning("database away, waiting", error=str(error))
+        if now - self._away_since > self._timeout_s:
+            raise Temporary(
+                f"the database has been away for {now - self._away_since:.0f} s: {error}",
+                remedy="no record is lost: the worker continues there when it is started again "
+                "(eos.database.timeout.ms is how long it waits)",
+            ) from error
+        wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, _LONGEST_WAIT_S)
+        return wait_s
+
+    def _require_own(self, partition: Partition, found: Mapping[Partition, Stored]) -> Stored:
+        if (stored := found.get(partition)) is None:
+            raise Fenced(
+                f"another worker of {self._app_id} has taken over {format_position(*partition)} in {self._database}",
+                remedy="nothing was written twice; a supervisor may start this worker again",
+            )
+        return stored
+
+    # ---- records ------------------------------------------------------------------------------------------------
+
+    def is_written(self, record: Record) -> bool:
+        """Return whether the database has the rows of this record already. Raise FailedBefore if it was left out."""
+        partition = record.topic, record.partition
+        at = self._stored[partition].next_offset
+        if at is None or record.offset >= at:
+            return False
+        if (error := self._failed.get(partition, {}).get(record.offset)) is not None:
+            name, _, message = error.partition(": ")
+            raise type(name, (FailedBefore,), {})(message)
+        return True
+
+    def add(self, table: Table, row: Row) -> None:
+        """Take a row of the open transaction. Raises CallFailed; in careful mode an error of the row."""
+        if self._careful:
+            self._within_savepoint(lambda connection: connection.write(table, [row]))
+        else:
+            self._rows.setdefault(table, []).append(row)
+
+    def run(self, call: Callable[[Cursor], object]) -> None:
+        """Run a user's function with a cursor. Raises CallFailed; in careful mode the function's own error."""
+        if self._careful:
+            self._within_savepoint(lambda connection: call(connection.cursor()))
+            return
+        try:
+            call(self._begin().cursor())
+        except CallFailed:
+            raise
+        except Exception as error:
+            raise self._retry_carefully(error) from error
+
+    def _within_savepoint(self, call: Callable[[Connection], object]) -> None:
+        connection = self._begin()
+        try:
+            connection.savepoint()
+            call(connection)
+            connection.release_savepoint()
+        except Exception as error:
+            found = error if isinstance(error, DatabaseError) else connection.translate(error)
+            if found is not None and found.fault is not Fault.RECORD:
+                raise self._failure(found) from error
+            try:
+                connection.roll_back_to_savepoint()
+            except DatabaseError as worse:
+                raise self._failure(worse) from worse
+            if isinstance(error, DatabaseError) and error.__cause__ is not None:
+                raise error.__cause__ from error  # the driver's own exception, which error policies can name
+            raise
+
+    def _begin(self) -> Connection:
+        """Begin a transaction in the database, unless one is open."""
+        try:
+            connection = self._connect()
+            if not self._is_begun:
+                self._is_begun = True
+                self._check_offsets(connection.begin(self._app_id, self._owner))
+        except DatabaseError as error:
+            raise self._failure(error) from error
+        return connection
+
+    def _check_offsets(self, found: Mapping[Partition, Stored]) -> None:
+        for partition, known in self._stored.items():
+            stored = self._require_own(partition, found)
+            if stored.next_offset != known.next_offset:
+                raise Fenced(
+                    f"the offset of {format_position(*partition)} in {self._database} is {stored.next_offset}, but "
+                    f"this worker wrote {known.next_offset}",
+                    remedy="somebody changed the table eos_offsets: start the worker again to continue from there",
+                )
+
+    def note_failed(self, record: Record, error: BaseException) -> None:
+        """Note a record's error, in case its error policy goes on without it."""
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_MOST_ERROR_CHARACTERS].replace("\0", "")
+        self._failed.setdefault((record.topic, record.partition), {})[record.offset] = text
+
+    def note_written(self, record: Record) -> None:
+        """Note that a record did not fail this time."""
+        if (failed := self._failed.get((record.topic, record.partition))) is not None:
+            failed.pop(record.offset, None)
+
+    # ---- a participant of the session (eos/session/outcomes.py) ---------------------------------------------------
+
+    def forget(self, revoked: Collection[Partition]) -> None:
+        for partition in revoked:
+            self._stored.pop(partition, None)
+            self._failed.pop(partition, None)
+
+    def restore(
+        self, starts: Mapping[Partition, Committed], uncommitted: Collection[Partition]
+    ) -> Collection[Partition]:
+        return starts.keys()
+
+    def changed_partitions(self) -> Collection[Partition]:
+        return ()
+
+    def before_flush(self, send: SendAll, offsets: Mapping[Partition, int]) -> None:
+        """Write the rows and the next offsets, and commit in the database. Raises CallFailed, Fenced."""
+        moved = {p: offset for p, offset in offsets.items() if p in self._stored and self._is_ahead(p, offset)}
+        if not moved and not self._is_begun:
+            return
+        connection = self._begin()
+        changes = {p: Stored(offset, self._owner, self._failed_before(p, offset)) for p, offset in moved.items()}
+        try:
+            for table, rows in self._rows.items():
+                connection.write(table, merge_by_key(rows, table.key) if table.key else rows)
+            connection.move(self._app_id, changes)
+            self._world.step("database commit")
+            connection.commit()
+            self._world.step("database committed")
+        except (DatabaseError, TypeError, ValueError) as error:
+            if isinstance(error, DatabaseError) and error.fault is not Fault.RECORD:
+                raise self._failure(error) from error
+            raise self._retry_carefully(error) from error
+        self._stored |= changes
+        self._careful = False
+        self._clear()
+
+    def _is_ahead(self, partition: Partition, offset: int) -> bool:
+        at = self._stored[partition].next_offset
+        return at is None or offset > at
+
+    def _failed_before(self, partition: Partition, offset: int) -> dict[int, str]:
+        return {at: error for at, error in self._failed.get(partition, {}).items() if at < offset}
+
+    def _failure(self, error: DatabaseError) -> Exception:
+        """Return what ends the transaction because of this error."""
+        self._drop_connection()
+        if error.fault in (Fault.AWAY, Fault.AGAIN):
+            return CallFailed("database", Action.ABORT, error)
+        return _start_error(error)
+
+    def _retry_carefully(self, error: Exception) -> CallFailed:
+        """Return what ends the transaction, so that its records come again, each with a savepoint."""
+        self._careful = True
+        self._drop_connection()
+        return CallFailed("database", Action.ABORT, error)
+
+    def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
+        return {}
+
+    def committed(self) -> None:
+        """Drop the errors of records that the group has committed past."""
+        for partition, failed in self._failed.items():
+            at = self._stored[partition].next_offset
+            self._failed[partition] = {offset: error for offset, error in failed.items() if at is None or offset >= at}
+
+    def aborted(self) -> None:
+        if self._is_begun:
+            self._drop_connection()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows, self._is_begun = {}, False
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _start_error(error: DatabaseError) -> Exception:
+    """Return the error that ends a run because of an error of the database that waiting does not mend."""
+    if error.fault is Fault.DENIED:
+        return NotAuthorised(str(error))
+    if error.fault is Fault.DEFINITION:
+        return ConfigurationError(str(error), remedy="create what is missing, or correct the table, key or columns")
+    return Unavailable(str(error))
+
+
+def make_writers(app: App, settings: Settings, world: World) -> dict[Database, DatabaseWriter]:
+    sources: dict[Database, list[str]] = {}
+    for topic, route in app.routes.items():
+        if route.sink is not None:
+            sources.setdefault(route.sink.database, []).append(topic)
+    timeout_s = settings["eos.database.timeout.ms"] / 1000
+    return {
+        database: DatabaseWriter(app.id, database, topics, timeout_s, world) for database, topics in sources.items()
+    }
+
+
+def prepare_writers(app: App, writers: Mapping[Database, DatabaseWriter]) -> None:
+    """Check the tables of each database before the first record.
+
+    Raises ConfigurationError, NotAuthorised, Unavailable.
+    """
+    for database, writer in writers.items():
+        writer.prepare([r.sink for r in app.functions if r.sink is not None and r.sink.database == database])
