@@ -38,7 +38,7 @@ class Pulse:
         self._thread = threading.get_ident()
 
     def beat(self, doing: Doing, what: str = "") -> None:
-        """Note that the thread moved: it is now (or still) doing `doing`, and `what` names the call."""
+        """Record progress of the thread, which is now (or still) doing `doing`; `what` names the call."""
         if threading.get_ident() != self._thread:
             return
         now = self._clock()

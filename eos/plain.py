@@ -69,8 +69,8 @@ class Delivery:
 class PlainTransaction:
     """Sends the records of one transaction without an input, which ends with its block.
 
-    `renewed`: the producer was initialised again for it, so another instance may have worked since the previous
-    transaction. Code that sends offsets must then check that the committed offsets are unchanged.
+    `producer_reinitialised`: the producer was initialised again for this transaction, so another instance may have
+    worked since the previous one. Code that sends offsets must then check that the committed offsets are unchanged.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class PlainTransaction:
         sends_offsets: bool = False,
     ) -> None:
         self._producer, self._to_public_error, self._sends_offsets = producer, public, sends_offsets
-        self.renewed = False
+        self.producer_reinitialised = False
         self.ended = False
-        """True once its block has ended, so that the producer's open transaction is another one."""
+        """True once the block has ended. If the producer then has an open transaction, it is another one."""
         self.failure: CallFailed | None = None
         """The error of a failed send, after which the transaction cannot be committed."""
         self.failed_topic = ""
@@ -153,7 +153,7 @@ class Transactions:
         self._producer = TransactionalProducer(
             self.settings, self.settings["transactional.id"], reports=True, world=world
         )
-        self._open: PlainTransaction | None = None  # the transaction whose block is open
+        self._open_transaction: PlainTransaction | None = None  # the transaction whose block is open
         self._begin_lock = threading.Lock()
         self._ownership = TransactionalIdOwnership(self.settings, _describe_owner, world=world)
 
@@ -185,25 +185,25 @@ class Transactions:
             yield from self._run_block(txn)
         finally:
             txn.ended = True
-            if self._open is txn:
-                self._open = None
+            if self._open_transaction is txn:
+                self._open_transaction = None
 
     def _begin(self, txn: PlainTransaction) -> None:
         producer = self._producer
         with self._begin_lock:
-            if self._open is not None:
+            if self._open_transaction is not None:
                 raise IllegalState(
                     "a transaction of this producer is open: end its block first, or use another Transactions with its "
                     "own transactional.id"
                 )
-            self._open = txn
+            self._open_transaction = txn
             self._ownership.raise_if_lost()
             # An exception from outside the client (a signal's) interrupted the previous transaction before its answer
             # arrived. The new producer's init ends it.
-            producer.give_up("the transaction before it was not ended")
+            producer.give_up("the previous transaction was neither committed nor aborted")
             try:
                 if reason := producer.decide_replacement():
-                    txn.renewed = True
+                    txn.producer_reinitialised = True
                     self._ownership.replace(producer, reason)
                 producer.begin()
             except CallFailed as failure:

@@ -89,7 +89,7 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False  # a slow client must not delay the end of the process
 
     def __init__(self, address: tuple[str, int], answers: Mapping[str, Callable[[Request], Answer]]) -> None:
-        self.answers = answers
+        self.handlers = answers
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         host, port = address
         both = not host and socket.has_dualstack_ipv6()
@@ -124,9 +124,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        answer = self.server.answers.get(url.path)
+        answer = self.server.handlers.get(url.path)
         if answer is None:
-            self._send(Answer(HTTPStatus.NOT_FOUND, f"there is {' '.join(self.server.answers)}\n".encode()))
+            self._send(Answer(HTTPStatus.NOT_FOUND, f"there is {' '.join(self.server.handlers)}\n".encode()))
         else:
             self._send(answer(Request(url.query, self.headers.get("Accept", ""))))
 

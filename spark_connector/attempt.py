@@ -115,7 +115,7 @@ class Recent:
 
 
 @dataclass(frozen=True)
-class Connected:
+class SinkConnection:
     """Holds the state that one transactional id keeps from batch to batch while nothing fails."""
 
     wire: Wire
@@ -127,7 +127,7 @@ class Connected:
     recent: Recent = field(default_factory=Recent)
 
     @classmethod
-    def to(cls, options: Options) -> Connected:
+    def open(cls, options: Options) -> SinkConnection:
         """Connect and read the topics. Raise errors that `translate` converts."""
         wire, timeout_s = Wire(options.connection, options.timeout_s), options.timeout_s
         try:
@@ -150,9 +150,9 @@ class Attempt:
     """Makes one attempt at one batch; `run` is called once."""
 
     def __init__(
-        self, options: Options, connected: Connected, server: ClaimServer, df: DataFrame, batch: Batch
+        self, options: Options, connected: SinkConnection, server: ClaimServer, df: DataFrame, batch: Batch
     ) -> None:
-        self._options, self._connected, self._server = options, connected, server
+        self._options, self._connection, self._server = options, connected, server
         self._df, self._batch = df, batch
         self._transaction = connected.transaction
         self._seconds: dict[str, float] = {}
@@ -179,7 +179,7 @@ class Attempt:
             raise self._to_public_error(stopped) from stopped
 
     def _run(self) -> Progress | None:
-        connected, batch = self._connected, self._batch
+        connected, batch = self._connection, self._batch
         if not self._transaction.initialised:
             batch.refuse(self._look_for_marker())
         self._measure("init", self._transaction.init)
@@ -215,9 +215,8 @@ class Attempt:
         return progress
 
     def _look_for_marker(self) -> Marker | None:
-        """Return the marker, possibly while other instances are at work.
-
-        Return None if there is none, or if its transaction is still open.
+        """Return the marker. Other instances may be writing meanwhile, so return None also if the transaction of the
+        marker is still open.
         """
         try:
             return self._find_marker()
@@ -230,7 +229,7 @@ class Attempt:
         if self._batch.key is None:
             return None
         try:
-            return self._connected.markers.read(self._batch.key)
+            return self._connection.markers.read(self._batch.key)
         except ValueError as error:
             raise ConfigurationError(
                 f"the entry for this sink in {marker.TOPIC} cannot be read: {error}",
@@ -242,7 +241,7 @@ class Attempt:
 
         Nothing is written yet, and no transaction is open.
         """
-        if not self._connected.recent.tries:
+        if not self._connection.recent.tries:
             return None
         most = self._options.driver_bytes
         with planned_for_the_sink(self._df):
@@ -261,11 +260,12 @@ class Attempt:
         return min(_DRIVER_SHARES * of_each, limit // 2) if limit else _DRIVER_SHARES * of_each
 
     def _partitions(self, targets: Sequence[Target], gathered: pa.RecordBatch | None) -> list[tuple[str, int]]:
-        """Return the partitions that the transaction writes, as far as known: each of them gets a control record."""
+        """Return the partitions to add to the transaction. They should be the ones that get rows, as far as these are
+        known, because each added partition gets a control record."""
         used = range(len(targets)) if gathered is None else sorted(targets_of(gathered) & set(range(len(targets))))
         partitions = [(targets[number].topic, targets[number].partition) for number in used]
         if self._batch.key is not None:
-            partitions.append((marker.TOPIC, self._connected.markers.partition))
+            partitions.append((marker.TOPIC, self._connection.markers.partition))
         return partitions
 
     def _produce(self, targets: Sequence[Target], cores: int | None, gathered: pa.RecordBatch | None) -> list[Result]:
@@ -273,7 +273,7 @@ class Attempt:
 
         One task writes each share of the partitions, or the driver writes gathered rows.
         """
-        claims, recent = self._server.claims, self._connected.recent
+        claims, recent = self._server.claims, self._connection.recent
         tried, self._tasks_write = recent.tries, gathered is None
         claims.begin(self._transaction.identity)
         try:
@@ -299,7 +299,7 @@ class Attempt:
     def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:
         # the driver calls its claims directly, since it may not be reachable at the address for executors
         job = replace(self._job(targets, 1), claims_client=self._server.claims)
-        result = write_rows(job, iter([rows]), lambda: self._connected.wire)
+        result = write_rows(job, iter([rows]), lambda: self._connection.wire)
         return [] if result is None else [result]
 
     def _on_executors(self, targets: Sequence[Target], cores: int | None) -> list[Result]:
@@ -342,14 +342,14 @@ class Attempt:
 
     def _mark(self, new: Marker) -> None:
         one = PartitionWriter(
-            self._connected.wire,
+            self._connection.wire,
             self._options.transactional_id,
             self._transaction.identity,
             marker.TOPIC,
-            self._connected.markers.partition,
+            self._connection.markers.partition,
             delivery_timeout_s=self._options.delivery_s,
         )
-        obsolete = self._batch.obsolete_keys(self._connected.markers.write_times)
+        obsolete = self._batch.obsolete_keys(self._connection.markers.write_times)
         keys, values = [self._batch.key, *obsolete], [new.encode(), *[None] * len(obsolete)]
         one.write(pa.record_batch({"key": pa.array(keys, pa.binary()), "value": pa.array(values, pa.binary())}))
         one.finish()
@@ -374,7 +374,7 @@ class Attempt:
             return self._settle(stopped)
         refused = self._abort()
         if stopped.answer is Answer.RESTART:
-            # An attempt that is lost for another reason may have lost its epoch too.
+            # The attempt failed for another reason, but its epoch may be outdated too. The abort then shows that.
             fenced = refused is not None and refused.answer is Answer.FENCED
             return self._settle(stopped) if fenced else AttemptLost(str(stopped), outcome_unknown=self._commit_sent)
         kind = NotAuthorised if stopped.answer is Answer.UNAUTHORISED else ConfigurationError
@@ -385,7 +385,7 @@ class Attempt:
 
         The coordinator is queried, because an init would fence the newer instance.
         """
-        connected = self._connected
+        connected = self._connection
         age_ms = 0.0 if self._began is None else (read_boot_clock() - self._began) * 1000
         reach = ownership.Progress.NOTHING if self._began is None else ownership.Progress.ACKNOWLEDGED
         situation = ownership.Situation(self._transaction.identity, reach, age_ms, connected.transaction_ms)

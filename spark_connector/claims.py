@@ -41,8 +41,8 @@ _LONGEST = 1 << 16  # bytes of a request or response
 _PATIENCE_S = 1.0  # time that a client has from its connection to the last byte of its request
 _MOST = 64  # clients at once
 _PORTS = 16  # number of ports to try after the requested one, as spark.port.maxRetries
-_DEADLINE_S = 60.0  # for a claim
-_TRY_S = 10.0  # time for one request: a full queue may have lost the connection, and only one side knows
+_DEADLINE_S = 60.0  # time for a claim, with all its requests
+_TRY_S = 10.0  # time for one request: the server may have lost the connection without a notice to the client
 _PAUSE_S = 0.1
 
 
@@ -89,7 +89,7 @@ class Claims:
 
     @property
     def poison(self) -> str | None:
-        """Return why the current epoch must not be committed, or None if it may be."""
+        """Return why the current epoch must not be committed, or None if it may be committed."""
         with self._lock:
             return self._refusal_reason
 
@@ -262,7 +262,7 @@ def _listen(bind: str, port: int) -> socket.socket:
                     f"cannot listen for executors' claims at {bind}:{tried}: {error.strerror or error} "
                     "(spark.driver.bindAddress, eos.spark.claims.port)"
                 ) from error
-    raise AssertionError("the last port is listened on or raises")
+    raise AssertionError("the loop returns or raises at its last port")
 
 
 def driver_addresses(setting: Callable[[str], str | None]) -> tuple[str, str]:

@@ -26,7 +26,7 @@ _KINDS: dict[str, type[EosError]] = {
 
 
 class ExecutorFailure(Exception):
-    """Is the exception that a task raises; its text is the line with the error."""
+    """Carries an error from a task to the driver; the text of this exception is one line that describes the error."""
 
 
 def to_line(error: EosError) -> ExecutorFailure:

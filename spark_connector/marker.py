@@ -270,7 +270,7 @@ class MarkerReader:
             partition = answer.topics[0].partitions[0]
             return int(partition.offset) if self._is_done(partition.error_code, "ListOffsets") else None
 
-        return self._wire.until(f"offsets of {TOPIC}-{self.partition}", attempt, self._timeout_s)
+        return self._wire.retry_until_answered(f"offsets of {TOPIC}-{self.partition}", attempt, self._timeout_s)
 
     def _fetch(self, position: int, isolation: int, some: bool = False) -> Any:
         """Fetch from the partition; with `some` retry until records arrive: they exist, but the leader may change."""
@@ -311,7 +311,7 @@ class MarkerReader:
             done = self._is_done(partition.error_code, "Fetch") and (partition.records or not some)
             return partition if done else None
 
-        return self._wire.until(f"records of {TOPIC}-{self.partition}", attempt, self._timeout_s)
+        return self._wire.retry_until_answered(f"records of {TOPIC}-{self.partition}", attempt, self._timeout_s)
 
     def _ask(self, request: Any) -> Any:
         try:

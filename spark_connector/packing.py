@@ -135,7 +135,7 @@ def targets_of(packed: pa.RecordBatch) -> set[int]:
 def split(rows: pa.RecordBatch, by: NDArray[np.int32]) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield each number with its rows, in their order.
 
-    Unless all rows have one number, the results are slices of one copy, and each keeps the whole copy in memory.
+    If the rows have several numbers, the results are slices of one copy, and each slice keeps the whole copy in memory.
     """
     lowest, highest = int(by.min()), int(by.max())
     if lowest == highest:

@@ -115,13 +115,13 @@ class PartitionWriter:
         self._sent.append(_Sent(batch, self._start(batch)))
         self.next_sequence += batch.records
         self.bytes += batch.size
-        self._wire.turn()  # send it now; nothing else drives the loop while rows are encoded
+        self._wire.poll()  # send it now; nothing else drives the loop while rows are encoded
         self._take_answers(wait=False)
 
     def _start(self, batch: Batch) -> Any:
         leader = self._wire.leader(self.topic, self.partition)
         while self._wire.is_paused(leader):
-            self._wire.turn(0.01)
+            self._wire.poll(0.01)
         request = Produce(self._transactional_id, self.topic, self.partition, batch)
         return self._wire.start(request, leader)
 
@@ -157,8 +157,8 @@ class PartitionWriter:
     def _send_again(self, reason: str) -> None:
         """Resend until the oldest unacknowledged batch is acknowledged.
 
-        Later batches were refused for their sequence, or are unacknowledged themselves. All are sent again in order;
-        the broker recognises those that it already has.
+        The broker refused the later batches for their sequence numbers, or has not acknowledged them either. All are
+        sent again in order; the broker recognises batches that it already has.
         """
         deadline = time.monotonic() + self._delivery_timeout_s
         backoff = _BACKOFF_S

@@ -68,7 +68,8 @@ def gather(
     most_bytes: int,
     most_in_all: int,
 ) -> pa.RecordBatch | None:
-    """Return all rows, packed as one share in order, for a small batch that a second stage of tasks would slow down.
+    """Return all rows of a small batch, packed as one share in order. A second stage of tasks would slow such a batch
+    down.
 
     Returns None if a task stopped because it had more than `most_bytes`, or more than its part of `most_in_all`. It
     also returns None if the number of tasks is unknown.
@@ -121,14 +122,14 @@ def _select_columns(
 def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
     """Turn off adaptive execution and use small Arrow batches inside the block, if foreachBatch was given `df`.
 
-    Adaptive execution gains nothing there. The user's part of a streaming query is a plan of its own, with adaptive
-    execution if that is on, and the sink's part needs fixed partitions. It would cost a second job and a second
-    planning, tens of milliseconds of each batch.
+    Adaptive execution gains nothing for the sink's part of the plan, which needs fixed partitions. It would cost a
+    second job and a second planning, which take tens of milliseconds per batch. The user's part of the query is a
+    separate plan and keeps the user's setting.
 
-    With small batches (unless the user set their size), a writing task reads one batch while the JVM makes the next, in
-    memory that is in use already. For one of Spark's 64 MB batches it would have to wait, and the kernel would have to
-    clear the memory first. Tasks learn the size from the job, so the user's own functions over Arrow get such batches
-    too.
+    The size of Arrow batches changes only if the user has not set it. With small batches a writing task reads one batch
+    while the JVM makes the next one, in memory that is in use already. With Spark's batches of 64 MB the task would
+    have to wait, and the kernel would have to clear new memory first. The setting applies to the whole job, so the
+    user's own functions over Arrow get small batches too.
     """
     if _find_existing_plan(df) is None:
         yield

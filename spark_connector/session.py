@@ -73,7 +73,7 @@ def spark_session(
         jars = [*filter(None, [values.get("spark.jars")]), *map(str, connector_jars(console))]
         values["spark.jars"] = ",".join(jars)
         if values["spark.master"].startswith("local"):  # local-cluster[...] too: it runs on the same machine
-            # Without it the executors run whatever `python3` is on their PATH.
+            # Without PYSPARK_PYTHON the executors run whatever `python3` is on their PATH.
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
             os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     for key, value in values.items():
@@ -167,7 +167,7 @@ def spark_java() -> Path:
 @cache
 def _modules(java: Path) -> frozenset[str]:
     """Return the names of this Java's modules."""
-    release = java.resolve().parent.parent / "release"  # avoids the start of a JVM
+    release = java.resolve().parent.parent / "release"  # reading this file avoids the start of a JVM
     with contextlib.suppress(OSError):
         if found := re.search(r'^MODULES="([^"]*)"', release.read_text(), re.MULTILINE):
             return frozenset(found[1].split())

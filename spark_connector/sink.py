@@ -20,7 +20,7 @@ from eos.errors import ConfigurationError, Temporary
 from eos.kafka.admin import ownership
 from eos.kafka.client.cluster import ClusterAdmin
 from spark_connector import query
-from spark_connector.attempt import Attempt, AttemptLost, Batch, Connected, translate
+from spark_connector.attempt import Attempt, AttemptLost, Batch, SinkConnection, translate
 from spark_connector.claims import ClaimServer, driver_addresses
 from spark_connector.marker import Decision, Marker, WrongProgress, decide, is_of_a_write, sink_key
 from spark_connector.options import Options, refuse_unsafe
@@ -86,7 +86,7 @@ class Stream:
         current, sink = query.current(df, batch), self._sink
         try:
             key, name = sink_key(sink.transactional_id), sink.transactional_id
-            with _Once.of(self._servers, name, current.run).in_batch(batch):
+            with _WriteOnceGuard.of(self._servers, name, current.run).in_batch(batch):
                 progress = sink.deliver(df, _MicroBatch(key, batch, current, self._adopt_at, sink.topics))
             if progress is None:
                 # The batch's rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it
@@ -140,9 +140,9 @@ def exactly_once_write(
 
     With `batch_id`, a call whose (transactional_id, batch_id) was written before writes nothing and returns the number
     of rows of that write, however long ago it was. With `remember_days` a write deletes the markers of older batch_ids,
-    so that they (some 200 bytes each) do not accumulate; one of those batch_ids would be written again. Without a
-    batch_id, after an exception the rows may be in Kafka only if it says that the commit's answer never came. All other
-    arguments and errors are as for `exactly_once_sink`.
+    so that they (some 200 bytes each) do not accumulate; one of those batch_ids would be written again. After an
+    exception of a call without a batch_id, the rows may be in Kafka only if the message says that the commit was not
+    answered. All other arguments and errors are as for `exactly_once_sink`.
     """
     sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression))
     key = None if batch_id is None else sink_key(transactional_id, batch_id)
@@ -157,16 +157,16 @@ def exactly_once_write(
     return batch.found.rows
 
 
-class _Once:
+class _WriteOnceGuard:
     """Ensures that a sink writes once in a micro-batch of one run of a query.
 
-    A second call would find the marker of the first, and its rows would count as written. The same holds for another
-    sink with the same id, in the same process or after a restart. A call in another thread waits here for the first
-    one. A later run of the query does not wait.
+    A second call in the micro-batch would find the marker of the first one, and its rows would count as written
+    although they are not. The same holds for another sink with the same id, in the same process or after a restart. A
+    call in another thread waits until the first call ends, and is then refused. A later run of the query does not wait.
     """
 
-    _latest: ClassVar[dict[tuple[frozenset[str], str], _Once]] = {}
-    _making: ClassVar[threading.Lock] = threading.Lock()
+    _latest_guards: ClassVar[dict[tuple[frozenset[str], str], _WriteOnceGuard]] = {}
+    _guards_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, transactional_id: str, run: str) -> None:
         self._name, self._run = transactional_id, run
@@ -174,13 +174,13 @@ class _Once:
         self._last_batch: int | None = None
 
     @classmethod
-    def of(cls, bootstrap_servers: str, transactional_id: str, run: str) -> _Once:
-        """Return the instance of this sink and run; the order of `bootstrap_servers` does not matter."""
+    def of(cls, bootstrap_servers: str, transactional_id: str, run: str) -> _WriteOnceGuard:
+        """Return the guard of this sink and run; the order of `bootstrap_servers` does not matter."""
         key = frozenset(server.strip() for server in bootstrap_servers.split(",")), transactional_id
-        with cls._making:
-            latest = cls._latest.get(key)
+        with cls._guards_lock:
+            latest = cls._latest_guards.get(key)
             if latest is None or latest._run != run:
-                latest = cls._latest[key] = cls(transactional_id, run)
+                latest = cls._latest_guards[key] = cls(transactional_id, run)
             return latest
 
     @contextmanager
@@ -270,7 +270,7 @@ class _Sink:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.topics, self.transactional_id, self.settings = options.topics, options.transactional_id, options.settings
-        self._connected: Connected | None = None
+        self._connection: SinkConnection | None = None
         self._server: ClaimServer | None = None
         # One sink may have been given to two queries; the marker refuses the second one later.
         self._one_at_a_time = threading.Lock()
@@ -278,9 +278,9 @@ class _Sink:
     @property
     def identity(self) -> ownership.Identity | None:
         """Return the identity of the last init, or None without one."""
-        if self._connected is None or not self._connected.transaction.initialised:
+        if self._connection is None or not self._connection.transaction.initialised:
             return None
-        return self._connected.transaction.identity
+        return self._connection.transaction.identity
 
     def close(self) -> None:
         self._disconnect()
@@ -296,9 +296,9 @@ class _Sink:
         server = self._claims(df)
         for attempt in range(1 + RESTARTS):
             try:
-                if self._connected is None:
-                    self._connected = Connected.to(self._options)
-                return Attempt(self._options, self._connected, server, df, batch).run()
+                if self._connection is None:
+                    self._connection = SinkConnection.open(self._options)
+                return Attempt(self._options, self._connection, server, df, batch).run()
             except AttemptLost as again:
                 self._disconnect()
                 if attempt == RESTARTS or (batch.key is None and again.outcome_unknown):
@@ -341,7 +341,7 @@ class _Sink:
         return self._server
 
     def _disconnect(self) -> None:
-        """Close the connection, since its knowledge of the cluster may be outdated."""
-        if self._connected is not None:
-            self._connected.wire.close()
-            self._connected = None
+        """Close the connection, because its knowledge of the cluster may be outdated."""
+        if self._connection is not None:
+            self._connection.wire.close()
+            self._connection = None

@@ -53,7 +53,9 @@ class Targets:
 
     def read(self) -> list[Target]:
         """Return all partitions of all topics, in the topics' order. Raise Unavailable, NotAuthorised."""
-        partitions = self._wire.until("Metadata", lambda: self._wire.partitions(self._topics), self._timeout_s)
+        partitions = self._wire.retry_until_answered(
+            "Metadata", lambda: self._wire.partitions(self._topics), self._timeout_s
+        )
         missing = [topic for topic in self._topics if topic not in partitions]
         if missing:
             raise Unavailable(f"topic {', '.join(missing)} does not exist: create it before the query starts")
@@ -88,7 +90,7 @@ class Targets:
             return True if found is not None and found.in_sync >= wanted else None
 
         try:
-            self._wire.until("replicas", has_enough_replicas, _ISR_PATIENCE_S)
+            self._wire.retry_until_answered("replicas", has_enough_replicas, _ISR_PATIENCE_S)
         except Unreachable as error:
             raise Unavailable(
                 f"{topic}-{index} has had fewer than min.insync.replicas={wanted} replicas in sync for "
@@ -111,7 +113,7 @@ def describe(wire: Wire, kind: int, resource: str, keys: Sequence[str], timeout_
         (result,) = answer.results
         return None if judge(result.error_code) is Answer.RETRY else result
 
-    result = wire.until(f"settings of {resource}", attempt, timeout_s)
+    result = wire.retry_until_answered(f"settings of {resource}", attempt, timeout_s)
     if result.error_code:
         raise NotAuthorised(
             f"DescribeConfigs of {resource} was answered with {error_name(result.error_code)}: the principal needs the "
@@ -132,11 +134,11 @@ def longest_transaction_ms(wire: Wire, timeout_s: float) -> int:
 def ensure_marker_topic(wire: Wire, topics: Sequence[str], timeout_s: float) -> int:
     """Return the number of partitions of `__eos_sinks`; create it if it is missing, with the replicas of the target
     topics."""
-    found = wire.until("Metadata", lambda: wire.partitions([marker.TOPIC, *topics]), timeout_s)
+    found = wire.retry_until_answered("Metadata", lambda: wire.partitions([marker.TOPIC, *topics]), timeout_s)
     if marker.TOPIC not in found:
         replicas = max(p.replicas for topic in topics for p in found[topic].values())
         _create(wire, replicas, timeout_s)
-        found = wire.until(f"{marker.TOPIC} has leaders", lambda: _with_leaders(wire), timeout_s)
+        found = wire.retry_until_answered(f"{marker.TOPIC} has leaders", lambda: _with_leaders(wire), timeout_s)
     return len(found[marker.TOPIC])
 
 
@@ -171,7 +173,7 @@ def _create(wire: Wire, replicas: int, timeout_s: float) -> None:
         (result,) = answer.topics
         return None if judge(result.error_code) is Answer.RETRY else result
 
-    result = wire.until(f"creating {marker.TOPIC}", attempt, timeout_s)
+    result = wire.retry_until_answered(f"creating {marker.TOPIC}", attempt, timeout_s)
     if result.error_code not in (0, _TOPIC_ALREADY_EXISTS):
         kind = NotAuthorised if judge(result.error_code) is Answer.UNAUTHORISED else Unavailable
         raise kind(

@@ -98,7 +98,8 @@ def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordB
 
 
 def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[], wire.Wire]) -> Result | None:
-    """Write PACKED rows, in a task or, for a small batch, in the driver; return None and claim nothing without rows."""
+    """Write PACKED rows, in a task or, for a small batch, in the driver. Without rows, claim nothing and return
+    None."""
     started = time.monotonic()
     share: _Share | None = None
     rows = 0
@@ -152,7 +153,7 @@ def _find_consequence(error: Exception) -> tuple[Answer, str]:
     # An unexpected error: the sentence goes to the driver, the traceback to the executor's log.
     traceback.print_exception(error)
     sentence = " ".join(f"{type(error).__name__}: {error}".split())[:_SENTENCE_CHARACTERS]
-    return Answer.RESTART, f"{_who()} failed behind its claim with {sentence}"
+    return Answer.RESTART, f"{_who()} failed after its claim with {sentence}"
 
 
 class _Share:
@@ -191,7 +192,7 @@ class _Share:
     def drive(self) -> None:
         """Let the connection send and receive while no row is being encoded."""
         if self._in_flight:
-            self._connect().turn()
+            self._connect().poll()
 
     def finish(self) -> None:
         """Send the waiting rows, and return once everything is acknowledged."""
@@ -216,7 +217,7 @@ class _Share:
         self._wait(_IN_FLIGHT_REQUESTS, _IN_FLIGHT_BYTES)
 
     def _wait(self, most_requests: int, most_bytes: int) -> None:
-        """Wait until no more than these are in flight."""
+        """Wait until at most this much is in flight."""
         while self._in_flight:
             writers = self._in_flight.values()
             if (

@@ -40,8 +40,9 @@ class Transaction:
     def init(self) -> Identity:
         """Get a new epoch. It fences every earlier one, and the call waits until their open transaction has ended.
 
-        With an identity from before, the coordinator refuses a driver that no longer owns the id (KIP-360). Otherwise a
-        driver that was suspended for long would take the id back from its successor.
+        If this object has an identity from an earlier init, the request contains it, and the coordinator refuses a
+        driver that no longer owns the id (KIP-360). Otherwise a driver that was suspended for long would take the id
+        back from its successor.
         """
         answer = self._until_done(
             "InitProducerId",
@@ -117,7 +118,7 @@ class Transaction:
                 self._wire.forget_coordinator(self.transactional_id)
             return None if retried else answer
 
-        return self._wire.until(f"{what} for {self.transactional_id}", attempt, self._timeout_s)
+        return self._wire.retry_until_answered(f"{what} for {self.transactional_id}", attempt, self._timeout_s)
 
 
 _CONCURRENT_TRANSACTIONS = 51

@@ -52,8 +52,8 @@ class Partition(NamedTuple):
 
 class Wire:
     """Connects to a cluster. `connection`: the settings needed to connect, by Kafka's names (Settings.connection).
-    Unlike kafka-python's form of them (a TLS context) they can be sent to executors. `request_timeout_ms`: for one
-    request.
+    These settings can be sent to executors, unlike kafka-python's TLS context. `request_timeout_ms`: the time limit of
+    one request.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Wire:
         # The sink has at most five requests per partition in flight, and task.py bounds those of many partitions;
         # metadata requests must not wait for them.
         config["max_in_flight_requests_per_connection"] = MOST_IN_FLIGHT
-        self._net = NetworkSelector(**config)
-        self._manager = KafkaConnectionManager(self._net, receive_message_max_bytes=100_000_000, **config)
+        self._selector = NetworkSelector(**config)
+        self._manager = KafkaConnectionManager(self._selector, receive_message_max_bytes=100_000_000, **config)
         try:
             self._manager.bootstrap(timeout_s * 1000)
         except kafka_errors.KafkaTimeoutError as error:
@@ -82,18 +82,18 @@ class Wire:
 
     def close(self) -> None:
         self._manager.close()
-        self._net.close()
+        self._selector.close()
 
     # Requests
 
     def ask(self, request: Any, node: int) -> Any:
         """Return the answer of `node`. Raise Broken if none came; AuthenticationError and the like pass unchanged."""
         with _as_broken():
-            return self._net.run(self._manager.send, request, node)
+            return self._selector.run(self._manager.send, request, node)
 
     def ask_any(self, request: Any) -> Any:
         with _as_broken():
-            return self._net.run(self._manager.send, request)
+            return self._selector.run(self._manager.send, request)
 
     def start(self, request: Any, node: int) -> Any:
         """Send without waiting, and return kafka-python's Future, which `wait` drives; it may have failed already."""
@@ -107,22 +107,22 @@ class Wire:
     def wait(self, future: Any, timeout_s: float) -> None:
         """Wait until the future is done, at most `timeout_s` seconds."""
         if not future.is_done:
-            self._net.poll(timeout_ms=timeout_s * 1000, future=future)
+            self._selector.poll(timeout_ms=timeout_s * 1000, future=future)
 
     def is_paused(self, node: int) -> bool:
         """Return whether kafka-python would refuse a request to this node now, because earlier ones are unwritten."""
         connection = self._manager._conns.get(node)
         return connection is not None and bool(connection.paused)
 
-    def turn(self, timeout_s: float = 0.0) -> None:
+    def poll(self, timeout_s: float = 0.0) -> None:
         """Let the loop read and write, and wait at most `timeout_s` seconds for something to be ready."""
-        self._net.poll(timeout_ms=timeout_s * 1000)
+        self._selector.poll(timeout_ms=timeout_s * 1000)
 
     def sleep(self, seconds: float) -> None:
         """Sleep while the loop continues to read and write."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            self._net.poll(timeout_ms=left * 1000)
+            self._selector.poll(timeout_ms=left * 1000)
 
     # Leaders and coordinators
 
@@ -197,10 +197,11 @@ class Wire:
 
     # Retries
 
-    def until(self, what: str, attempt: Callable[[], T | None], timeout_s: float) -> T:
+    def retry_until_answered(self, what: str, attempt: Callable[[], T | None], timeout_s: float) -> T:
         """Call `attempt` until it returns an answer, and return that answer.
 
-        None and Broken lead to another call until the deadline. Raises Unreachable with `what` and the last reason.
+        If `attempt` returns None or raises Broken, it is called again until the deadline. Raises Unreachable with
+        `what` and the last reason.
         """
         deadline = time.monotonic() + timeout_s
         backoff, reason = BACKOFF_S, "no answer"

@@ -50,6 +50,7 @@ def _keep_memory() -> None:
     if sys.platform != "linux" or "glibc.malloc." in tunables or any(map(os.environ.get, _MALLOC_VARIABLES)):
         return
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    # Setting only the second option would fix the first one at its initial value.
+    # Set both options: if only the trim threshold were set, malloc would no longer raise the mmap threshold from its
+    # small initial value.
     if set_option is not None and set_option(_M_MMAP_THRESHOLD, _MMAP_BYTES):
         set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -83,9 +83,8 @@ class App:
         return self.destinations & self.routes.keys()
 
     def follows(self, route: Route) -> bool:
-        """Return whether a function with time reads what another function of the App writes.
-
-        The time of such a function is not that of its own records (eos/worker/watermarks.py).
+        """Return whether a time-based function reads the output of another function of the App. Such a function does
+        not take its time from its own records alone (eos/worker/watermarks.py).
         """
         return route.uses_time and not self.chained.isdisjoint(route.sources)
 
@@ -194,13 +193,14 @@ class App:
 
         A parameter annotated `Timers` sets and clears timers of the record's key (docs/howto/time.md).
 
-        `window=eos.tumbling(hours=1)`: state is of the key in the record's window. The window closes, and `on_close`
-        runs, once the time of the partition is `grace` after its end. A record that comes later is late: it is
-        counted, and goes to the topic `late` if there is one.
+        `window=eos.tumbling(hours=1)`: state is kept per key and window. The window closes, and `on_close` runs, once
+        the time of the partition is `grace` after its end. A record that comes later is late: it is counted, and goes
+        to the topic `late` if there is one.
 
         `time(value)` returns the time of a record, a datetime or milliseconds, in place of its timestamp. A record
-        whose time is further `ahead` of the clock fails. A partition that was read to its end and has had no record for
-        `idle` follows the clock, that much later; without `idle` its time stands still.
+        whose time is further `ahead` of the clock fails. Without records the time of a partition stands still. With
+        `idle`, the time of a partition that was read to its end and has had no record for this long follows the clock,
+        later by `idle`.
 
         `once(value)` returns the id of a record. The function gets only the first record of each id `within` a
         duration; the others are counted, and go to the topic `duplicates` if there is one. Ids are compared within a
@@ -324,7 +324,8 @@ class App:
     def on_timer(
         self, function: Callable[..., object], name: str, *, to: str | Iterable[str] | None = None
     ) -> Callable[[Function], Function]:
-        """Decorate the function that runs when a timer of this name is due, which `function` sets by its `Timers`.
+        """Decorate the function that runs when a timer of this name is due. `function` sets the timer by its parameter
+        `Timers`.
 
         Its first parameter gets the key of the timer, as bytes or str, or a `Timer`. Further parameters are states of
         `function`, with the same names and annotations, and `Timers`. Results are as in `process`: an output has the
@@ -355,7 +356,7 @@ class App:
         return self._handler(route, "", to)
 
     def on_merge(self, function: Callable[..., object]) -> Callable[[Function], Function]:
-        """Decorate the function that merges two session windows of `function`, which a record between them joins.
+        """Decorate the function that merges two session windows of `function` when a record between them joins them.
 
         It gets the states of the window that remains, in the order of `function`, and then those of the window that is
         merged into it and deleted afterwards: `def merge(total: State[int], other: State[int])`. Its result is ignored.
@@ -647,7 +648,7 @@ _MAY_SEND_NOTHING_NAMES: Final = frozenset({"", "None", "Any", "object", "NoRetu
 
 
 def _check_destination(function: Callable[..., object], destinations: Sequence[str]) -> None:
-    """Raise ConfigurationError for a function that returns something by its annotation but has no destination.
+    """Raise ConfigurationError for a function without a destination whose annotation says that it returns outputs.
 
     Without an annotation only its first output shows this.
     """

@@ -1,8 +1,8 @@
 """Expires state: a value of a store with a time-to-live expires that long after its last write.
 
 The clock is the task's own time: the latest timestamp of its records so far. So the same records expire the same
-values, whenever they are handled. Such a value starts with the time of its write. The function does not see this
-prefix, and the changelog does not contain it: there the time is the record's timestamp.
+values, whenever they are handled. In memory and on disk, the time of the write precedes such a value. The function does
+not see this prefix. The changelog does not contain it either: there the time is the record's timestamp.
 """
 
 from __future__ import annotations
@@ -73,29 +73,29 @@ class UnexpiredCells:
     """
 
     def __init__(self, below: Cells, ttls: Mapping[bytes, int], now_ms: int) -> None:
-        self._lower, self._ttls, self._now_ms = below, ttls, now_ms
+        self._lower_cells, self._ttls, self._now_ms = below, ttls, now_ms
 
     def get(self, cell: bytes) -> bytes | None:
-        value, ttl_ms = self._lower.get(cell), self._ttls.get(store_of(cell))
+        value, ttl_ms = self._lower_cells.get(cell), self._ttls.get(store_of(cell))
         return value if value is None or ttl_ms is None else unexpired(value, ttl_ms, self._now_ms)
 
     def put(self, cell: bytes, value: Value) -> None:
         if value is not None and store_of(cell) in self._ttls:
             value = add_write_time(self._now_ms, value)
-        self._lower.put(cell, value)
+        self._lower_cells.put(cell, value)
 
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
         if store_of(row) in self._ttls:
             changes = {
                 f: None if value is None else add_write_time(self._now_ms, value) for f, value in changes.items()
             }
-        self._lower.write(row, changes, bounds)
+        self._lower_cells.write(row, changes, bounds)
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, Value]]:
-        found, ttl_ms = self._lower.scan(row, span), self._ttls.get(store_of(row))
+        found, ttl_ms = self._lower_cells.scan(row, span), self._ttls.get(store_of(row))
         if ttl_ms is None:
             return found
         return ((field, value and unexpired(value, ttl_ms, self._now_ms)) for field, value in found)
 
     def bounds(self, row: bytes) -> Bounds | None:
-        return self._lower.bounds(row)
+        return self._lower_cells.bounds(row)

@@ -39,8 +39,8 @@ class Span(NamedTuple):
 class Bounds(NamedTuple):
     """Holds the range of a row's live fields, from `low` (included) to `high` (excluded); empty if `low` >= `high`.
 
-    Bounds are kept in memory. A scan within them does not read deleted and expired entries again and again if a row is
-    deleted from one end. Bounds that are too wide only cost time.
+    Bounds are kept in memory. If entries are deleted from one end of a row, a scan within the bounds does not read the
+    deleted entries again and again. Bounds that are too wide only cost time.
     """
 
     low: bytes = b""
@@ -69,7 +69,8 @@ class Bounds(NamedTuple):
         found = self.without_gap(passed, name, back)
         if found.low < found.high:
             return found
-        at = self.low if self.high == AFTER_FIELDS else self.high  # a list continues its numbers from here
+        # The next item of a list gets a number after this field.
+        at = self.low if self.high == AFTER_FIELDS else self.high
         return Bounds(at, at)
 
 
@@ -86,7 +87,7 @@ class Overlay(dict[bytes, X], Generic[X]):
     """Holds the changed fields of one row. Change it only with `put` and `drop`, because it may be sorted already."""
 
     _names: Any = None  # a SortedList, once there are many fields and the row was read in order
-    _dropped = 0
+    _drop_count = 0
 
     def put(self, field: bytes, value: X) -> None:
         if self._names is not None and field not in self:
@@ -96,7 +97,7 @@ class Overlay(dict[bytes, X], Generic[X]):
     def drop(self, field: bytes) -> None:
         """Remove the field. Raise KeyError if it does not exist."""
         del self[field]
-        self._dropped += 1
+        self._drop_count += 1
         if self._names is not None:
             self._names.remove(field)
 
@@ -114,13 +115,13 @@ class Overlay(dict[bytes, X], Generic[X]):
     def merged_with(self, below: Iterator[tuple[bytes, Y]], span: Span) -> Iterator[tuple[bytes, X | Y]]:
         """Yield fields and values in the order of the span, with the changes in place of the entries below.
 
-        Changes made during the iteration appear if they lie ahead.
+        A change made during the iteration appears if its field comes later in the order.
         """
         low, high, back = span
         theirs: tuple[bytes, Y] | None = None
-        field, used, version = None, True, -1  # nothing below is read before it is needed
+        field, used, version = None, True, -1  # the layer below is read only when its next field is needed
         while True:
-            now = len(self) + 2 * self._dropped  # grows with each new and each dropped field
+            now = len(self) + 2 * self._drop_count  # grows with each new and each dropped field
             if version != now:
                 if field is not None:
                     low, high = (low, field) if back else (field + b"\0", high)
@@ -143,17 +144,17 @@ class Layer:
     """Keeps changes of cells on top of other cells, which stay unchanged."""
 
     def __init__(self, below: LowerCells) -> None:
-        self._below = below
+        self._lower_cells = below
         self.changed: dict[bytes, Value] = {}
         # `changed` by row and field, after a row has been read in order.
         self._rows: dict[bytes, Overlay[Value]] | None = None
         self._bounds: dict[bytes, Bounds] = {}  # the bounds of rows that were read in order
 
     def get(self, cell: bytes) -> Value:
-        return self.changed[cell] if cell in self.changed else self._below.get(cell)
+        return self.changed[cell] if cell in self.changed else self._lower_cells.get(cell)
 
     def put(self, cell: bytes, value: Value) -> None:
-        """Change a cell of a row that is never read in order."""
+        """Set or delete a cell. Only for rows that are never read in order; `write` changes the others."""
         if value is None and self._is_new(cell):
             del self.changed[cell]
         else:
@@ -161,7 +162,7 @@ class Layer:
 
     def _is_new(self, cell: bytes) -> bool:
         """Return whether the cell exists only in these changes, so that a delete needs no entry."""
-        return cell in self.changed and self._below.get(cell) is None
+        return cell in self.changed and self._lower_cells.get(cell) is None
 
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
         """Change fields of a row. `bounds`: the row's bounds with these changes; None: they are unknown."""
@@ -188,7 +189,7 @@ class Layer:
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, Value]]:
         if self._rows is None:
             self._rows = by_row(self.changed.items())
-        own, below = self._rows.get(row), self._below.scan(row, span)
+        own, below = self._rows.get(row), self._lower_cells.scan(row, span)
         return own.merged_with(below, span) if own else below
 
     def bounds(self, row: bytes) -> Bounds | None:

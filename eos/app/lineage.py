@@ -25,13 +25,13 @@ class Ledger:
     topics: Collection[str] = ()
 
     def __init__(self) -> None:
-        self._committed: dict[TopicPartition, Tally] = {}
-        self._open: dict[TopicPartition, Tally] = {}
+        self._committed_counts: dict[TopicPartition, Tally] = {}
+        self._open_counts: dict[TopicPartition, Tally] = {}
 
     def begin(self, partition: TopicPartition, offset: int, metadata: str | None) -> None:
         """Start a partition at its committed `offset`, with the counts of the last commit or with zero."""
-        self._committed[partition] = tally_of(metadata) or Tally(offset)
-        self._open.pop(partition, None)
+        self._committed_counts[partition] = tally_of(metadata) or Tally(offset)
+        self._open_counts.pop(partition, None)
 
     def forget(self, gone: Collection[TopicPartition]) -> None: ...  # the counts of a revoked partition are never read
 
@@ -45,12 +45,12 @@ class Ledger:
     def count(self, partition: TopicPartition, outputs: int) -> int:
         """Count one more input with this many outputs, and return the number of the first output."""
         before = self.tally(partition)
-        self._open[partition] = Tally(before.begin, before.inputs + 1, before.outputs + outputs)
+        self._open_counts[partition] = Tally(before.begin, before.inputs + 1, before.outputs + outputs)
         return before.outputs
 
     def tally(self, partition: TopicPartition) -> Tally:
         """Return the counts of a partition with those of the open transaction."""
-        return self._open.get(partition) or self._committed[partition]
+        return self._open_counts.get(partition) or self._committed_counts[partition]
 
     def changed_partitions(self) -> Collection[TopicPartition]:
         return ()
@@ -62,12 +62,12 @@ class Ledger:
         return {KEY: [tally.begin, tally.inputs, tally.outputs]}
 
     def committed(self) -> None:
-        self._committed |= self._open
-        self._open = {}
+        self._committed_counts |= self._open_counts
+        self._open_counts = {}
 
     def aborted(self) -> None:
         # The inputs will be handled and counted again.
-        self._open = {}
+        self._open_counts = {}
 
 
 def check_route(route: Route) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar,
 
 from eos.app.cells import parse_cell, store_prefix
 from eos.app.layers import AFTER_FIELDS, Bounds, LowerCells, Overlay, Span, Value
-from eos.app.timers import DueTimers, Timers
+from eos.app.timers import TimerQueue, Timers
 from eos.encoding.serde import DecodeError, annotation_name, codec, encode, suggest_encoding
 from eos.errors import ConfigurationError, IllegalState
 
@@ -50,7 +50,7 @@ class Cells(LowerCells, Protocol):
     """Gives access to the values of one task (a function and a partition), as the open transaction sees them."""
 
     def put(self, cell: bytes, value: Value) -> None:
-        """Change a cell of a row that is never read in order."""
+        """Set or delete a cell. Only for rows that are never read in order; `write` changes the others."""
 
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
         """Change fields of a row. `bounds`: the row's bounds with these changes; None: they are unknown."""
@@ -66,11 +66,11 @@ class TaskCells(Cells, Protocol):
     """The latest timestamp of the task's records so far, in milliseconds since the epoch."""
 
     @property
-    def timers(self) -> DueTimers:
+    def timers(self) -> TimerQueue:
         """Return the timers of event time, if its function uses time."""
 
     @property
-    def clock_timers(self) -> DueTimers:
+    def clock_timers(self) -> TimerQueue:
         """Return the timers of the wall clock, if its function uses time."""
 
     def clock_ms(self) -> int: ...
@@ -80,7 +80,7 @@ class TaskCells(Cells, Protocol):
     def set_timer(self, cell: bytes, due_ms: int | None) -> None: ...
 
     def at(self, timestamp_ms: int) -> int:
-        """Return the task's time with one more record, whose timestamp may be unknown (-1)."""
+        """Return what the task's time will be after one more record, whose timestamp may be unknown (-1)."""
 
 
 class Store(NamedTuple):
@@ -95,7 +95,7 @@ class Store(NamedTuple):
     ttl_ms: int | None = None
     """How long a value lives after its last write."""
     was: str | None = None
-    """The name that it was first stored under, if that is another one."""
+    """The name under which the state was first stored, if it had another name then."""
 
     @property
     def is_kept(self) -> bool:
@@ -109,7 +109,7 @@ class Store(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """Return the kind of state that decides how its cells are named, whatever its values are."""
+        """Return the kind of state as text. The kind decides the names of the cells, independently of the values."""
         return f"MapState[{self.annotations[0].__name__}]" if self.kind is MapState else self.kind.__name__
 
 
@@ -138,7 +138,7 @@ class _KeyedState:
     _cells: Cells | None
 
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
-        """Create the state of one key; `rest` is the part of the row's name that the key gives."""
+        """Create the state of one key; `rest` is the part of the row's name that comes from the key."""
         self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
 
     def _close(self) -> None:
@@ -184,8 +184,8 @@ class _KeyedState:
     def _encode_value(self, value: Any, before: object) -> bytes | None:
         """Return the value's bytes; None if it is absent.
 
-        Raises TypeError for a value that could not be decoded again, unless it is unchanged: it would end the worker at
-        the next record of its key.
+        Raises TypeError for a changed value that could not be decoded again, because the next record of its key would
+        end the worker.
         """
         if value is _ABSENT:
             return None
@@ -216,14 +216,14 @@ class State(_KeyedState, Generic[T]):
     Do not keep the object: it raises IllegalState once its function has returned.
     """
 
-    __slots__ = ("_after", "_before", "_defaults", "_value")
+    __slots__ = ("_bytes_after", "_bytes_before", "_defaults", "_value")
 
     _delete_call = "delete()"
 
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
         self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
         self._value: Any = _UNREAD
-        self._before: Any = _UNREAD  # the value's bytes
+        self._bytes_before: Any = _UNREAD  # the value's bytes
         self._defaults: list[Default] | None = None
 
     @overload
@@ -238,7 +238,7 @@ class State(_KeyedState, Generic[T]):
         value = self._value
         if value is _UNREAD:
             kept = cells.get(self._row)
-            self._value, self._before = (_ABSENT, None) if kept is None else self._read(kept)
+            self._value, self._bytes_before = (_ABSENT, None) if kept is None else self._read(kept)
             value = self._value
         if self._defaults:
             value = self._value = _take_changed(self._compiled.store, self._defaults, value)
@@ -256,7 +256,7 @@ class State(_KeyedState, Generic[T]):
             self._check_value(value)
         self._value, self._defaults = value, None
         if self._compiled.renews:
-            self._before = _UNREAD
+            self._bytes_before = _UNREAD
 
     def delete(self) -> None:
         """Delete the value of this key."""
@@ -265,17 +265,17 @@ class State(_KeyedState, Generic[T]):
 
     @property
     def _is_stored(self) -> bool:
-        return type(self._before) is bytes
+        return type(self._bytes_before) is bytes
 
     def _encode(self) -> None:
         value = self._value
         if self._defaults:
             value = _take_changed(self._compiled.store, self._defaults, value)
-        self._after: Any = _UNREAD if value is _UNREAD else self._encode_value(value, self._before)
+        self._bytes_after: Any = _UNREAD if value is _UNREAD else self._encode_value(value, self._bytes_before)
 
     def _write(self, cells: Cells) -> None:
-        if self._after != self._before:
-            cells.put(self._row, self._after)
+        if self._bytes_after != self._bytes_before:
+            cells.put(self._row, self._bytes_after)
 
 
 class MapState(_KeyedState, MutableMapping[K, V]):
@@ -285,23 +285,23 @@ class MapState(_KeyedState, MutableMapping[K, V]):
     `get` as its default. Do not keep the object: it raises IllegalState once its function has returned.
     """
 
-    __slots__ = ("_bounds", "_changed", "_defaults", "_own", "_seen")
+    __slots__ = ("_bounds", "_changed", "_defaults", "_own_values", "_read_values")
 
     _delete_call = "`del` of its key"
 
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
         self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
         # field -> its value and bytes in the cells, or _NOWHERE
-        self._seen: dict[bytes, tuple[Any, bytes | None]] = {}
-        self._own: Overlay[Any] = Overlay()  # field -> the value that the function set, or _ABSENT
+        self._read_values: dict[bytes, tuple[Any, bytes | None]] = {}
+        self._own_values: Overlay[Any] = Overlay()  # field -> the value that the function set, or _ABSENT
         self._defaults: dict[bytes, list[Default]] = {}
         self._bounds: Bounds | None = None  # known after the map has been read in order
 
     def _below(self, field: bytes) -> tuple[Any, bytes | None]:
-        if field not in self._seen:
+        if field not in self._read_values:
             kept = self._open().get(self._row + field)
-            self._seen[field] = _NO_VALUE if kept is None else self._read(kept)
-        return self._seen[field]
+            self._read_values[field] = _NO_VALUE if kept is None else self._read(kept)
+        return self._read_values[field]
 
     def _value(self, field: bytes) -> Any:
         """Return the field's value, or _ABSENT."""
@@ -309,13 +309,15 @@ class MapState(_KeyedState, MutableMapping[K, V]):
             self._open()
         if self._defaults and field in self._defaults:
             self._take_changed_default(field)
-        return self._own[field] if field in self._own else (self._seen.get(field) or self._below(field))[0]
+        if field in self._own_values:
+            return self._own_values[field]
+        return (self._read_values.get(field) or self._below(field))[0]
 
     def _set(self, field: bytes, value: Any) -> None:
         if self._bounds is None:
-            self._own[field] = value
+            self._own_values[field] = value
         else:
-            self._own.put(field, value)
+            self._own_values.put(field, value)
             self._bounds = self._bounds.set(field)
 
     def __getitem__(self, key: K) -> V:
@@ -353,9 +355,9 @@ class MapState(_KeyedState, MutableMapping[K, V]):
             raise KeyError(key)
         self._defaults.pop(field, None)
         if self._below(field) is _NO_VALUE:
-            self._own.drop(field)
+            self._own_values.drop(field)
         else:
-            self._own.put(field, _ABSENT)
+            self._own_values.put(field, _ABSENT)
         if self._bounds is not None:
             self._bounds = self._bounds.deleted(field)
 
@@ -371,7 +373,7 @@ class MapState(_KeyedState, MutableMapping[K, V]):
         )
 
     def _entries(self, start: bytes, stop: bytes | None, back: bool) -> Iterator[tuple[K, Any]]:
-        cells, own, seen, unfield = self._open(), self._own, self._seen, self._compiled.decode_key
+        cells, own, seen, unfield = self._open(), self._own_values, self._read_values, self._compiled.decode_key
         if self._defaults:
             self._take_changed_defaults()
         if self._bounds is None:
@@ -406,7 +408,7 @@ class MapState(_KeyedState, MutableMapping[K, V]):
 
     def _read_bounds(self, cells: Cells) -> Bounds:
         bounds = cells.bounds(self._row) or Bounds()
-        for field, value in self._own.items():
+        for field, value in self._own_values.items():
             bounds = bounds if value is _ABSENT else bounds.set(field)
         return bounds
 
@@ -428,7 +430,7 @@ class MapState(_KeyedState, MutableMapping[K, V]):
 
     def _take_changed_default(self, field: bytes) -> None:
         """Set the default of this field that was changed in place, if there is one."""
-        defaults, before = self._defaults[field], self._own.get(field, _ABSENT)
+        defaults, before = self._defaults[field], self._own_values.get(field, _ABSENT)
         if (value := _take_changed(self._compiled.store, defaults, before)) is not before:
             self._set(field, value)
         if not defaults:
@@ -437,7 +439,7 @@ class MapState(_KeyedState, MutableMapping[K, V]):
     def _encode(self) -> None:
         if self._defaults:
             self._take_changed_defaults()
-        own, seen, renews = self._own, self._seen, self._compiled.renews
+        own, seen, renews = self._own_values, self._read_values, self._compiled.renews
         changed: dict[bytes, bytes | None] = {}
         for field, value in own.items():
             before = seen[field][1] if field in seen else _UNREAD
@@ -524,9 +526,9 @@ class _Numbered(MapState[int, Any]):
             self._bounds = self._read_bounds(cells)
         if self._bounds.high == AFTER_FIELDS:
             next(self._entries(b"", None, back=True), None)
-        high = self._bounds.high  # the last number and a zero byte, or a number that is free again, or empty bytes
+        high = self._bounds.high  # the last number and a zero byte, or the first free number; b"" for an empty list
         field = self._compiled.field(self._compiled.decode_key(high[:8]) + len(high) - 8 if high else 0)
-        self._seen.setdefault(field, _NO_VALUE)
+        self._read_values.setdefault(field, _NO_VALUE)
         self._set(field, value)
 
 
@@ -561,13 +563,13 @@ FIELDS: Final[Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]
 
 
 def _remember_default(defaults: list[Default], default: Any) -> None:
-    """Remember the default, which the function may change in place from now on."""
+    """Remember a default that the function may change in place from now on."""
     if all(given is not default for given, _ in defaults):
         defaults.append((default, _fingerprint(default)))
 
 
 def _take_changed(store: Store, defaults: list[Default], value: Any) -> Any:
-    """Return the value, or the default that was changed in place if there was no value; that default is then taken."""
+    """Return the value. If there is none, return the default that was changed in place, and forget that default."""
     changed = [offer for offer in defaults if _fingerprint(offer[0]) != offer[1]]
     if not changed:
         return value

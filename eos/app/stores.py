@@ -180,7 +180,7 @@ class Stores:
         raise IllegalState(f"{self._name} has state: run it with `eos run`, `eos.run` or `eos.testing.run`")
 
     def locate(self, record: Record) -> tuple[TaskCells, bytes]:
-        """Return the cells of the record's task, and the part of a row's name that the record's key gives."""
+        """Return the cells of the record's task, and the part of a row's name that comes from the record's key."""
         task, key = self.task_of(record), record.key
         if key is None:
             raise self.key_missing()
@@ -190,7 +190,7 @@ class Stores:
         return ValueError(f"{self._name} keeps state by key, but this record has no key")
 
     def open(self, cells: Cells, suffix: bytes) -> list[Any]:
-        """Return the states of one key; `suffix` is the part of their rows' names that the key gives."""
+        """Return the states of one key; `suffix` is the part of their rows' names that comes from the key."""
         return [kind(compiled, cells, suffix) for kind, compiled in self.kinds]
 
     def delete(self, cells: Cells, suffix: bytes) -> None:

@@ -80,7 +80,7 @@ class TimedTask(Protocol):
         """Set the timer of this cell, or clear it (None) if it is set."""
 
 
-class DueTimers(Protocol):
+class TimerQueue(Protocol):
     """The timers of a task in order (eos/state/timer_index.py)."""
 
     next_due: int
@@ -90,7 +90,7 @@ class DueTimers(Protocol):
 
 
 def timer_cell(clock: bool, suffix: bytes, name: bytes) -> bytes:
-    """Return the cell of a timer; `suffix` is the part of a row's name that the key gives."""
+    """Return the cell of a timer; `suffix` is the part of a row's name that comes from the key."""
     return _PREFIXES[clock] + suffix + name
 
 
@@ -116,8 +116,8 @@ class Timers:
     def __init__(self, names: Collection[str], task: TimedTask, suffix: bytes, base_ms: int, is_periodic: bool) -> None:
         """Create the timers of one key.
 
-        `base_ms`: the time from which `after=` counts. `is_periodic`: of a timer function, so that `base_ms` is a due
-        time.
+        `base_ms`: the time from which `after=` counts. `is_periodic`: a timer function gets these timers, so `base_ms`
+        is a due time.
         """
         self._names, self._suffix, self._base_ms, self._is_periodic = names, suffix, base_ms, is_periodic
         self._task, self._is_open = task, True
@@ -209,8 +209,9 @@ def check_timer_name(name: object) -> str:
 # ---- timers that fire ------------------------------------------------------------------------------------------------
 
 
-class Due(NamedTuple):
-    """Names a timer that is due. `stored_key`: the key under which its state is kept, of the window if it has one."""
+class DueTimer(NamedTuple):
+    """Names a timer that is due. `stored_key`: the key under which the state is kept. If the function has windows, this
+    is the window's key."""
 
     cell: bytes
     due_ms: int
@@ -230,17 +231,17 @@ class _TimerHeaders(Sequence[Header]):
 
     __slots__ = ("due",)
 
-    def __init__(self, due: Due) -> None:
+    def __init__(self, due: DueTimer) -> None:
         self.due = due
 
-    def _pairs(self) -> list[Header]:
+    def _headers(self) -> list[Header]:
         due_at: Header = ("eos-timer-due", b"%d" % self.due.due_ms)
         if (window := self.due.window) is None:
             return [("eos-timer", self.due.name.encode()), due_at]
         return [due_at, ("eos-window-start", b"%d" % window.start_ms), ("eos-window-end", b"%d" % window.end_ms)]
 
     def __len__(self) -> int:
-        return len(self._pairs())
+        return len(self._headers())
 
     @overload
     def __getitem__(self, at: int) -> Header: ...
@@ -249,7 +250,7 @@ class _TimerHeaders(Sequence[Header]):
     def __getitem__(self, at: slice) -> Sequence[Header]: ...
 
     def __getitem__(self, at: int | slice) -> Header | Sequence[Header]:
-        return self._pairs()[at]
+        return self._headers()[at]
 
 
 _FIRST_ID: Final = -2
@@ -263,18 +264,18 @@ def record_of(topic: str, partition: int, cell: bytes, due_ms: int, find_window:
     store, stored_key, name = parse_cell(cell)
     window = find_window(stored_key)
     key = stored_key if window is None else window.key
-    due = Due(cell, due_ms, stored_key, key, name.decode(), store == CLOCK_TIMERS, window)
+    due = DueTimer(cell, due_ms, stored_key, key, name.decode(), store == CLOCK_TIMERS, window)
     timer_id = int.from_bytes(hashlib.blake2b(cell + encode_due(due_ms), digest_size=7).digest())
     timestamp = due_ms if window is None else window.end_ms - 1
     return Record(topic, partition, _FIRST_ID - timer_id, timestamp, key, None, _TimerHeaders(due))
 
 
-def due_of(record: Record) -> Due | None:
+def due_of(record: Record) -> DueTimer | None:
     """Return the timer that a record stands for; None for a record of a topic."""
     return record.headers.due if record.offset <= _FIRST_ID and isinstance(record.headers, _TimerHeaders) else None
 
 
-def describe(due: Due) -> str:
+def describe(due: DueTimer) -> str:
     """Return the name of a timer for messages."""
     at = due.due_ms if due.due_ms >= _END_OF_DATES else from_ms(due.due_ms).isoformat(timespec="milliseconds")
     if due.window is not None:

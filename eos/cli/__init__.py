@@ -108,7 +108,7 @@ def _program_options(
     ] = False,
 ) -> None:
     """Handle the options of the program itself, before typer calls the command's function."""
-    gc.freeze()  # keep the imported modules out of later collections
+    gc.freeze()  # later garbage collections skip the objects that exist now, such as imported modules
     gc.enable()
 
 

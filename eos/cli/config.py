@@ -41,7 +41,7 @@ def config(
         app = load_app(target)
         named = {"group.id": app.id, "transactional.id": f"{app.id}-{loaded.instance}"}
         if app.reads_several_topics:
-            named |= dict(loaded.for_several_topics().values.items() - loaded.values.items())
+            named |= dict(loaded.with_multi_topic_assignment().values.items() - loaded.values.items())
         loaded = loaded.with_values(**named)
         given = [*given, (f"the App {target}", named)]
     found = configuration.list_settings(loaded, given)

@@ -43,7 +43,9 @@ LettersOf = Annotated[
     str | None,
     typer.Option("--letters-of", metavar="APP", help="Take the dead letters of the App with this id instead."),
 ]
-Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only of this source topic; repeatable.")]
+Topics = Annotated[
+    list[str] | None, typer.Option("--topic", help="Only dead letters of this source topic; repeatable.")
+]
 Positions = Annotated[
     list[str] | None,
     typer.Option(
@@ -54,7 +56,7 @@ Exceptions = Annotated[
     list[str] | None,
     typer.Option("--exception", metavar="CLASS", help="Only dead letters with this exception; repeatable."),
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Take at most this many of each topic.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Take at most this many dead letters of each topic.")]
 From = Annotated[
     str | None,
     typer.Option(

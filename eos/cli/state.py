@@ -47,8 +47,8 @@ _SHOWN = 20
 _TIMERS = (EVENT_TIMERS, CLOCK_TIMERS)
 
 app = typer.Typer(no_args_is_help=True, help="Show, export or change the state that functions keep by key.")
-Functions = Annotated[list[str] | None, typer.Option("--function", help="Only this function; repeatable.")]
-Keys = Annotated[list[str] | None, typer.Option("--key", help="Only this key, as text; repeatable.")]
+Functions = Annotated[list[str] | None, typer.Option("--function", help="Only the state of this function; repeatable.")]
+Keys = Annotated[list[str] | None, typer.Option("--key", help="Only the state of this key, given as text; repeatable.")]
 
 
 class Row(NamedTuple):

@@ -42,12 +42,16 @@ from eos.records import format_position
 HANGING_FOUND = 1
 
 app = typer.Typer(no_args_is_help=True, help="List, describe and abort transactions of the cluster; find hanging ones.")
-Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable. Default: all.")]
+Topics = Annotated[
+    list[str] | None, typer.Option("--topic", help="Only transactions on this topic; repeatable. Default: all topics.")
+]
 
 
 @app.command("list")
 def list_(
-    state: Annotated[list[str] | None, typer.Option(help="Only in this state, e.g. Ongoing; repeatable.")] = None,
+    state: Annotated[
+        list[str] | None, typer.Option(help="Only transactions in this state, e.g. Ongoing; repeatable.")
+    ] = None,
     prefix: Annotated[str, typer.Option(help="Only transactional.ids with this prefix, e.g. an App's id.")] = "",
     json: Json = False,
     bootstrap_servers: BootstrapServers = None,
@@ -84,7 +88,7 @@ def describe(
 ) -> None:
     """Show the coordinator's entry for one transactional.id."""
     with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
-        rows = admin.describe_all([transactional_id])
+        rows = admin.describe_transactions([transactional_id])
     if not rows:
         raise Unavailable(f"{transactional_id}: no coordinator knows this transactional.id (never used, or expired)")
     row = rows[0]

@@ -153,5 +153,5 @@ def _rule_row(check: str, report: Report, rule: str) -> Row:
 
 def at_least_one(check: str, count: int) -> Row:
     return Row(
-        check, "at least 1", f"{count:,}", count >= 1, "" if count >= 1 else "there was none, so nothing is shown"
+        check, "at least 1", f"{count:,}", count >= 1, "" if count >= 1 else "none was found, so the run proves nothing"
     )

@@ -48,7 +48,8 @@ Totals = dict[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Killed:
-    """Holds the transactions that the kills left open, and the changes read again with and without a folder."""
+    """Holds the transactions that the kills left open, and the numbers of changelog records read again with and without
+    a state folder."""
 
     hits: tuple[Hit, Hit]
     read_with_folder: int
@@ -202,9 +203,9 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
         Row("flights that came too late for their hour", "0", f"{late:,}", late == 0),
         Row("partitions with a hanging transaction", "0", f"{hanging} of {len(ends.log_end)}", hanging == 0),
         Row("SIGKILLs inside an open transaction", "2", f"{hits}", hits == 2),
-        at_least_one("changes read again without a folder", killed.read_without),
+        at_least_one("changelog records read again without a state folder", killed.read_without),
         Row(
-            "changes read again with a folder",
+            "changelog records read again with a state folder",
             f"< {killed.read_without:,}",
             f"{killed.read_with_folder:,}",
             killed.read_with_folder < killed.read_without,

@@ -130,14 +130,14 @@ class Follower:
         # read_uncommitted: return the last committed offsets instead of waiting for an open transaction's.
         settings = {"bootstrap.servers": servers, "group.id": group, "isolation.level": "read_uncommitted"}
         self._consumer = Consumer(settings | QUIET)
-        self._wanted = [TopicPartition(topic, partition) for partition in range(PARTITIONS)]
+        self._partitions = [TopicPartition(topic, partition) for partition in range(PARTITIONS)]
         self._asked_at, self._answer = 0.0, 0
 
     def committed(self) -> int:
         """Return the count, at most a fifth of a second old."""
         if time.monotonic() - self._asked_at > 0.2:
             with contextlib.suppress(KafkaException):  # there is no coordinator yet: the old count stays
-                found = self._consumer.committed(self._wanted, timeout=5.0)
+                found = self._consumer.committed(self._partitions, timeout=5.0)
                 self._answer = max(self._answer, sum(max(0, one.offset) for one in found))
             self._asked_at = time.monotonic()
         return self._answer

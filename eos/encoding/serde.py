@@ -256,9 +256,9 @@ def encode(value: object) -> bytes | None:
 class Codec(NamedTuple):
     """Holds the decoder and encoder for state values of one annotation; `decode` reads the bytes that `encode` wrote.
 
-    `encode` raises TypeError or ValueError for a value that cannot be encoded. Every value whose exact type is
-    `exact_type` can be decoded again; for other types only `decode` shows it. `unordered`: a decoded value may encode
-    to other bytes.
+    `encode` raises TypeError or ValueError for a value that cannot be encoded. A value whose exact type is `exact_type`
+    can always be decoded again. For other types only a call of `decode` shows this. `unordered`: a decoded value may
+    encode to other bytes.
     """
 
     decode: Decode

@@ -6,8 +6,8 @@ one of eos.testing without a broker.
 
 A failed record has sent nothing (eos/app/routes/). Its replacement is sent in the same transaction: a dead letter
 counts as one output, a skipped record has none, and lineage counts them the same way. If the client or the broker
-refuses an output, the transaction aborts first. The session then calls `refused` and hands all records out again. This
-time the record fails without a call of its function.
+refuses an output, the transaction aborts first. The session then calls `note_refused`, and hands all records out again.
+This time the record fails without a call of its function.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from eos.app.routes.sink import Writer
 from eos.app.routes.timed import find_window
 from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
-from eos.app.timers import DueTimers, TimersDue, describe, due_of, record_of
+from eos.app.timers import TimerQueue, TimersDue, describe, due_of, record_of
 from eos.encoding.dead_letters import class_name, make_dead_letter, short_message
 from eos.encoding.frames import Frame, format_frames, frames_of
 from eos.encoding.serde import DecodeError
@@ -78,8 +78,8 @@ class Feeds(Protocol):
     def is_over(self) -> bool: ...
 
     def count(self, *, skipped: int = 0, dead_letters: int = 0, late: int = 0, duplicates: int = 0) -> None:
-        """Count records that the policies skipped or sent to a dead-letter topic, late ones and duplicates, for when
-        the transaction commits."""
+        """Count skipped records, dead letters, late records and duplicates. The counts take effect if the transaction
+        commits."""
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult: ...
 
@@ -181,7 +181,7 @@ class Handler:
         self._silent_until_ms, self._watermark_ms = silent_until_ms, watermark_ms
         self._now = now
         self._app, self._ledger, self._policy = app, ledger, policy
-        self._sizes = SliceSizes(batch_most, concurrent_most)
+        self._slice_sizes = SliceSizes(batch_most, concurrent_most)
         self._feeds: dict[Route, Feed] = {}
         self._timed: dict[Route, Route] = {}  # functions that use time, with their timer functions and tasks
         self._last_fired: list[Record] = []  # the last timers that fired in the open transaction
@@ -213,9 +213,9 @@ class Handler:
         # The earliest time at which the first output of the open transaction was sent, and its `waited_s` at that time.
         self._first_output: tuple[float, float] | None = None
         self.longest: TimedCall | None = None
-        """The longest call since the last call of `begun`."""
+        """The longest call since the last call of `note_begin`."""
 
-    def open_s(self, txn: Feeds, now: float) -> float:
+    def open_time_s(self, txn: Feeds, now: float) -> float:
         """Return the longest time for which the broker may have known the open transaction, without waits for room.
 
         The broker's clock starts with the first output; the result is 0 before it.
@@ -238,29 +238,29 @@ class Handler:
             single = route.batch or route.concurrent or len(records) == 1
             self._first_output = (ended, txn.waited_s) if single else (began, waited_s)
         is_longest = self.longest is None or ended - began > self.longest.seconds
-        if is_longest and route.gives is None:  # a timer function has no records that could be handled one by one
+        if is_longest and route.gives is None:  # a slow timer function cannot be split into single records
             self.longest = TimedCall(route, records, ended - began)
         return fed
 
     # ---- notifications from the session -------------------------------------------------------------------------
 
-    def begun(self) -> None:
-        """Note that a transaction has begun, without outputs so far."""
+    def note_begin(self) -> None:
+        """Record that a transaction begins, which has no outputs yet."""
         self.longest = self._first_output = None
         self._last_fired = []
 
-    def ended(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
+    def note_end(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
         """Forget the failures of records that are now committed or assigned to another member."""
         if self._isolated or self._failures:
             self._isolated = {p: error for p, error in self._isolated.items() if _is_due(p, owned, committed)}
             self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
 
-    def unreadable(self, position: Position, why: str) -> None:
-        """Note that this record was fetched but cannot be read, so that its function does not get it."""
+    def note_unreadable(self, position: Position, why: str) -> None:
+        """Mark a fetched record as unreadable, so that its function does not get it."""
         self._isolated[position] = DecodeError(why)
 
-    def refused(self, record: Record, failure: Exception) -> None:
-        """Note that an output of the record was refused. The transaction aborts, and all of its records are handed out
+    def note_refused(self, record: Record, failure: Exception) -> None:
+        """Mark the record as having a refused output. The transaction aborts, and all of its records are handed out
         again."""
         position = _position(record)
         error: Exception = (DeadLetterRefused if position in self._dead_lettered else RecordRefused)(str(failure))
@@ -271,12 +271,12 @@ class Handler:
         """Fire each of the next timers in its own transaction, to find the timer with the refused output."""
         self._fires_one_at_a_time = True
 
-    def refused_of_timers(self, failure: Exception) -> bool:
-        """Note that an output of timers in the aborted transaction was refused. Return whether it had fired any
+    def note_refused_timers(self, failure: Exception) -> bool:
+        """Record that an output of timers was refused in the aborted transaction, and return whether it had fired
         timers."""
         if self._last_fired and self._fires_one_at_a_time:
             self._fires_one_at_a_time = False
-            self.refused(self._last_fired[-1], failure)
+            self.note_refused(self._last_fired[-1], failure)
         elif self._last_fired:
             self._fires_one_at_a_time = True
         return self.has_fired
@@ -321,7 +321,7 @@ class Handler:
     def _run(self, txn: Feeds, route: Route, records: list[Record]) -> Halt | None:
         """Run a route on records or on due timers. The hot path takes one iteration of the loop."""
         feed = self._feeds[route]
-        at, most = 0, self._sizes.together(route, len(records))
+        at, most = 0, self._slice_sizes.size_for_route(route, len(records))
         while at < len(records):
             size = self._run_length(records, at, most)
             part = records[at : at + size] if at or size < len(records) else records
@@ -363,7 +363,7 @@ class Handler:
     # ---- timers ---------------------------------------------------------------------------------------------------
 
     def has_due_timers(self) -> bool:
-        """Return whether timers are due although no record waits."""
+        """Return whether timers are due while no record waits."""
         return any(True for _ in self._find_due_tasks())
 
     def fire_waiting(self, txn: Feeds) -> Halt | None:
@@ -389,7 +389,7 @@ class Handler:
                     return halt
         return self.fire_waiting(txn)
 
-    def _find_due_tasks(self) -> Iterator[tuple[Route, Partition, TaskCells, DueTimers, int]]:
+    def _find_due_tasks(self) -> Iterator[tuple[Route, Partition, TaskCells, TimerQueue, int]]:
         """Yield each function and task whose timers are due although no record arrived, with the time up to which they
         fire."""
         for timed in self._timed.values():
@@ -423,7 +423,7 @@ class Handler:
         return None
 
     def _fire(
-        self, txn: Feeds, timed: Route, partition: Partition, task: TaskCells, timers: DueTimers, until_ms: int
+        self, txn: Feeds, timed: Route, partition: Partition, task: TaskCells, timers: TimerQueue, until_ms: int
     ) -> Halt | None:
         """Fire the timers of a task that are due, in order. Halt if the transaction is over before all have fired."""
         window_of = functools.partial(find_window, timed.timing, task)
@@ -595,16 +595,16 @@ class _RecordLog:
         self._now = now
         self._interval_began, self._lines = 0.0, 0
         self._traced: set[tuple[object, ...]] = set()
-        self._unlogged: dict[str, int] = {}  # by event
-        self._last_unlogged: tuple[Record, str] | None = None  # the last record that was not logged, and its error
+        self._suppressed_counts: dict[str, int] = {}  # by event
+        self._last_suppressed: tuple[Record, str] | None = None  # the last record that was not logged, and its error
 
     def line(self, event: str, record: Record, error: BaseException, frames: list[Frame], **more: object) -> None:
         self.tick()
         first = self._is_first((type(error), *frames[-1:]))
         self._lines += 1
         if not first and self._lines > _LINES:
-            self._unlogged[event] = self._unlogged.get(event, 0) + 1
-            self._last_unlogged = record, _describe_failure(class_name(error), error)
+            self._suppressed_counts[event] = self._suppressed_counts.get(event, 0) + 1
+            self._last_suppressed = record, _describe_failure(class_name(error), error)
             return
         if first and frames:
             more["trace"] = format_frames(frames, " > ")
@@ -629,10 +629,12 @@ class _RecordLog:
             self._interval_began, self._lines = now, 0
 
     def log_rest(self) -> None:
-        if self._last_unlogged is None:
+        if self._last_suppressed is None:
             return
-        record, error = self._last_unlogged
+        record, error = self._last_suppressed
         last = _describe_position(record)
-        each = ", ".join(f"{event}: {count}" for event, count in self._unlogged.items())
-        log.warning("more records failed", unlogged=sum(self._unlogged.values()), of=each, last=last, error=error)
-        self._unlogged, self._last_unlogged = {}, None
+        each = ", ".join(f"{event}: {count}" for event, count in self._suppressed_counts.items())
+        log.warning(
+            "more records failed", unlogged=sum(self._suppressed_counts.values()), of=each, last=last, error=error
+        )
+        self._suppressed_counts, self._last_suppressed = {}, None

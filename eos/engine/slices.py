@@ -22,24 +22,25 @@ class SliceSizes:
 
     def __init__(self, batch_most: int, concurrent_most: int) -> None:
         self.batch_most, self._concurrent_most = batch_most, concurrent_most
-        self._single = 1
+        self._slice_size = 1
 
-    def most_of(self, route: Route | None) -> int:
+    def next_size(self, route: Route | None) -> int:
         """Return the size of the next slice. `route` is None if the records belong to several routes."""
-        return self.together(route, self._single)
+        return self.size_for_route(route, self._slice_size)
 
-    def together(self, route: Route | None, single: int) -> int:
-        """Return how many records of a route run at once; `single` if its function takes one record at a time."""
+    def size_for_route(self, route: Route | None, single: int) -> int:
+        """Return how many records of a route run at once. `single`: the number for a function that takes one record at
+        a time."""
         if route is not None and route.batch:
             return self.batch_most
         return self._concurrent_most if route is not None and route.concurrent else single
 
     def adapt(self, took_s: float, size: int) -> None:
-        """Note that a slice of `size` records took `took_s`."""
-        if took_s < _TARGET_S and size >= self._single:
-            self._single = min(_LARGEST, self._single * 2)
+        """Adapt the size of the next slices after a slice of `size` records took `took_s`."""
+        if took_s < _TARGET_S and size >= self._slice_size:
+            self._slice_size = min(_LARGEST, self._slice_size * 2)
         elif took_s > 2 * _TARGET_S:
-            self._single = max(1, self._single // 2)
+            self._slice_size = max(1, self._slice_size // 2)
 
 
 def by_route(app: App, records: list[Record]) -> Iterator[tuple[Route, list[Record]]]:

@@ -48,9 +48,9 @@ class SlowFunctions:
     def __init__(self, settings: Settings) -> None:
         self._transaction_ms = settings.transaction_timeout_ms
         self._poll_ms = int(settings.get("max.poll.interval.ms", DEFAULT_MAX_POLL_INTERVAL_MS))
-        self._most = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
+        self._most_records = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
         self._attempts: dict[Partition, _Attempt] = {}  # the last attempt of each partition in the open transaction
-        self._lost_twice: _Attempt | None = None
+        self._attempt_lost_twice: _Attempt | None = None
         self._slow: dict[Partition, int] = {}  # first record of each partition in a call that was lost
         self._one_by_one: dict[Partition, int] = {}  # records up to these offsets run alone, to find the slow record
 
@@ -60,7 +60,7 @@ class SlowFunctions:
         return bool(self._one_by_one)
 
     def note_in_time(self, record: Record, owned: Collection[Partition]) -> None:
-        """Note that this record ran alone and in time, and forget partitions that the group has taken away."""
+        """Record that this record ran alone and in time, and forget partitions that the group has taken away."""
         place = record.topic, record.partition
         self._one_by_one = {
             p: last for p, last in self._one_by_one.items() if p in owned and not (p == place and record.offset >= last)
@@ -74,7 +74,8 @@ class SlowFunctions:
     def find_slow(self, records: list[Record], owned: Collection[Partition]) -> int | None:
         """Return the index of the first record that was too slow before; None if there is none.
 
-        `owned`: entries of other partitions are kept, or two members would pass a slow record back and forth for ever.
+        `owned`: the partitions of this member. Entries of other partitions are kept: otherwise two members could pass a
+        slow record back and forth for ever.
         """
         if self._slow.keys().isdisjoint(owned):
             return None
@@ -93,7 +94,7 @@ class SlowFunctions:
     # ---- a call that was too slow -----------------------------------------------------------------------------------
 
     def note_slow(self, who: Mapping[str, object], route: Route, records: list[Record], took_s: float) -> None:
-        """Note that these records of one function took too long. `who`: log fields that name the transaction."""
+        """Record that these records of one function took too long. `who`: log fields that name the transaction."""
         is_group = route.batch or route.concurrent
         sentence = self._sentence(route, records, took_s)
         self._note(_Attempt(sentence, who, spans_of(records), is_one_call=True, is_group=is_group))
@@ -101,7 +102,7 @@ class SlowFunctions:
     def note_slow_together(
         self, who: Mapping[str, object], names: Sequence[str], records: list[Record], took_s: float
     ) -> None:
-        """Note that these records of several functions took too long together; next time each runs alone."""
+        """Record that these records of several functions took too long together. Next time each runs alone."""
         limits, remedy = self._limits(took_s)
         sentence = f"{_took(', '.join(names), records, took_s)}, longer than {limits}: {remedy}"
         self._note(_Attempt(sentence, who, spans_of(records), is_one_call=False, is_group=False))
@@ -113,7 +114,7 @@ class SlowFunctions:
     # ---- the outcome of its transaction -----------------------------------------------------------------------------
 
     def ended(self, is_committed: bool, committed: Mapping[Partition, int]) -> None:
-        """Note how the open transaction ended. `committed`: next offsets, where they are known."""
+        """Record how the open transaction ended. `committed`: next offsets, where they are known."""
         attempts, self._attempts = self._attempts, {}
         if not is_committed:
             for attempt in {id(attempt): attempt for attempt in attempts.values()}.values():
@@ -123,18 +124,18 @@ class SlowFunctions:
 
     def check(self) -> None:
         """Raise ConfigurationError if a record was too slow and lost for the second time."""
-        if self._lost_twice is not None:
-            raise ConfigurationError(self._lost_twice.sentence)
+        if self._attempt_lost_twice is not None:
+            raise ConfigurationError(self._attempt_lost_twice.sentence)
 
     def _note_loss(self, attempt: _Attempt) -> None:
-        """Note that a call's transaction was lost; the second loss of a record is the function's fault.
+        """Record that a call's transaction was lost. The second loss of a record is the function's fault.
 
         If a single-record function had several records in that transaction, the loss does not show which one is slow.
         They are handled again one by one.
         """
         spans = attempt.spans
         if attempt.is_one_call and any(first <= self._slow.get(p, -1) <= last for p, (first, last) in spans.items()):
-            self._lost_twice = attempt
+            self._attempt_lost_twice = attempt
             return
         log.warning("transaction exceeded its timeout", why=attempt.sentence, **attempt.who)
         if attempt.is_group or attempt.is_single:
@@ -149,7 +150,7 @@ class SlowFunctions:
         limits, remedy = self._limits(took_s)
         if len(records) > 1 and (route.batch or route.concurrent):
             kind = "batch" if route.batch else "async"
-            remedy += f", or lower eos.{kind}.max.records={self._most[kind]}"
+            remedy += f", or lower eos.{kind}.max.records={self._most_records[kind]}"
         return (
             f"{_took(route.name, records, took_s)}, longer than {limits}: {remedy} "
             "(the broker takes transactions up to its transaction.max.timeout.ms)"

@@ -33,7 +33,8 @@ class _Unusual(Exception):
     """Reports a result that the caller must handle."""
 
 
-# Not `m.headers()`: CPython does not check that call for an exception that the method set while returning a result.
+# Not `m.headers()`: if a method written in C sets an exception but still returns a result, CPython does not notice the
+# exception in such a call. It does in this one.
 headers_of = operator.methodcaller("headers")
 
 
@@ -56,7 +57,8 @@ def records_of(
 
 
 def runs_of(records: Sequence[Any]) -> list[int]:
-    """Return the indexes at which another partition begins or the offset does not rise; the first is 0, if any."""
+    """Return the index of the first record of each run. A run ends where another partition begins or the offset does
+    not rise."""
     runs: list[int] = []
     topic, partition, offset = None, _Nothing, 0
     for at, record in enumerate(records):
@@ -78,10 +80,11 @@ def feed_values(
 ) -> tuple[int, int, BaseException | None]:
     """Call a function with each record. Return (outputs sent, records handled, exception of the next record).
 
-    A result of an expected type is sent to `target`: a value, an Out with fields of the expected types, or several of
-    them in a list, a tuple or a generator, once all of them exist. The result None of a record with a value sends
-    nothing, if None is expected. Everything else goes to `other`, which returns how many outputs it sent; so does every
-    output if `target` is None. `refused` gets the exception of `produce` with the output.
+    A result of an expected type is sent to `target`: a value, or an Out with fields of the expected types. A list, a
+    tuple or a generator may hold several such results, which are sent once all of them exist. The result None of a
+    record with a value sends nothing, if None is expected. Everything else goes to `other`, which returns how many
+    outputs it sent. If `target` is None, all results go to `other`. `refused` gets an output that `produce` refused,
+    with the exception.
     """
     sent = 0
     coming = iter(records)
@@ -97,7 +100,7 @@ def feed_values(
                 and (target[2] is None or record.headers is _NO_HEADERS)
                 and 0 < record.timestamp < END_OF_TIME
             ):
-                # As below, without a call: most functions return bytes.
+                # The same as the branch below, without its call: most functions return bytes.
                 _put((target[0], result, record.key, -1, None, None, record.timestamp), produce, refused)
                 sent += 1
             else:
@@ -121,8 +124,8 @@ def feed_outs(
     refused: Callable[[Exception, Any], object],
 ) -> tuple[int, Exception | None] | None:
     """Send the outputs of a batch function. Return (outputs sent, exception of `refused`). Send nothing and return None
-    if any output is not of an expected type. `latest_ms`: the timestamp of outputs that keep the record's, the latest
-    of the batch."""
+    if any output is not of an expected type. `latest_ms`: the latest timestamp of the batch, for outputs that keep the
+    record's timestamp."""
     sent = 0
     try:
         calls = [_call_of(out, None, target, latest_ms) for out in outs if out is not None]
@@ -172,8 +175,8 @@ def looks_like_a_pair(items: Sequence[Any], out_type: type[Any]) -> bool:
 
 
 def _call_of(item: Any, record: Any, target: Target, latest_ms: int = 0) -> Call:
-    """Return the arguments of `produce`. Raises _Unusual, also if the output keeps a field of its record and there is
-    none."""
+    """Return the arguments of `produce`. Raises _Unusual, also if the output should keep a field of its record and has
+    no record."""
     topic, destinations, passing, out_type, keep, value_of, key_of, _ = target
     value, key, timestamp, partition, headers = item, keep, keep, -1, None
     if type(item) is out_type:

@@ -42,12 +42,16 @@ class CommitOffsets:
         self._number = 0  # number of the last commit that was started
         self._stamp: dict[str, object] = {}  # the mark that the last started commit wrote into its offset metadata
 
-    def to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
+    def offsets_to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
         """Return the offsets that the open transaction commits.
 
-        These are the next offset of each partition of which it took records, the unchanged offset of each partition for
-        which a participant writes, `new_starts` (of the group consumer), and all other offsets once they have been due
-        for `patience_s`."""
+        These are:
+
+        - the next offset of each partition from which the transaction took records,
+        - the unchanged offset of each partition for which a participant writes,
+        - `new_starts`, the start offsets of the group consumer,
+        - and all other offsets, once they have been due for `patience_s`.
+        """
         offsets = dict(new_starts) | self._positions.offsets()
         changed = {partition for participant in self._participants for partition in participant.changed_partitions()}
         unmoved = changed - offsets.keys()
@@ -58,7 +62,8 @@ class CommitOffsets:
         return {partition: at for partition, at in committed.items() if is_due or partition in unmoved} | offsets
 
     def with_metadata(self, offsets: Mapping[Partition, int], producer: TransactionalProducer) -> list[TopicPartition]:
-        """Return the offsets with the metadata of a new commit, from which its outcome can be found later."""
+        """Return the offsets with the metadata of a new commit; `outcome_of` later finds the outcome of the commit by
+        it."""
         self._number += 1
         self._stamp, commits = self._owner_info.metadata(producer) | {"n": self._number}, list[TopicPartition]()
         for partition, offset in offsets.items():

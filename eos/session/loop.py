@@ -50,7 +50,9 @@ class Loop:
         self._stopping = parts.stopping
         self._recovery = Recovery(parts)
         self.group, self.now = parts.group, parts.world.now
-        self._latest: Transaction | None = None  # the transaction that began last; its phase shows its progress
+        self._latest_transaction: Transaction | None = (
+            None  # the transaction that began last; its phase shows its progress
+        )
         self._failure: CallFailed | None = None  # the failure of a send in the open transaction
         self._commit: Commit | None = None  # a started commit whose outcome is not noted yet
         self._is_in_turn = False  # see _turn
@@ -61,12 +63,13 @@ class Loop:
 
     @property
     def _open(self) -> Transaction | None:
-        return self._latest if self._latest is not None and self._latest.phase is _OPEN else None
+        latest = self._latest_transaction
+        return latest if latest is not None and latest.phase is _OPEN else None
 
     # ---- turns ------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Note that the loop is entered, or entered again after its body was left."""
+        """Record that the loop is entered, or entered again after its body was left."""
         if not self._is_stopping_in_turn:
             with self._turn():
                 if self._open is not None:
@@ -105,7 +108,7 @@ class Loop:
                 with self._recovering():
                     self._begin()
                     return self._open
-            elif gathered and self._offsets.to_commit(self._consumer.start_offsets.uncommitted, IDLE_REFRESH_S):
+            elif gathered and self._offsets.offsets_to_commit(self._consumer.start_offsets.uncommitted, IDLE_REFRESH_S):
                 with self._recovering():
                     self._begin()
                 if self._open is not None:
@@ -145,12 +148,13 @@ class Loop:
         self._world.step("begun")
         self._failure = None
         self._consumer.begin_transaction()
-        if self._latest is not None:
-            self._latest.mark_aborted()  # marks a transaction that was given up as aborted; others stay unchanged
+        if self._latest_transaction is not None:
+            # Marks a transaction that was given up as aborted; others stay unchanged.
+            self._latest_transaction.mark_aborted()
         now, first_ms = self._world.now(), self._positions.first_timestamp_ms
         begun = Transaction(self, now, self._pacing.begin(now), first_ms, self.waited_s)
         self._outcomes.begun(begun)
-        self._latest = begun
+        self._latest_transaction = begun
 
     def close(self) -> None:
         """Abort the open transaction and close the producer. Nothing can begin or recover afterwards."""
@@ -262,7 +266,7 @@ class Loop:
         with self._recovering():
             # 1. Choose the offsets. Records of a lost partition must not be committed, so a failed send does not count
             # then.
-            offsets = self._offsets.to_commit(self._consumer.start_offsets.uncommitted)
+            offsets = self._offsets.offsets_to_commit(self._consumer.start_offsets.uncommitted)
             self._consumer.raise_if_lost()
             if self._failure is not None:
                 raise self._failure

@@ -59,22 +59,23 @@ class Participant(Follower, Protocol):
     """Takes part in one transaction after the other. The session calls all methods on its own thread."""
 
     def changed_partitions(self) -> Collection[Partition]:
-        """Return the input partitions for which the open transaction has something to write. Their offsets are
-        committed in it, unchanged ones too, so that the group refuses a transaction of a member that lost them."""
+        """Return the input partitions for which the open transaction has something to write. The transaction commits
+        their offsets even if these are unchanged. So the group refuses the transaction if this member has lost one of
+        the partitions."""
 
     def before_flush(self, send: SendAll, offsets: Mapping[Partition, int]) -> None:
-        """Send this participant's own records of the transaction. `offsets` are those that it commits. Nothing may be
-        written for any other partition, because another member may own it. Raises CallFailed."""
+        """Send this participant's own records of the transaction. `offsets` are those that it commits. A participant
+        must write nothing for other partitions, because another member may own them. Raises CallFailed."""
 
     def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         """Return fields for the JSON that is committed with this partition's offset, after the last send."""
 
     def committed(self) -> None:
-        """Note that the transaction was committed."""
+        """Record that the transaction was committed."""
 
     def aborted(self) -> None:
-        """Note that the transaction was aborted, or that its outcome is unknown. Its records are handed out again, or
-        their partitions are restored."""
+        """Record that the transaction was aborted, or that its outcome is unknown. Its records will be handed out
+        again, or their partitions restored."""
 
 
 class Listener:
@@ -88,7 +89,7 @@ class Listener:
         return False
 
     def may_finish(self) -> bool:
-        """Return whether a session with `until_end` may end its loop, which has handled everything."""
+        """Return whether a session with `until_end` may end its loop. Called when everything is handled."""
         return True
 
     def find_new_topics(self) -> Sequence[str]:
@@ -104,15 +105,15 @@ class Listener:
         out like all others, for applications that ignore headers."""
 
     def on_refused(self, record: Record, failure: CallFailed) -> None:
-        """Handle an input record of which the client or the cluster permanently refused an output. Its transaction is
+        """Handle an input record with an output that the client or the cluster refused permanently. Its transaction is
         aborted, and its records are handed out again unless this method raises, as it does by default."""
         where = format_position(record.topic, record.partition, record.offset)
         sentence = f"an output of {where} was refused: {failure}"
         raise PoisonRecord(sentence, record.topic, record.partition, record.offset) from failure
 
     def on_refused_without_record(self, failure: CallFailed) -> None:
-        """Handle an unknown output that was refused in a transaction that took no record.
-        Its transaction is aborted, and the loop goes on unless this method raises, as it does by default."""
+        """Handle the refusal of an output in a transaction that took no input record; which output it was is unknown.
+        The transaction is aborted, and the loop goes on unless this method raises, as it does by default."""
         raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
 
 

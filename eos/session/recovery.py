@@ -74,7 +74,7 @@ class Trouble:
     is_counted: bool = False
     """Whether the breaker has counted this failure."""
     too_slow: str = ""
-    """The part that took too long, in a sentence, if it failed because of that."""
+    """A sentence about the part that took too long, if the transaction failed because of that."""
     next_is_smaller: bool = False
     """Whether the next transaction takes fewer records after one that was too slow."""
 

@@ -80,7 +80,7 @@ class TransactSession:
         topics = list(topics) if topics is not None else named
         _check(self.settings, topics, may_be_set_later=listener is not None)
         if len(topics) > 1:
-            self.settings = self.settings.for_several_topics()
+            self.settings = self.settings.with_multi_topic_assignment()
         self.group: str = self.settings["group.id"]
         self.transactional_id: str = self.settings["transactional.id"]
         self.destinations = list(destinations)

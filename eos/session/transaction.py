@@ -68,9 +68,20 @@ class Transaction:
     """
 
     __slots__ = (
-        "_ahead", "_loop", "_records", "_until",
-        "began_at", "dead_letters", "duplicates", "first_timestamp_ms", "handling_s", "late", "phase", "sent",
-        "skipped", "waited_before",
+        "_hand_out_until",
+        "_loop",
+        "_records",
+        "_taken_ahead",
+        "began_at",
+        "dead_letters",
+        "duplicates",
+        "first_timestamp_ms",
+        "handling_s",
+        "late",
+        "phase",
+        "sent",
+        "skipped",
+        "waited_before",
     )  # fmt: skip
 
     def __init__(
@@ -78,14 +89,14 @@ class Transaction:
     ) -> None:
         self._loop = loop
         # World.now(); after `until` no more records are handed out.
-        self.began_at, self._until = began_at, until
-        # Timestamp of the first record that waited when the transaction began.
+        self.began_at, self._hand_out_until = began_at, until
+        # Timestamp of the first record that was waiting when the transaction began.
         self.first_timestamp_ms = first_timestamp_ms
         self.phase = Phase.OPEN
         self.handling_s: float | None = None  # set once all records of the transaction are handled; see handling_until
         self.waited_before = waited_before  # `waited_s` when the transaction began
         self._records: Iterator[Record] | None = None
-        self._ahead = 0  # number of records taken by `records` but not handed out yet
+        self._taken_ahead = 0  # number of records taken by `records` but not handed out yet
         self.sent = self.skipped = self.dead_letters = self.late = self.duplicates = 0
 
     # ---- used by the loop --------------------------------------------------------------------------------------
@@ -105,12 +116,13 @@ class Transaction:
         self.phase = Phase.COMMITTING
 
     def mark_aborted(self, during_body: bool = False) -> None:
-        """Note that it was aborted, unless its commit was started. `during_body`: the loop's body still uses it."""
+        """Mark the transaction as aborted, unless its commit was started. `during_body`: the loop's body still uses
+        it."""
         if self.phase is not Phase.COMMITTING:
             self.phase = Phase.GIVEN_UP if during_body else Phase.ABORTED
 
     def count(self, sent: int = 0, skipped: int = 0, dead_letters: int = 0, late: int = 0, duplicates: int = 0) -> None:
-        """Add to its counts, which `Counters` gets if it commits."""
+        """Add to the transaction's counts. `Counters` gets them if the transaction commits."""
         self.sent += sent
         self.skipped += skipped
         self.dead_letters += dead_letters
@@ -133,24 +145,24 @@ class Transaction:
     def _hand_out(self) -> Iterator[Record]:
         now = self._loop.now
         while batch := self.take(64):
-            self._ahead = len(batch)
+            self._taken_ahead = len(batch)
             for record in batch:
-                self._ahead -= 1
+                self._taken_ahead -= 1
                 yield record
-                if now() >= self._until:
+                if now() >= self._hand_out_until:
                     self._give_back_ahead()
                     return
 
     def _give_back_ahead(self) -> None:
-        self._loop.give_back(self._ahead)
-        self._ahead = 0
+        self._loop.give_back(self._taken_ahead)
+        self._taken_ahead = 0
 
     def take(self, most: int) -> list[Record]:
         """Return at most `most` next records; none if no record is left, the interval is over or a send failed."""
         if not self._loop.is_open(self):
             return []
         self._give_back_ahead()
-        if self._loop.taken and self._loop.now() >= self._until:
+        if self._loop.taken and self._loop.now() >= self._hand_out_until:
             return []
         return self._loop.take(most)
 
@@ -197,7 +209,7 @@ class Transaction:
     @property
     def is_over(self) -> bool:
         """Return whether its interval is over."""
-        return self._loop.now() >= self._until
+        return self._loop.now() >= self._hand_out_until
 
     @property
     def waited_s(self) -> float:

@@ -14,4 +14,4 @@ class Malformed(ProtocolError):
 
 
 class Leak(ProtocolError):
-    """Report an upstream address in a response to a client."""
+    """Report that a response to a client contains the address of an upstream broker."""

@@ -10,7 +10,7 @@ from eos import log
 
 logger = logging.getLogger("eos.shim")
 
-# Characters per value: a client may send a transactional.id of 32 KB with line ends in it.
+# The maximum number of characters of a value in a log line. A client may send a transactional.id of 32 KB.
 LONGEST_VALUE = 300
 
 

@@ -62,19 +62,19 @@ class LinkObserver(Protocol):
     """Receive the events of a link."""
 
     def link_opened(self, link: Link) -> None:
-        """Note that the client has connected and has completed its TLS handshake, if any."""
+        """Record that the client has connected, after its TLS handshake if it uses TLS."""
 
     def link_needs_broker(self, link: Link) -> None:
         """Connect to the broker: the client's first request has begun."""
 
     def link_logged_in(self, link: Link) -> None:
-        """Note that the broker has answered a request that needs a login where the broker requires one."""
+        """Record that the broker answered a request that needs a login, if the broker requires logins."""
 
     def link_failed(self, link: Link, sender: str, error: Exception) -> None:
         """Report invalid bytes that end the link. `sender` is "client" or the broker's name."""
 
     def link_closed(self, link: Link) -> None:
-        """Note that both sides are closed."""
+        """Record that both sides are closed."""
 
 
 class Link:
@@ -103,7 +103,8 @@ class Link:
         self._pending: deque[Exchange] = deque()
         self.has_request = False  # true once the first request has begun
         self.is_logged_in = False
-        self.opened_at = self.last_read_at = 0.0  # monotonic times; the last read from the client or the broker
+        # Monotonic times at which the link opened, and at which it last read from the client or the broker.
+        self.opened_at = self.last_read_at = 0.0
         self._draining = False
         self._is_closed = False
         self.memory = memory
@@ -184,7 +185,8 @@ class Link:
                 return None
             expects_response = acks != 0
         elif head.api_key == api.SASL_HANDSHAKE and head.version == 0:
-            # Tokens without headers would follow, and the stream could no longer be split into frames.
+            # After SaslHandshake v0 the client sends tokens without headers, and the shim could no longer split the
+            # stream into frames.
             raise ProtocolError("SaslHandshake v0 is not supported: the client must use v1 (Kafka 1.0 and later)")
         if not self.has_request:
             self._request_broker()
@@ -338,7 +340,8 @@ class Link:
             self._account.close()
             self._pipeline.connection_closed(self.connection)
             self.shim.link_closed(self)
-            # These refer back to the link. Without the cycle its memory is freed now, not by the garbage collector.
+            # These objects refer back to the link. Without the reference cycle, the link's memory is freed now and not
+            # by the garbage collector.
             del self.connection, self._requests, self._responses, self._account, self.timeout_check
 
 

@@ -25,7 +25,7 @@ class MemoryBudget:
 
     def __init__(self, limit: int, connections: int) -> None:
         self.limit, self.share = limit, limit // connections
-        self._enough = limit - min(limit // 8, _FREED_BYTES)
+        self._size_after_eviction = limit - min(limit // 8, _FREED_BYTES)
         self.total = 0
         self._accounts: dict[MemoryAccount, None] = {}
         self._large: dict[
@@ -64,7 +64,7 @@ class MemoryBudget:
     def _evict_largest(self) -> None:
         for account in self._accounts:  # bytes may have been sent since the last count
             self._set(account, account.measure())
-        while self.total > self._enough and self._large:
+        while self.total > self._size_after_eviction and self._large:
             longest = next(iter(self._large))
             longest.close()
             longest.evict()
@@ -85,7 +85,7 @@ class MemoryAccount:
             self._memory.count(self)
 
     def start_request(self) -> None:
-        """Note that a new request has begun."""
+        """Record that a new request has begun."""
         self._memory.start_request(self)
 
     def close(self) -> None:

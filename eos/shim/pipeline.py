@@ -116,8 +116,8 @@ class Job:
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         """Handle a whole request and return the frame to forward. To answer it, set `exchange.answer` and return b"".
 
-        The job nearest to the broker may return a `send_queue.HeldFrame`, and for responses the one nearest to the
-        client.
+        The job nearest to the broker may return a `send_queue.HeldFrame`. For a response, the job nearest to the client
+        may do so.
         """
         return frame
 
@@ -139,7 +139,7 @@ class Job:
         """Take the newest version of each API that each broker offers, or None for a broker that does not answer.
 
         Called before clients are served, and again while `wants_versions_again` is true. The job may want other frames
-        after it.
+        afterwards.
         """
 
     @property
@@ -229,7 +229,8 @@ class Pipeline:
         self._for_response.clear()
 
     def _show_to_jobs(self, exchange: Exchange, answer: bytes, by: Job) -> bytes:
-        """Run a job's own response through the jobs on its client's side, and return the result."""
+        """Pass a response that a job has made through the jobs between that job and the client, and return the
+        result."""
         for job in reversed(self.jobs[: self.jobs.index(by)]):
             if job.wants_response(exchange.api_key, exchange.version):
                 stream = job.response_stream(exchange, len(answer))

@@ -48,7 +48,8 @@ class Shim:
         self._links_without_login: dict[Link, None] = {}  # links without a completed login, the oldest first
         self._addresses: dict[Link, str] = {}  # the addresses of all links, including those in their TLS handshake
         self._connections_by_address: Counter[str] = Counter()  # connections by address
-        self._handshakes: set[asyncio.Task[None]] = set()  # mostly TLS handshakes
+        # Tasks that open a link: TLS handshakes take most of their time.
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._warnings = LimitedWarnings("connection closed", "more connections closed")
         self._memory = MemoryBudget(settings.largest_frame + SHARED_BYTES, settings.most_connections)
         self._buffer = ReadBuffer()
@@ -65,18 +66,18 @@ class Shim:
         self._next_port = settings.listen[1]
         self._starting = True
         try:
-            self.book = AddressBook(settings.upstream, self._bind)
+            self.address_book = AddressBook(settings.upstream, self._bind)
         except BaseException:
             self._close_sockets()
             raise
         self._starting = False
-        ours = (VersionsJob(), AddressJob(self.book))
+        ours = (VersionsJob(), AddressJob(self.address_book))
         self._pipeline = Pipeline([*jobs, *ours], settings.largest_frame, settings.largest_control)
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """Return the addresses the shim listens on. The first one is the clients' bootstrap address."""
-        return [(self.settings.listen[0], endpoint.local_port) for endpoint in self.book.endpoints]
+        return [(self.settings.listen[0], endpoint.local_port) for endpoint in self.address_book.endpoints]
 
     @property
     def connections(self) -> int:
@@ -107,15 +108,15 @@ class Shim:
             self._close_sockets()
             raise
         for node_id, host, port in sorted(brokers):
-            self.book.translate(node_id, host, port)
+            self.address_book.translate(node_id, host, port)
         if self._pipeline.wants_broker_versions:
             self._pipeline.on_broker_versions(await self._newest_versions())
-        for endpoint in self.book.endpoints:
+        for endpoint in self.address_book.endpoints:
             await self._serve(endpoint)
         self._version_queries = asyncio.get_running_loop().create_task(self._query_versions_until_complete())
 
     async def _newest_versions(self, again: bool = False) -> dict[str, dict[int, int] | None]:
-        names = {endpoint.upstream: endpoint.name for endpoint in self.book.endpoints}
+        names = {endpoint.upstream: endpoint.name for endpoint in self.address_book.endpoints}
         tls, timeout_s = self.settings.upstream_tls, self.settings.connect_timeout_s
         offered = await probe.fetch_newest_versions(names, tls, timeout_s, again)
         return {name: offered.get(address) for address, name in names.items()}
@@ -230,7 +231,8 @@ class Shim:
             await asyncio.sleep(0)  # give existing connections a turn
 
     def _refusal_reason(self, address: str) -> str | None:
-        """Return why a new connection must be refused, or None. A connection without a login may be closed for it."""
+        """Return why a new connection must be refused, or None. To accept the new one, an older connection without a
+        login may be closed."""
         most, of_one = self.settings.most_connections, self.settings.limit_per_address
         if self._connections_by_address[address] >= of_one and not self._close_oldest_without_login(address):
             return f"{of_one} connections from {address} are open (--max-connections-per-address)"
@@ -283,7 +285,8 @@ class Shim:
         self._check_timeout(link)
 
     def _check_timeout(self, link: Link) -> None:
-        """Close a link that is idle or has not completed its login in time, or check again when it could be."""
+        """Close a link that is idle or has not completed its login in time. Otherwise check again when its time limit
+        ends."""
         if link.timeout_check is not None:
             link.timeout_check.cancel()
         settings, loop = self.settings, asyncio.get_running_loop()
@@ -332,13 +335,14 @@ class Shim:
 
     @property
     def _none_reachable(self) -> bool:
-        return all(endpoint in self._unreachable for endpoint in self.book.endpoints)
+        return all(endpoint in self._unreachable for endpoint in self.address_book.endpoints)
 
     async def _wait_for_a_broker(self) -> None:
-        """Try all brokers until one is reachable: a load balancer that reads /readyz may send no clients meanwhile."""
+        """Try all brokers until one is reachable. A load balancer that reads /readyz may send no clients until then, so
+        no client would cause an attempt."""
         while self._none_reachable:
             await asyncio.sleep(_TRY_AGAIN_S)
-            await asyncio.gather(*map(self._try_broker, self.book.endpoints))
+            await asyncio.gather(*map(self._try_broker, self.address_book.endpoints))
 
     async def _try_broker(self, endpoint: Endpoint) -> None:
         try:

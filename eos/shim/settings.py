@@ -118,7 +118,8 @@ def server_tls(certificate: str | None, key: str | None, client_ca: str | None =
 
 
 def check_relay(upstream_certificate: str | None, client_ca: str | None, trusted: bool) -> None:
-    """Raise ConfigurationError for an upstream certificate that any client could use: brokers see only its owner."""
+    """Raise ConfigurationError if any client could use the upstream certificate. Brokers would take every such client
+    for the owner of the certificate."""
     if upstream_certificate is not None and client_ca is None and not trusted:
         raise ConfigurationError(
             "--upstream-cert gives every client of the shim that certificate's rights: require certificates of clients "

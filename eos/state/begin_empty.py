@@ -51,13 +51,15 @@ class EmptyStates:
         self._settings, self._app_id, self._route, self._offsets, self._world = settings, app.id, route, offsets, world
         self.topic = changelog_of(app.id, route)
         client = facts.connect(settings, _REQUEST_TIMEOUT_S, world)
-        self._fit = changelog.check_fit(client, app.id, route, world)
+        self._changelog_fit = changelog.check_fit(client, app.id, route, world)
         self._moves = offsets.plan(UNCHANGED)
         notes.check_not_interrupted(move.metadata for move in self._moves)
-        spans = {} if self._fit.missing else tail.topic_offsets(settings, self.topic, _REQUEST_TIMEOUT_S, world)
+        spans = (
+            {} if self._changelog_fit.missing else tail.topic_offsets(settings, self.topic, _REQUEST_TIMEOUT_S, world)
+        )
         self._require_complete_changelog(spans)
         kept: dict[str, str] = {}
-        self._left = {
+        self._leftovers = {
             partition: self._find_leftovers(partition, span, kept) for partition, span in sorted(spans.items())
         }
         have = notes.current_header(app.id, route).stores
@@ -72,7 +74,7 @@ class EmptyStates:
     @property
     def entries(self) -> int:
         """Return how many entries are deleted."""
-        return sum(len(left.cells) for left in self._left.values())
+        return sum(len(left.cells) for left in self._leftovers.values())
 
     @property
     def partitions(self) -> int:
@@ -128,11 +130,11 @@ class EmptyStates:
 
         After a crash between two steps the header or the offset metadata still names the deleted states.
         """
-        if self._fit.missing:
+        if self._changelog_fit.missing:
             changelog.create_missing(self._settings, self._app_id, [self._route], self._world)
-        self._write(((p, cell, None) for p, left in self._left.items() for cell in left.cells))
+        self._write(((p, cell, None) for p, left in self._leftovers.items() for cell in left.cells))
         header = notes.current_header(self._app_id, self._route).encoded()
-        self._write(((p, HEADER, header) for p, left in self._left.items() if left.header))
+        self._write(((p, HEADER, header) for p, left in self._leftovers.items() if left.header))
         spans = tail.topic_offsets(self._settings, self.topic, _REQUEST_TIMEOUT_S, self._world)
         self._offsets.commit([self._noted(move, spans) for move in self._moves])
 

@@ -33,7 +33,7 @@ class Engine(Protocol):
     folder: str
     """The name of the engine's folder inside a task's folder."""
     files: int
-    """The number of files that it usually has open."""
+    """The number of files that the engine usually has open."""
 
     def __init__(self, path: Path, memory_bytes: int) -> None:
         """Open the engine's folder. Raise EngineFailed if it cannot be read."""
@@ -163,8 +163,8 @@ class Lmdb:
 
 # RocksDB has one table for both. No value's name begins with this byte (eos/app/cells.py, folders.py).
 _NOTE = b"\xfe"
-# RocksDB soon compacts a file with this many deleted entries among this many neighbours. Until then a scan walks over
-# them.
+# RocksDB soon compacts a file in which _NEIGHBOURS adjacent entries include _DELETED deleted ones. Until then a scan
+# walks over the deleted entries.
 _NEIGHBOURS, _DELETED = 1_000, 500
 
 

@@ -85,7 +85,8 @@ class InFolder:
     ) -> None:
         self._folder, self._lock = folder, lock
         self._timed = {store: _digest(store) for store in timed}
-        # No store has notes before these names. Without them RocksDB would walk over all deleted notes.
+        # By store: the name at or after which all its notes begin. A scan that starts there saves RocksDB from reading
+        # all deleted notes.
         self._oldest: dict[bytes, bytes] = {}
         self._identity = {
             "v": _FORMAT,
@@ -333,7 +334,8 @@ def check_folder(folder: Path) -> None:
 
 
 def _acquire_folder(base: Path, task: str, any_folder: bool) -> tuple[Path, int] | None:
-    """Return a folder of the task and its lock, which the process's end releases; None if another process has it."""
+    """Return a folder of the task and its lock, or None if another process has the lock. The end of the process
+    releases the lock."""
     existing = [folder for folder in base.glob(f"{glob.escape(task)}.*") if folder.suffix[1:].isdecimal()]
     new = next(name for number in itertools.count() if (name := base / f"{task}.{number}") not in existing)
     for folder in [*sorted(existing, key=_written_at, reverse=True), new]:

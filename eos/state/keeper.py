@@ -151,10 +151,9 @@ class Keeper:
         return found
 
     def times(self) -> list[tuple[str, int, int, int]]:
-        """Return for each function that uses time its name, the least time of its tasks, and how many timers are set
-        and due.
-
-        The time is in ms since the epoch; 0: no task had a record. At most 1,000 due timers are counted per task.
+        """Return the name of each time-based function, the least time of its tasks, its number of timers and its number
+        of due timers. The time is in ms since the epoch; 0: no task had a record. At most 1,000 due timers are counted
+        per task.
         """
         found = []
         for source, route in self._routes.items():
@@ -323,7 +322,8 @@ class Keeper:
     def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         if (route := self._routes.get(partition[0])) is None:
             return {}
-        task = self._tasks.get(partition)  # None: the first offset is committed before the changelog was read
+        # There is no task yet if the first offset of the partition is committed before its changelog was read.
+        task = self._tasks.get(partition)
         end = notes.UNSEEN if task is None else task.end
         partitions = self._fits[self._topics[partition[0]]].partitions
         return notes.make_offset_note(route, end, partitions).entries()

@@ -21,7 +21,7 @@ from eos.state.changelog import REBUILD
 
 KEY: Final = "state"
 ACCEPTED: Final = "accepted"
-"""Stands in the offset metadata in place of a Beside: the contents of the changelog count as complete (`eos reset
+"""Stands in the offset metadata in place of a note: the contents of the changelog count as complete (`eos reset
 --accept-changelog`).
 """
 RESETTING: Final = "resetting"
@@ -30,7 +30,7 @@ UNSEEN: Final = -1
 """Stands in place of an end: the offset was committed before the changelog was read (auto.offset.reset=latest)."""
 HEADER_FORMAT: Final = 1
 _NAMES_BYTES: Final = 1_000
-"""The maximum number of bytes of the names, of the 4,096 that brokers accept as offset metadata."""
+"""The maximum number of bytes that names take in offset metadata. Brokers accept 4,096 bytes of metadata in all."""
 
 
 class OffsetNote(NamedTuple):
@@ -62,7 +62,7 @@ def _store_names(route: Route) -> tuple[str, ...]:
 
 
 def _shapes(route: Route) -> dict[str, str]:
-    """Return the kind of each store by its name in the changelog, that of the ids of `once=` included."""
+    """Return the kind of each store by its name in the changelog, including the store that keeps the ids of `once=`."""
     timing = route.timing
     per = "" if timing.windows is None else f" per {timing.windows}, grace {timedelta(milliseconds=timing.grace_ms)}"
     shapes = {store.stored_name: store.shape + per for store in route.values}
@@ -93,10 +93,10 @@ def check_not_interrupted(committed: Iterable[str | None]) -> None:
 
 
 def require_offset_note(route: Route, metadata: str | None) -> OffsetNote | None:
-    """Return the note at a committed offset of this function; None if the changelog's contents are accepted.
+    """Return the note at a committed offset of this function. Return None if the changelog may be used without a note.
 
-    Raises ConfigurationError if the records before the offset were handled without this state, by a function of another
-    name or with other states. Otherwise the state would silently begin empty.
+    Raises ConfigurationError if the records before the offset were handled by a function without this state, with other
+    states or with another name. Otherwise the state would silently begin empty.
     """
     check_not_interrupted([metadata])
     if accepts_changelog(metadata):

@@ -80,7 +80,7 @@ class Restoring:
         self._settings, self._topic, self._function, self._world = settings, topic, route.name, world
         self._expiring = route.ttls
         self._open_values, self._tombstone_retention_s = open_values, tombstones_s
-        self._left = {partition: _Partition(min_end) for partition, min_end in partitions.items()}
+        self._unready = {partition: _Partition(min_end) for partition, min_end in partitions.items()}
         self._ends: dict[int, int] = {}  # the ends of the partitions that are being read
         self._ready: dict[int, Values] = {}
         self._client: Any = None
@@ -96,12 +96,14 @@ class Restoring:
     @property
     def partitions(self) -> Collection[int]:
         """Return the partitions that are not ready."""
-        return self._left.keys()
+        return self._unready.keys()
 
     @property
     def left(self) -> int:
         """Return how many changes are still to be read, as far as known; transaction markers count too."""
-        return sum(max(0, progress.end - progress.at) for progress in self._left.values() if progress.end is not None)
+        return sum(
+            max(0, progress.end - progress.at) for progress in self._unready.values() if progress.end is not None
+        )
 
     def run_steps(self) -> dict[int, Values]:
         """Restore for about 0.1 s, and return the values of the partitions that became ready.
@@ -117,26 +119,26 @@ class Restoring:
 
     def forget(self, partition: int) -> None:
         """Stop restoring a partition that is no longer assigned."""
-        values = self._left.pop(partition).values
+        values = self._unready.pop(partition).values
         self._ends.pop(partition, None)
         if values is not None:
             values.close()
-        if not self._left:
+        if not self._unready:
             self._steps.close()
             self.done = True
 
     def close(self) -> None:
-        for partition in list(self._left):
+        for partition in list(self._unready):
             self.forget(partition)
         self._steps.close()
 
     # ---- the steps in order; each of them is short ------------------------------------------------------------
 
     def _run(self) -> Generator[None]:
-        names = ",".join(map(str, self._left))
-        while self._left:
+        names = ",".join(map(str, self._unready))
+        while self._unready:
             self._check_waiting()
-            if not self._left:
+            if not self._unready:
                 break
             if not self._ends:
                 self._world.sleep(_PAUSE_S)
@@ -162,11 +164,11 @@ class Restoring:
         """Open folders and query the ends of changelogs for the partitions that wait for them."""
         self._next_check = self._world.now() + _CHECK_INTERVAL_S
         waiting = self._world.now() < self._began + _FOLDER_WAIT_S
-        for partition, progress in self._left.items():
+        for partition, progress in self._unready.items():
             if progress.values is None:
                 progress.values = self._open_values(partition, not waiting)
         pending = {
-            p: progress for p, progress in self._left.items() if progress.values is not None and progress.end is None
+            p: progress for p, progress in self._unready.items() if progress.values is not None and progress.end is None
         }
         if not pending:
             return
@@ -230,7 +232,7 @@ class Restoring:
 
     def _read_ready(self) -> Generator[None]:
         """Read until every readable partition is read, or until another partition becomes readable."""
-        starts = {partition: self._left[partition].at for partition in self._ends}
+        starts = {partition: self._unready[partition].at for partition in self._ends}
         with tail.TopicReader(self._settings, self._topic, starts, uncommitted=False, world=self._world) as reader:
             reader.most = _FIRST_READ
             for read in tail.read_batches_until(reader, self._ends):
@@ -239,18 +241,18 @@ class Restoring:
                     self._write_changes()
                 for partition, end in list(self._ends.items()):
                     if reader.at(partition) >= end:
-                        self._finish(partition, self._left[partition])
-                if not self._left:
+                        self._finish(partition, self._unready[partition])
+                if not self._unready:
                     return
                 self._log_progress()
                 yield
-                if self._left.keys() - self._ends and self._world.now() >= self._next_check:
+                if self._unready.keys() - self._ends and self._world.now() >= self._next_check:
                     self._check_waiting()
                     if self._ends.keys() - starts:
                         return
 
     def _apply_batch(self, read: list[MarkedRecord], reader: TopicReader) -> None:
-        partitions, expiring, size = self._left, self._expiring, 0
+        partitions, expiring, size = self._unready, self._expiring, 0
         for seen in read:
             record = seen.record
             cell, value = record.key or b"", record.value
@@ -276,7 +278,7 @@ class Restoring:
             reader.most = max(1, min(_MAX_READ, _MAX_BYTES // 2 * len(read) // max(1, size)))
 
     def _write_changes(self) -> None:
-        for progress in self._left.values():
+        for progress in self._unready.values():
             if progress.changes and progress.values is not None:
                 progress.values.apply(progress.changes, progress.at, progress.as_of)
                 progress.changes = {}
@@ -287,7 +289,7 @@ class Restoring:
         assert progress.end is not None
         progress.values.apply(progress.changes, progress.end, progress.end_as_of)
         self._ends.pop(partition, None)
-        del self._left[partition]
+        del self._unready[partition]
         self._ready[partition] = progress.values
         self._keys += len(progress.values) - own_entries(progress.values)
 

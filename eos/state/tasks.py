@@ -33,12 +33,13 @@ class Task(Layer):
     """Holds the state of one task, with the changes of the open transaction as a layer on top.
 
     `ttls`: milliseconds by the name of a store. `clock`: returns the current time in seconds. The task's time never
-    runs ahead of it: a record with a future timestamp must not expire recent entries. `has_timers`: its function sets
-    timers, so that the task keeps its time. `follows`: its records do not move the time (eos/worker/watermarks.py).
+    runs ahead of it: a record with a future timestamp must not expire recent entries. `has_timers`: the task's function
+    sets timers, so the task keeps its time. `follows`: the records of the task do not move its time
+    (eos/worker/watermarks.py).
     """
 
     timers: TimerIndex
-    """Its timers of event time."""
+    """The timers of event time."""
     clock_timers: TimerIndex
 
     def __init__(
@@ -127,7 +128,7 @@ class Task(Layer):
                     break
                 if cell not in self.changed:
                     self.changed[cell] = None
-        self._rows = None  # the rows do not have these deletes
+        self._rows = None  # the cached rows do not contain these deletions
 
     def changelog_entries(self) -> Iterator[ChangelogEntry]:
         for cell, value in self.changed.items():
@@ -144,7 +145,7 @@ class Task(Layer):
         """Return the end of the changelog once the open transaction is committed.
 
         It counts one record for each changed cell, and the transaction marker. Aborted records before it count once
-        `passed` is called, so the end is never too high.
+        `skip_to` is called, so the end is never too high.
         """
         return self._known_end + (len(self.changed) + 1 if self.changed else 0)
 

@@ -25,7 +25,7 @@ class TimerIndex:
         self.committed()
 
     def committed(self) -> None:
-        """Read committed timers again, because the open transaction was committed. `next_due` stays true."""
+        """Read committed timers again, because the open transaction was committed. `next_due` stays valid."""
         self._heap: list[tuple[int, bytes]] = []
         self._committed: Iterator[tuple[bytes, int]] | None = None
         self._head: tuple[int, bytes] | None = None
@@ -36,7 +36,7 @@ class TimerIndex:
         self.next_due = 0
 
     def note_set(self, cell: bytes, due_ms: int) -> None:
-        """Note that the open transaction set this timer."""
+        """Record that the open transaction set this timer."""
         heapq.heappush(self._heap, (due_ms, cell))
         if due_ms < self.next_due:
             self.next_due = due_ms

@@ -26,7 +26,7 @@ class Values(Protocol):
 
     position: int
     as_of: float
-    """A time, in seconds since the epoch, at which the changelog had no records of this task after `position`.
+    """A time, in seconds since the epoch. At this time the changelog had no records of this task after `position`.
 
     The tombstones of later deletes stay in the changelog for `delete.retention.ms`.
     """

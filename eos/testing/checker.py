@@ -489,7 +489,8 @@ def no_aborted_seen(seen: Outputs, outputs: Outputs, sources: tuple[str, ...] = 
 
 
 def stable_end(ends: Ends) -> Verdict:
-    """Check that every partition at rest is readable to its end; a hanging transaction prevents that."""
+    """Check that every partition is readable to its end after all producers have stopped. A hanging transaction
+    prevents that."""
     partitions = sorted({*ends.stable, *ends.log_end})
     examples = []
     for topic, partition in partitions:

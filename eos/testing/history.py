@@ -83,7 +83,8 @@ class Log:
         return Inputs(topics=self.topics, topic=self.topic, partition=self.partition, offset=self.offset)
 
     def outputs(self) -> Outputs:
-        """Return the records as the checker's outputs, by the stamps in the requested header, else before the values.
+        """Return the records as the checker's outputs. The stamps are in the requested header or, without a header, at
+        the start of the values.
 
         Raises ValueError naming the first record without a stamp.
         """
@@ -93,7 +94,7 @@ class Log:
         except ValueError as error:
             where = next(i for i, value in enumerate(stamped) if value is None or len(value) < 20)
             partition = f"{self.topics[self.topic[where]]}[{self.partition[where]}]@{self.offset[where]}"
-            raise ValueError(f"{partition} carries no stamp of its source: {error}") from error
+            raise ValueError(f"{partition} has no stamp that names its input record: {error}") from error
         return Outputs(
             topics=self.topics,
             topic=self.topic,
@@ -161,7 +162,7 @@ def committed_offsets(
     *,
     timeout_s: float = NO_PROGRESS_S,
 ) -> dict[Partition, int]:
-    """Return the group's stable committed offsets where there is one, as `committed_with_metadata` does."""
+    """Return the group's stable committed offsets without metadata; otherwise the same as `committed_with_metadata`."""
     found = committed_with_metadata(bootstrap, group, topics, config, timeout_s=timeout_s)
     return {partition: offset for partition, (offset, _) in found.items()}
 
@@ -185,7 +186,7 @@ def committed_with_metadata(
     settings = _reader_config(bootstrap, "read_committed", config) | {"group.id": group}
     consumer = Consumer(settings)
 
-    def ask() -> list[TopicPartition]:
+    def query_committed() -> list[TopicPartition]:
         answer = consumer.committed(
             [TopicPartition(*partition) for partition in partitions], timeout=min(timeout_s, 5.0)
         )
@@ -195,7 +196,7 @@ def committed_with_metadata(
         return answer
 
     try:
-        found = _query_until(f"committed offsets of group {group}", timeout_s, ask)
+        found = _query_until(f"committed offsets of group {group}", timeout_s, query_committed)
     finally:
         consumer.close()
     return {
@@ -503,22 +504,22 @@ def _admin(bootstrap: str, config: Mapping[str, Any] | None) -> AdminClient:
 def _partitions(admin: AdminClient, topics: tuple[str, ...], timeout_s: float) -> list[Partition]:
     """Return all partitions of the topics. It uses DescribeTopics, because a Metadata request may create a topic."""
 
-    def ask() -> list[Partition]:
+    def query_partitions() -> list[Partition]:
         answer = admin.describe_topics(TopicCollection(list(topics)), request_timeout=min(timeout_s, 5.0))
         return [(topic, p.id) for topic, future in answer.items() for p in future.result().partitions]
 
-    return _query_until(f"partitions of {', '.join(topics)}", timeout_s, ask)
+    return _query_until(f"partitions of {', '.join(topics)}", timeout_s, query_partitions)
 
 
 def _offsets(
     admin: AdminClient, partitions: Sequence[Partition], spec: Any, level: IsolationLevel, timeout_s: float
 ) -> dict[Partition, int]:
-    def ask() -> dict[Partition, int]:
+    def query_offsets() -> dict[Partition, int]:
         wanted = {TopicPartition(*partition): spec for partition in partitions}
         answer = admin.list_offsets(wanted, isolation_level=level, request_timeout=min(timeout_s, 5.0))
         return {(at.topic, at.partition): future.result().offset for at, future in answer.items()}
 
-    return _query_until("offsets of the partitions", timeout_s, ask)
+    return _query_until("offsets of the partitions", timeout_s, query_offsets)
 
 
 def beginnings(
@@ -547,12 +548,12 @@ def _beginnings(admin: AdminClient, partitions: Sequence[Partition]) -> list[Top
     return [TopicPartition(topic, partition, offset) for (topic, partition), offset in found.items()]
 
 
-def _query_until(what: str, timeout_s: float, ask: Callable[[], T]) -> T:
+def _query_until(what: str, timeout_s: float, query: Callable[[], T]) -> T:
     """Query until there is a response, since brokers may be down. Raise the error by classify()."""
     began = time.monotonic()
     while True:
         try:
-            return ask()
+            return query()
         except KafkaException as error:
             cause = error.args[0]
             action = classify("consume", cause)

@@ -101,7 +101,9 @@ def run(app: App, steps: Iterable[Record | tuple[Any, ...] | Advance], *, order:
     for step in steps:
         given += [step] if isinstance(step, Advance) else make_records([step], offsets)
     if draw is not None and any(isinstance(step, Advance) for step in given):
-        raise ConfigurationError('advance() needs order="given": shuffled records have no place for it')
+        raise ConfigurationError(
+            'advance() needs order="given": there is no point between shuffled records at which the time could move'
+        )
     app = copy.copy(app)
     records = [step for step in given if isinstance(step, Record)]
     app.add_topics(record.topic for record in records)

@@ -162,7 +162,8 @@ class Case:
             phase = Phase.AFTER_APPLY if self.error in _AFTER_APPLY else Phase.BEFORE_APPLY
             rules = [Rule(self.step, "error", phase, occurrence, times, error=self.error)]
         elif self.action == "late copy, then abort":
-            # H1: the copy ends the next transaction half done, and the client's abort then covers only a part of it.
+            # H1: the late copy ends the next transaction before all its records are written. The client's abort then
+            # covers only the rest of them.
             refusal = "ILLEGAL_GENERATION"
             abort = Rule("TxnOffsetCommit", "error", nth=occurrence + 1, error=refusal, transactional_id=id_pattern)
             rules = [simple["late copy"], abort]
@@ -286,7 +287,9 @@ class Sweeper:
         wanted = self._app.topics or [pattern.pattern for pattern in self._app.patterns]
         missing = set(wanted) - set(records)
         if missing:
-            raise ConfigurationError(f"records: nothing is given for {', '.join(sorted(missing))}")
+            raise ConfigurationError(
+                f"`records` has no values for {', '.join(sorted(missing))}: give values for each source topic"
+            )
 
     @property
     def _mode(self) -> str:

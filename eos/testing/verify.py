@@ -314,7 +314,7 @@ def _decidable_from(
     removals: Mapping[Partition, int],
     compacted: Collection[str],
 ) -> int:
-    """Return the output number of an input partition from which on a missing output is lost.
+    """Return an output number of an input partition: from this number on, a missing output is lost.
 
     The result is `tally.outputs` if this cannot be decided. The numbers of one input partition ascend within each
     output partition, and retention removes the oldest, so no number after the first visible one of a partition was
@@ -358,7 +358,7 @@ def _joined_verdicts(
 ) -> list[Verdict]:
     """Return the verdicts of the checker's rules; the marks give each input's number of outputs.
 
-    `complete`: per mark, whether all outputs of its input must still exist (none can have been removed).
+    `complete`: for each mark, whether all outputs of its input must still exist, because none can have been removed.
     """
     kept = inputs.take(np.flatnonzero(covered).astype(np.int64))
     index = {topic: number for number, topic in enumerate(kept.topics)}

@@ -1,9 +1,9 @@
-"""Reads dead letters from their topic, and records which ones are done: replayed or dropped.
+"""Reads dead letters from their topic, and stores which of them are done, that is, replayed or dropped.
 
-The committed offsets of the group `{app}-dlq-replay`, which has no members, record this. All dead letters before
-the offset are done, and after it those that the offset metadata names (`Done`). Brokers expire the offsets some days
-after the last commit, so each run commits them for all partitions. If dead letters are old enough that their offset may
-have expired, the user must confirm that they are read again.
+The group `{app}-dlq-replay`, which has no members, stores this in its committed offsets. All dead letters before an
+offset are done. The metadata of the offset names those that are done after it (`Done`). Brokers delete the offsets some
+days after the last commit, so each run commits them again for all partitions. If dead letters are so old that their
+offset may have been deleted, the user must confirm that they are read again.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class DeadLetter:
 
 
 def letter_of(read: Record) -> DeadLetter:
-    """Return the dead letter in a record of a dead-letter topic; a record that no worker wrote is taken as it is.
+    """Return the dead letter in a record of a dead-letter topic. A record that no worker wrote counts as a dead letter
+    without notes.
 
     The topic comes from the name of the dead-letter topic, never from headers, which the writer of the original record
     chose.
@@ -244,7 +245,7 @@ class ReplayProgress:
         return found
 
     def note_committed(self, topic: str, after: Mapping[int, Done]) -> None:
-        """Note that the transaction which settled these dead letters is committed."""
+        """Record that the transaction that settled these dead letters was committed."""
         self._committed_progress[topic].update(after)
         self.settled[topic].update(after)
 

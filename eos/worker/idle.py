@@ -35,7 +35,7 @@ class IdlePartitions:
         self._watcher: Watcher | None = None
         self._client: Any = None
         self._lock = threading.Lock()
-        self._wanted: set[Partition] = set()  # the partitions for the next query
+        self._partitions_to_query: set[Partition] = set()  # the partitions for the next query
         self._is_queried = False
         self._error: Exception | None = None  # a permanent one
         self._ends: Mapping[Partition, int] = {}
@@ -61,12 +61,12 @@ class IdlePartitions:
         return 0 if end != found[0] or known_ms < since_ms + idle_ms else int(known_ms) - idle_ms
 
     def _request_end(self, partition: Partition) -> None:
-        """Have the watcher query the end of this partition, unless a query runs."""
+        """Let the watcher query the end of this partition, unless a query runs already."""
         assert self._watcher is not None, "started with its worker"
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._wanted.add(partition)
+            self._partitions_to_query.add(partition)
             if self._is_queried:
                 return
             self._is_queried = True
@@ -76,7 +76,7 @@ class IdlePartitions:
 
     def _query(self, _: ClusterAdmin) -> None:
         with self._lock:
-            wanted, self._wanted, began = self._wanted, set(), self._world.unix()
+            wanted, self._partitions_to_query, began = self._partitions_to_query, set(), self._world.unix()
         self._client = self._client or facts.connect(self._settings, _TIMEOUT_S, self._world)
         ends: dict[Partition, int] = {}
         for topic in {topic for topic, _ in wanted}:

@@ -25,7 +25,7 @@ from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 
 _ASK_S = 5.0
-_SOON_S = 0.5  # pause before the next check of a topic that not every broker knows yet
+_SOON_S = 0.5  # pause before the next check of a topic that some broker does not know yet
 _LOOKS = 20  # checks of a topic that lacks leaders, before it is checked only at the normal interval
 _REFRESH_MS = 300_000  # librdkafka's default, for new partitions
 
@@ -62,9 +62,9 @@ class NewTopics:
     def __init__(self, settings: Settings, app: App, world: World = REAL) -> None:
         self._settings, self._app, self._world = settings, copy.copy(app), world
         self._interval_s = int(settings.get("topic.metadata.refresh.interval.ms", _REFRESH_MS)) / 1000
-        self._arrived: deque[list[str] | ConfigurationError] = deque()
-        self._warned: set[str] = set()
-        self._check_counts: Counter[str] = Counter()  # checks of topics that not every broker knew
+        self._new_topics: deque[list[str] | ConfigurationError] = deque()
+        self._warned_topics: set[str] = set()
+        self._check_counts: Counter[str] = Counter()  # how often each topic was checked and some broker did not know it
         self._check = Check(self._search, self._on_error)
 
     def now(self) -> list[str]:
@@ -91,8 +91,8 @@ class NewTopics:
         Raises ConfigurationError if two functions match one topic.
         """
         found: list[str] = []
-        while self._arrived:
-            topics = self._arrived.popleft()
+        while self._new_topics:
+            topics = self._new_topics.popleft()
             if isinstance(topics, ConfigurationError):
                 raise topics
             found += topics
@@ -101,9 +101,9 @@ class NewTopics:
     def _warn_of_waiting(self, there: set[str]) -> dict[str, str]:
         """Return the topics that lack a dead-letter topic, and warn once about each."""
         waiting = find_missing_dead_letter_topics(self._app, there)
-        for topic in waiting.keys() - self._warned:
+        for topic in waiting.keys() - self._warned_topics:
             log.warning(explain_unread(topic, waiting[topic]), function=self._app.match_topics([topic])[topic].name)
-        self._warned |= waiting.keys()
+        self._warned_topics |= waiting.keys()
         return waiting
 
     def _create_topics(self, letters: dict[str, str]) -> set[str]:
@@ -120,7 +120,7 @@ class NewTopics:
 
     def _on_error(self, error: Exception) -> float | None:
         if isinstance(error, ConfigurationError):
-            self._arrived.append(error)  # two functions match the same topic, and nothing decides between them
+            self._new_topics.append(error)  # two functions match the same topic, and nothing decides between them
             return None
         # If no broker responds, the consumer reports the outage where it matters.
         level = log.debug if isinstance(error, EosError) else log.warning
@@ -139,11 +139,12 @@ class NewTopics:
                 find_missing_dead_letter_topics(self._app, everywhere | (there - found.keys()))
             )
         if new := self._app.add_topics(everywhere - self._warn_of_waiting(there).keys()):
-            self._arrived.append(new)
+            self._new_topics.append(new)
         return min(_SOON_S, self._interval_s) if soon else self._interval_s
 
     def _may_become_readable(self, topics: Collection[str]) -> bool:
-        """Return whether one of these topics, unknown to a broker or without a leader, may be readable soon."""
+        """Return whether one of these topics may become readable soon. They are unknown to a broker or lack a
+        leader."""
         for topic in topics:
             self._check_counts[topic] += 1
             if self._check_counts[topic] == _LOOKS:
@@ -154,6 +155,6 @@ class NewTopics:
         try:
             return self._create_topics(letters)
         except EosError as error:
-            if not letters.keys() <= self._warned:
+            if not letters.keys() <= self._warned_topics:
                 log.warning("topics of dead letters cannot be created", error=str(error))
             return set()

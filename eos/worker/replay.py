@@ -75,7 +75,7 @@ class Settler(Protocol):
         """Return the dead letter's new result after Kafka refused one of its outputs."""
 
     def committed(self) -> None:
-        """Note that everything settled until now is committed."""
+        """Record that all dead letters settled until now are committed."""
 
 
 class _Dropping:
@@ -91,7 +91,7 @@ class _Dropping:
 DROPPING: Settler = _Dropping()
 
 Choose = Callable[[DeadLetter], DeadLetter | None]
-"""Returns the dead letter to settle, possibly with corrections, or None if it keeps waiting."""
+"""Returns the dead letter to settle, possibly with corrections, or None if the dead letter stays pending."""
 
 
 def choose_all(letter: DeadLetter) -> DeadLetter:
@@ -249,7 +249,7 @@ class Settling:
         after = {partition: done.add(*settled[partition]) for partition, done in self._progress.settled[topic].items()}
         offsets = offsets_of(topic, after)
         with self._transactions.begin() as txn:
-            if txn.renewed:
+            if txn.producer_reinitialised:
                 self._progress.confirm(topic)
             for _, one in batch:
                 for to, value, key, partition, timestamp_ms, headers in one.sends:
@@ -321,8 +321,8 @@ class _Running:
         return Settled(letter, [failed_again(letter, kept.sends[0])], failed)
 
     def on_refused(self, letter: DeadLetter, error: PoisonRecord) -> Settled:
-        self.handler.refused(letter.record, error)
+        self.handler.note_refused(letter.record, error)
         return self.settle(letter)
 
     def committed(self) -> None:
-        self.handler.ended((), {})  # forget the failures of committed dead letters
+        self.handler.note_end((), {})  # forget the failures of committed dead letters

@@ -49,7 +49,7 @@ class Spans:
 
     @contextlib.contextmanager
     def handling(self) -> Iterator[None]:
-        """Begin the span of a transaction; it is the current one in the block."""
+        """Begin the span of a transaction, which is the current span inside the block."""
         span = self._tracer.start_span(
             "eos.transaction", kind=self._trace.SpanKind.CONSUMER, attributes=self._attributes
         )
@@ -58,7 +58,7 @@ class Spans:
             yield
 
     def took(self, records: Sequence[Record]) -> None:
-        """Note that these records are handled in the open transaction."""
+        """Record that the open transaction handles these records."""
         opened = self._open
         assert opened is not None
         opened.records += len(records)

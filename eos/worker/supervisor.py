@@ -1,9 +1,10 @@
 """Runs N worker processes under one supervisor: `eos run --workers N` and `--reload`.
 
 Owns processes, not work: the exit code of each worker, its restarts and their pauses, and the final exit code. It loads
-no App and does not connect to Kafka, so it cannot leak memory or block. `after` has all rules. After exit code 75 or a
-signal from outside, a worker is restarted with a growing pause, up to MOST_RESTARTS times in a row. After exit code 0
-it is done, and the others go on. After any other code all workers stop, and the supervisor exits with that code.
+no App and does not connect to Kafka, so it cannot leak memory or block. `next_step` has all rules. After exit code 75
+or a signal from outside, the supervisor restarts a worker after a growing pause, up to MOST_RESTARTS times in a row.
+After exit code 0 the worker is done, and the others go on. After any other code all workers stop, and the supervisor
+exits with that code.
 
 Workers are named `{instance}-{0..N-1}`. Each reports through a pipe (eos/health/report.py); the end of that pipe shows
 a worker that its supervisor has ended.
@@ -44,17 +45,17 @@ _KILL_MARGIN_S = 10.0  # a worker exits within eos.shutdown.timeout.ms; one that
 _READ_BYTES = 1 << 16
 
 
-class After(Enum):
+class NextStep(Enum):
     RESTART = "start it again"
     DONE = "nothing: it is done, or asked to stop"
     STOP = "stop all"
 
 
-def after(code: int, stopping: bool) -> After:
+def next_step(code: int, stopping: bool) -> NextStep:
     """Return what the supervisor does after a worker has ended; a negative code is the signal that killed it."""
     if stopping or code == 0:
-        return After.DONE
-    return After.RESTART if code == TEMPORARY or code < 0 else After.STOP
+        return NextStep.DONE
+    return NextStep.RESTART if code == TEMPORARY or code < 0 else NextStep.STOP
 
 
 def pause_s(restarts_in_a_row: int) -> float:
@@ -207,33 +208,34 @@ class Supervisor:
         self._read_all(child)
         child.process, child.code = None, code
         stopping = self._stopping_since is not None
-        what = after(code, stopping)
-        if what is After.RESTART and not self._reloading.is_set():
+        step = next_step(code, stopping)
+        if step is NextStep.RESTART and not self._reloading.is_set():
             child.restarts_in_a_row = 1 if lived_s >= SETTLED_S else child.restarts_in_a_row + 1
-        # A worker killed by our own SIGTERM had no handler yet: it had begun nothing, and it stopped on request.
+        # Our own SIGTERM kills only a worker that has not set its signal handler yet. Such a worker had begun nothing,
+        # so its exit counts as a stop on request.
         asked = stopping and code == -signal.SIGTERM
         log_end = log.info if code == 0 or asked else log.warning
-        then = self._describe_next(child, what)
+        then = self._describe_next(child, step)
         log_end(f"worker {child.instance} ended", reason=_code_words(code), then=then, lived_s=round(lived_s, 1))
-        if self._reloading.is_set() or (self._record_statuses and what is After.STOP):
+        if self._reloading.is_set() or (self._record_statuses and step is NextStep.STOP):
             return
-        if what is After.RESTART:
+        if step is NextStep.RESTART:
             self._plan_restart(child)
             return
         self._codes.append(0 if asked else code)
-        if what is After.STOP:
+        if step is NextStep.STOP:
             self.stop()
 
-    def _describe_next(self, child: Child, what: After) -> str:
+    def _describe_next(self, child: Child, step: NextStep) -> str:
         """Return what the supervisor will do, as text for the log."""
         if self._reloading.is_set():
             return "it is started again with the source as it is now"
         if self._stopping_since is not None:
             return "all are stopping"
-        if what is After.DONE:
+        if step is NextStep.DONE:
             others = any(c.running or c.start_again_at is not None for c in self.children)
             return "it is done, the others go on" if others else "it is done"
-        if what is After.STOP:
+        if step is NextStep.STOP:
             return "waiting for a change of the source" if self._record_statuses else "all are stopped"
         if child.restarts_in_a_row > MOST_RESTARTS:
             return "all are stopped"
@@ -399,9 +401,10 @@ def _code_words(code: int) -> str:
 
 
 class PrefixedStream:
-    """Writes whole lines to a text stream, each with `prefix`, so that lines of workers do not mix.
+    """Writes whole lines to a text stream, each after `prefix`, so that the lines of several workers do not mix.
 
-    A closed reader is not an error: a line that cannot be written must not fail the record that wrote it.
+    If the reader has closed the stream, lines are dropped without an error: a print() in a function must not fail its
+    record.
     """
 
     def __init__(self, stream: IO[str], prefix: str) -> None:

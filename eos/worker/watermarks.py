@@ -1,10 +1,10 @@
 """Finds the event time of functions that read what another function of the App writes.
 
 Such a topic mixes records of all partitions of the first function's input. While that input has a backlog, they are of
-very different ages, and the latest timestamp so far says nothing of what is still to come. So each commit notes the
-time that every input partition has reached, in the metadata of its offset. The time of the second function is the least
-of them, once the second function has read everything that was written until they were committed. An input partition
-that was read to its end does not hold the others back.
+very different ages, and the latest timestamp so far says nothing of what is still to come. So each commit of the first
+function stores the time that every input partition has reached, in the metadata of the offset. The time of the second
+function is the least of these times. It counts once the second function has read everything that was written before the
+commit of these times. An input partition that was read to its end does not hold the others back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TIMEOUT_S = 5.0
 
 
 def upstream_of(app: App) -> dict[str, list[str]]:
-    """Return, for each topic between functions that a function with time reads, the source topics of its writers."""
+    """Map each chained topic that a time-based function reads to the source topics of the functions that write it."""
     return {
         topic: sorted(source for source, writer in app.routes.items() if topic in writer.all_destinations)
         for topic, route in app.routes.items()
@@ -41,10 +41,10 @@ def upstream_of(app: App) -> dict[str, list[str]]:
 
 
 class ReachedTimes:
-    """Notes the time that each input partition has reached, as a Participant in transactions.
+    """Stores the time that each input partition has reached in offset metadata, as a Participant in transactions.
 
-    `sources`: the topics whose times are wanted. `task_time_ms` returns the time of a partition's task; None without
-    one, and the latest timestamp of its records counts.
+    `sources`: the topics whose times are stored. `task_time_ms` returns the time of a partition's task. It returns None
+    if there is no task; the latest timestamp of the partition's records then counts.
     """
 
     topics: Collection[str] = ()
@@ -55,7 +55,7 @@ class ReachedTimes:
         self._open: dict[Partition, int] = {}
 
     def note(self, records: Iterable[Record]) -> None:
-        """Note the timestamps of records that the open transaction took."""
+        """Record the timestamps of records that the open transaction took."""
         for record in records:
             if record.topic in self._sources and record.timestamp > self._open.get(place := _place(record), 0):
                 self._open[place] = record.timestamp
@@ -109,7 +109,7 @@ class _Seen(NamedTuple):
     ends: Mapping[int, int]
 
 
-def least_time(
+def reached_time_ms(
     reached: Mapping[Partition, int], committed: Mapping[Partition, int], ends: Mapping[Partition, int]
 ) -> int:
     """Return the least time that the partitions have reached; 0 if one of them has more records but no time.
@@ -123,7 +123,7 @@ def least_time(
 
 
 class Watermarks:
-    """Queries the times of the functions with time that read topics of the App, twice a second.
+    """Queries the times of the time-based functions that read topics of the App, twice a second.
 
     `position_of` returns the offset up to which the session has handled a partition; it runs on the session's thread.
     """
@@ -134,7 +134,7 @@ class Watermarks:
         self._lock = threading.Lock()
         self._seen: dict[str, _Seen] = {}
         self._times: dict[Partition, int] = {}
-        # The answer whose end offset each partition has not reached yet.
+        # By partition: the last answer whose end offset this worker has not reached yet.
         self._pending: dict[Partition, _Seen] = {}
         self._queried_at = -math.inf  # World.now() when the last answered query began
         self._client: Any = None
@@ -175,7 +175,7 @@ class Watermarks:
                 for number, span in tail.topic_offsets_with(self._client, self._settings, source).items()
             }
             theirs = {place: time_ms for place, time_ms in reached.items() if place[0] in sources}
-            time_ms = least_time(theirs, offsets, ends)
+            time_ms = reached_time_ms(theirs, offsets, ends)
             spans = tail.topic_offsets_with(self._client, self._settings, topic)
             with self._lock:
                 self._seen[topic] = _Seen(time_ms, {number: span.end for number, span in spans.items()})

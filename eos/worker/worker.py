@@ -56,27 +56,29 @@ class Worker(Listener):
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
-        if app.reads_several_topics:  # however many topics match now: all members must share one assignment strategy
-            self.settings = self.settings.for_several_topics()
+        # All members of the group must use the same assignment strategy, so it must not depend on how many topics a
+        # pattern matches now.
+        if app.reads_several_topics:
+            self.settings = self.settings.with_multi_topic_assignment()
         ledger = Ledger() if self.settings["eos.lineage"] else None
-        self._keeper: Keeper | None = None
+        self._state_keeper: Keeper | None = None
         if app.stateful:
             from eos.state.keeper import Keeper  # a late import: most Apps have no state, and start without LMDB
 
             if "allow.auto.create.topics" not in self.settings.values:
                 # A producer that finds its topic missing would recreate the changelog empty.
                 self.settings = self.settings.with_values(**{"allow.auto.create.topics": False})
-            self._keeper = Keeper(app, self.settings, world)
-        cells_of = None if self._keeper is None else self._keeper.cells_of
-        tasks_of = None if self._keeper is None else self._keeper.tasks_of
+            self._state_keeper = Keeper(app, self.settings, world)
+        cells_of = None if self._state_keeper is None else self._state_keeper.cells_of
+        tasks_of = None if self._state_keeper is None else self._state_keeper.tasks_of
         concurrent_most: int = self.settings["eos.async.max.records"]
         batch_most: int = self.settings["eos.batch.max.records"]
-        self._sizes = SliceSizes(batch_most, concurrent_most)
+        self._slice_sizes = SliceSizes(batch_most, concurrent_most)
         passing = self.settings.passed_headers
         upstream = {source for sources in upstream_of(app).values() for source in sources}
-        self._reached = ReachedTimes(upstream, self._task_time_ms) if upstream else None
+        self._reached_times = ReachedTimes(upstream, self._task_time_ms) if upstream else None
         self._watermarks = Watermarks(self.settings, app, self._position_of, world)
-        self._idle = IdlePartitions(self.settings, lambda partition: self.session.find_end(partition), world)
+        self._idle_partitions = IdlePartitions(self.settings, lambda partition: self.session.find_end(partition), world)
         self._writers = make_writers(app, self.settings, world)
         self._handler = Handler(
             app,
@@ -87,7 +89,7 @@ class Worker(Listener):
             now=world.now,
             cells_of=cells_of,
             tasks_of=tasks_of,
-            silent_until_ms=self._idle.silent_until_ms,
+            silent_until_ms=self._idle_partitions.silent_until_ms,
             watermark_ms=self._watermarks.time_ms,
             writer_of=lambda route: None if route.sink is None else self._writers[route.sink.database],
         )
@@ -99,7 +101,7 @@ class Worker(Listener):
             until_end=until_end,
             destinations=sorted(app.destinations),
             participants=[
-                *(one for one in (ledger, self._keeper, self._reached) if one is not None),
+                *(one for one in (ledger, self._state_keeper, self._reached_times) if one is not None),
                 *self._writers.values(),
             ],
             listener=self,
@@ -143,14 +145,14 @@ class Worker(Listener):
         hooks = Hooks(self.app)
         try:
             self.find_topics()
-            if self._keeper is not None:
-                self._keeper.prepare()
+            if self._state_keeper is not None:
+                self._state_keeper.prepare()
             prepare_writers(self.app, self._writers)
             hooks.start()
             session.start()
             if self._uses_time:
-                self._idle.start(session.watcher)
-            if self._reached is not None:
+                self._idle_partitions.start(session.watcher)
+            if self._reached_times is not None:
                 self._watermarks.start(session.watcher)
             if self._new_topics is not None and not session.until_end:
                 self._new_topics.watch(session.watcher)
@@ -173,8 +175,8 @@ class Worker(Listener):
             except ShutdownExpired as expired:
                 log.warning("clients abandoned: the stop took too long", reason=str(expired))
             finally:
-                if self._keeper is not None:
-                    self._keeper.close()
+                if self._state_keeper is not None:
+                    self._state_keeper.close()
                 for writer in self._writers.values():
                     writer.close()
                 if self._spans is not None:
@@ -184,11 +186,11 @@ class Worker(Listener):
 
     def states(self) -> list[tuple[str, int, int, int]]:
         """Return the name, values, bytes on disk and changes left to restore of each stateful function."""
-        return [] if self._keeper is None else self._keeper.sizes()
+        return [] if self._state_keeper is None else self._state_keeper.sizes()
 
     def times(self) -> list[tuple[str, int, int, int]]:
-        """Return the name, event time in ms, number of timers and number of due timers of each function with time."""
-        return [] if self._keeper is None else self._keeper.times()
+        """Return the name, event time in ms, number of timers and number of due timers of each time-based function."""
+        return [] if self._state_keeper is None else self._state_keeper.times()
 
     # ---- notifications from the session -----------------------------------------------------------------------
 
@@ -203,9 +205,9 @@ class Worker(Listener):
         self.on_tick()
 
     def may_finish(self) -> bool:
-        """Wait until functions that read topics of other functions have closed the windows that the whole input
-        closes."""
-        if self._reached is None:
+        """Return whether the run may finish: functions that read topics of other functions have closed all windows that
+        the whole input closes."""
+        if self._reached_times is None:
             return True
         if any(self.session.find_end(partition) is None for partition in self.session.assignment):
             self._at_end_since = math.inf
@@ -214,7 +216,7 @@ class Worker(Listener):
         return self._watermarks.is_current(self._at_end_since) and not self._handler.has_due_timers()
 
     def _task_time_ms(self, partition: tuple[str, int]) -> int | None:
-        return None if self._keeper is None else self._keeper.time_ms(partition)
+        return None if self._state_keeper is None else self._state_keeper.time_ms(partition)
 
     def _position_of(self, partition: tuple[str, int]) -> int:
         """Return the offset up to which a partition was handled and committed, markers at its end included."""
@@ -230,22 +232,22 @@ class Worker(Listener):
         return names
 
     def on_end(self, transaction: Transaction, outcome: Outcome) -> None:
-        self._handler.ended(self.session.assignment, self.session.committed)
+        self._handler.note_end(self.session.assignment, self.session.committed)
         self._slow_functions.ended(outcome is Outcome.COMMITTED, self.session.committed)
         if self._spans is not None:
             self._spans.ended(outcome)
 
     def on_unreadable(self, topic: str, partition: int, offset: int, why: str) -> None:
-        self._handler.unreadable((topic, partition, offset), why)
+        self._handler.note_unreadable((topic, partition, offset), why)
 
     def on_refused(self, record: Record, failure: CallFailed) -> None:
         if failure.record is None and self._handler.has_fired:
             self._handler.isolate_timers()  # the refused output may be that of a timer that fired before the record
         else:
-            self._handler.refused(record, failure)
+            self._handler.note_refused(record, failure)
 
     def on_refused_without_record(self, failure: CallFailed) -> None:
-        if not self._handler.refused_of_timers(failure):
+        if not self._handler.note_refused_timers(failure):
             super().on_refused_without_record(failure)
 
     # ---- the end ----------------------------------------------------------------------------------------------
@@ -279,12 +281,14 @@ class Worker(Listener):
             self.session.pause(wait_s)
             return None
         self._slow_functions.check()
-        self._handler.begun()
+        self._handler.note_begin()
         if self._uses_time and (halt := self._handler.fire_waiting(txn)) is not None:
             return halt
         handled = 0
         while True:
-            batch = txn.take(1 if self._slow_functions.runs_one_by_one else self._sizes.most_of(self._single_route))
+            batch = txn.take(
+                1 if self._slow_functions.runs_one_by_one else self._slice_sizes.next_size(self._single_route)
+            )
             if not batch:
                 return None
             known = (
@@ -304,10 +308,10 @@ class Worker(Listener):
                 self._spans.took(batch)
             began = self._world.now()
             halt = self._handle_batch(txn, batch)
-            if self._reached is not None:
-                self._reached.note(batch if halt is None else batch[: halt.handled])
+            if self._reached_times is not None:
+                self._reached_times.note(batch if halt is None else batch[: halt.handled])
             ended = self._world.now()
-            open_s = self._handler.open_s(txn, ended)
+            open_s = self._handler.open_time_s(txn, ended)
             if self._slow_functions.is_too_slow(open_s, ended - began):
                 self._note_slow(batch, open_s, ended - began)
             elif self._slow_functions.runs_one_by_one:
@@ -317,26 +321,26 @@ class Worker(Listener):
             if known is not None:
                 return Halt(len(batch))
             handled += len(batch)
-            self._sizes.adapt(ended - began, len(batch))
+            self._slice_sizes.adapt(ended - began, len(batch))
 
     def _isolate_slow(self, batch: list[Record], known: int, first: bool) -> int:
-        """Return how many of these records to handle in this transaction.
-
-        Those are all records before the known slow one, which is then called alone in a transaction of its own, before
-        any output.
+        """Return how many of these records to handle in this transaction: all records before the known slow one. The
+        slow record is then handled alone in a transaction of its own, in which nothing was sent before.
         """
         if known or not first:
             return known
         route, run = next(by_route(self.app, batch))
-        return min(len(run), self._sizes.together(route, 1))
+        return min(len(run), self._slice_sizes.size_for_route(route, 1))
 
     def _resume_pause(self) -> None:
-        """Continue a wait before a retry that an abort or a stop ended early; a stop must not use up a retry."""
+        """Wait for the rest of a pause before a retry, which an abort or a stop ended early. A stop must not use up a
+        retry."""
         if not self.session.stop_requested:
             self.session.pause(self._retry_at - self._world.now())
 
     def _note_slow(self, batch: list[Record], open_s: float, took_s: float) -> None:
-        """Report a call that was too slow: in a slice of several calls the longest, if it alone was too slow."""
+        """Report a call that was too slow. Of several calls in a slice, report the longest one if it alone was too
+        slow."""
         who, longest = self.session.who(), self._handler.longest
         routes = {self.app.routes[record.topic] for record in batch}
         if self._single_route is not None or len(batch) == 1:

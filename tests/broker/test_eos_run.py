@@ -42,7 +42,7 @@ def results(ran):
     return sorted([(s.topic, s.value, s.key, s.headers) for s in ran.to("doubled") + ran.to("other")], key=repr)
 
 @pytest.mark.parametrize("again", [1, 2])
-def test_both_ways_give_the_same(eos_run, again):
+def test_broker_and_offline_runs_give_equal_outputs(eos_run, again):
     online, offline = eos_run(app, RECORDS), eos.testing.run(app, RECORDS)
     assert results(online) == results(offline)
     assert online.values("doubled") == offline.values("doubled") == [b'{"n":2}', b'{"n":4}']
@@ -79,7 +79,7 @@ def count(order: eos.Record, total: eos.State[int], last: eos.MapState[str, int]
     last["n"] = total.get()
     return str(total.get())
 
-def test_states_are_returned(eos_run):
+def test_run_returns_the_final_states(eos_run):
     given = [("orders", "x", "a"), ("orders", "y", "b"), ("orders", "z", "a")]
     for run in (eos_run, eos.testing.run):
         states = run(counting, given).states

@@ -149,7 +149,7 @@ def test_several_topics_are_read_as_one_log(kafka, names):
         (0, 0, 8),
         (1, 2, 9),
     ]
-    with pytest.raises(ValueError, match=r"\[\d\]@\d carries no stamp"):
+    with pytest.raises(ValueError, match=r"\[\d\]@\d has no stamp"):
         read_topic(servers, topics).outputs()
 
 

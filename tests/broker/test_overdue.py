@@ -52,13 +52,13 @@ def test_only_an_overdue_transaction_is_ended(kafka: LocalKafka, names: Names) -
         Settings({"bootstrap.servers": kafka.bootstrap_servers})
     ) as admin:  # created first, because it takes a while
         producer = open_transaction(kafka, names("t"), name)
-        (before,) = admin.describe_all([name])
+        (before,) = admin.describe_transactions([name])
         assert not abort_if_overdue(admin, before, time.monotonic)
-        assert admin.describe_all([name]) == [before]
+        assert admin.describe_transactions([name]) == [before]
         wait_until("it is overdue and ended", lambda: abort_if_overdue(admin, before, time.monotonic), 30)
         assert time.monotonic() - began >= TIMEOUT_MS / 1000
-        wait_until("its markers", lambda: admin.describe_all([name])[0].state == "CompleteAbort")
-        (after,) = admin.describe_all([name])
+        wait_until("its markers", lambda: admin.describe_transactions([name])[0].state == "CompleteAbort")
+        (after,) = admin.describe_transactions([name])
         assert (after.producer_id, after.epoch) == (before.producer_id, before.epoch + 1)
         assert visible_values(kafka.bootstrap_servers, names("t")) == {0: []}
     with pytest.raises(Exception, match="FENCED"):
@@ -70,19 +70,19 @@ def test_abort_request_changes_no_transaction_that_has_moved_on(kafka: LocalKafk
     name, topic = names("id"), names("t")
     first = open_transaction(kafka, topic, name)
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
-        (seen,) = admin.describe_all([name])
+        (seen,) = admin.describe_transactions([name])
         states: list[str] = []
 
         def refused() -> None:
-            (before,) = admin.describe_all([name])
+            (before,) = admin.describe_transactions([name])
             states.append(before.state)
             for epoch in range(seen.epoch, before.epoch + 2):
                 answer = admin.abort_if_ongoing(dataclasses.replace(seen, epoch=epoch))
                 assert answer in ("ProducerFenced", "InvalidProducerEpoch"), answer
-            assert admin.describe_all([name]) == [before]
+            assert admin.describe_transactions([name]) == [before]
 
         def settled(state: str) -> bool:
-            return admin.describe_all([name])[0].state == state
+            return admin.describe_transactions([name])[0].state == state
 
         first.commit()
         wait_until("the commit", lambda: settled("CompleteCommit"))

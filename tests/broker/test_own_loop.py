@@ -97,7 +97,7 @@ def test_records_not_taken_before_a_break_are_redelivered(loop: Loop) -> None:
     assert loop.copied() == ALL
 
 
-def test_kept_record_iterator_commits_only_the_records_it_returned(loop: Loop) -> None:
+def test_saved_record_iterator_commits_only_the_records_it_returned(loop: Loop) -> None:
     with loop.session() as session:
         for txn in session:
             kept = txn.records

@@ -21,7 +21,7 @@ SCREENS = [(1280, 1100, "light"), (1280, 1100, "dark"), (390, 844, "light"), (39
 
 
 @needs_chromium
-def test_page_shows_live_workers_without_external_resources(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_status_page_shows_live_workers_without_external_resources(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     run = Running(pipeline, "--workers", "2", settings=QUICK + SHORT_LIMITS)
     run.wait("/readyz", 200, "ok w-1")

@@ -115,7 +115,7 @@ def test_programs_shown_on_pages_run(servers: str, tmp_path: Path) -> None:
         loop.wait()
 
 
-def test_loop_that_rejects_refused_records_continues(servers: str, tmp_path: Path) -> None:
+def test_loop_continues_after_it_rejects_a_refused_record(servers: str, tmp_path: Path) -> None:
     written("own-loop", tmp_path, servers)
     (tmp_path / "main.py").write_text(
         "import eos\n"

@@ -114,7 +114,7 @@ def test_worker_killed_after_a_new_topic_is_exactly_once(
 
 @pytest.mark.deep_for("cooperative-sticky")
 @pytest.mark.parametrize("protocol", ["cooperative-sticky", "consumer"])
-def test_worker_with_older_metadata_gets_none_of_a_new_topic(
+def test_new_topic_goes_only_to_workers_whose_metadata_has_it(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     """Kill the worker that already knows a new topic, while another one has older metadata."""

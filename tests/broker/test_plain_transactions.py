@@ -86,7 +86,7 @@ def test_replaced_producer_commits_offsets_under_a_new_id_before_4_0(
     with Transactions(settings, offsets=True) as transactions:
         for offset in (3, 7):
             with transactions.begin() as txn:
-                assert txn.renewed
+                assert txn.producer_reinitialised
                 used.add(transactions._producer.transactional_id)
                 txn.send_offsets([TopicPartition(topic, 0, offset)], group.consumer_group_metadata())
     assert used == set([name, f"{name}-alternate"][:ids])
@@ -199,9 +199,7 @@ def test_aborted_producer_does_not_fence_a_newer_producer(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"new", b"newer"]
 
 
-def test_transaction_past_its_timeout_can_be_retried(
-    kafka: LocalKafka, settings: dict[str, object], topic: str
-) -> None:
+def test_timed_out_transaction_can_be_retried(kafka: LocalKafka, settings: dict[str, object], topic: str) -> None:
     def timed_out() -> bool:
         return transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state == "CompleteAbort"
 

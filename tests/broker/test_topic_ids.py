@@ -64,7 +64,7 @@ def test_recreated_topic_is_noticed_while_a_broker_is_down(
     ids, watcher = TopicIds(settings, [topic], gone.append), Watcher(settings)
     ids.start(watcher)
     try:
-        wait_until("the topic's id", lambda: topic in ids._known)
+        wait_until("the topic's id", lambda: topic in ids._known_ids)
         cluster.kill(down)
         began = time.monotonic()
         with Refusing(port) as refusing:

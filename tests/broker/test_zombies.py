@@ -350,7 +350,7 @@ def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> TransactionalI
 
 
 @pytest.mark.deep_for("kafka392")
-def test_id_that_ended_its_transactions_is_still_owned(producer: Start, topic: str, ask: Ask) -> None:
+def test_producer_still_owns_its_id_after_its_transactions_ended(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -367,7 +367,7 @@ def test_id_that_ended_its_transactions_is_still_owned(producer: Start, topic: s
 
 
 @pytest.mark.deep_for("kafka392")
-def test_first_transaction_that_timed_out_is_recognised_as_ours(producer: Start, topic: str, ask: Ask) -> None:
+def test_timeout_of_our_first_transaction_is_judged_as_ours(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.begin()
     raw.send(topic, "one")
@@ -382,7 +382,7 @@ def test_first_transaction_that_timed_out_is_recognised_as_ours(producer: Start,
 
 
 @pytest.mark.deep_for("kafka392")
-def test_our_timeout_is_recognised_while_the_abort_is_prepared(producer: Start, topic: str, ask: Ask) -> None:
+def test_our_timeout_is_judged_as_ours_while_the_abort_is_prepared(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer(SHORT_MS)
     raw.commit_one(topic, "one")
     mine = identity(raw)
@@ -410,7 +410,7 @@ def test_instance_initialised_during_our_transaction_counts_as_newer(producer: S
     assert judge(situation(mine, late=True), wait_for(ask, mine, 2, "Ongoing")) is Owner.NEWER
 
 
-def test_init_of_another_instance_is_not_taken_for_our_timeout(producer: Start, topic: str, ask: Ask) -> None:
+def test_init_of_another_instance_is_not_judged_as_our_timeout(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
     raw.begin()
     raw.send(topic, "one")
@@ -422,7 +422,7 @@ def test_init_of_another_instance_is_not_taken_for_our_timeout(producer: Start, 
     init.result()
 
 
-def test_instance_killed_in_its_init_counts_as_our_own_timeout(
+def test_init_of_a_killed_instance_is_judged_as_our_own_timeout(
     broker: LocalKafka, producer: Start, topic: str, ask: Ask, names: Callable[[str], str]
 ) -> None:
     with HoldingProxy.before(broker) as proxy:
@@ -506,7 +506,9 @@ def test_instance_initialised_after_our_timeout_counts_as_newer(producer: Start,
     assert judge(late, wait_for(ask, mine, 3, "CompleteAbort")) is Owner.NEWER
 
 
-def test_timed_out_transaction_of_a_late_request_is_recognised(kafka: LocalKafka, names: Callable[[str], str]) -> None:
+def test_timed_out_transaction_of_a_late_request_is_judged_as_ours(
+    kafka: LocalKafka, names: Callable[[str], str]
+) -> None:
     servers, name = kafka.bootstrap_servers, names("tx")
     topic = create_topic(servers, names("out"))
     with (
@@ -534,7 +536,9 @@ def test_unknown_id_has_no_owner(ask: Ask) -> None:
     assert settle(situation(Identity(1, 0)), ask)[0] is Owner.EXPIRED
 
 
-def test_epoch_bumped_by_our_client_after_a_timeout_is_ours(kafka: LocalKafka, names: Callable[[str], str]) -> None:
+def test_epoch_bump_of_our_client_after_a_timeout_is_judged_as_ours(
+    kafka: LocalKafka, names: Callable[[str], str]
+) -> None:
     """Let records time out: librdkafka then aborts and takes the next epoch itself (KIP-360).
 
     A member that the group fences at this moment must not treat the epoch as a newer instance's. The failure matrix

@@ -15,14 +15,14 @@ from tests.support.users_pytest import run_pytest
 
 def test_plugin_uses_the_given_cluster_without_faults(tmp_path: Path, kafka: LocalKafka) -> None:
     test = """
-def test_it_is_used(eos_kafka):
+def test_cluster_has_one_node(eos_kafka):
     assert eos_kafka.controller() == 0
     assert eos_kafka.size == 1
 
-def test_a_fault(eos_kafka):
+def test_node_is_killed(eos_kafka):
     eos_kafka.kill(0)
 
-def test_a_cut(eos_kafka):
+def test_node_is_cut_off(eos_kafka):
     eos_kafka.partition(0)
 """
     code, output = run_pytest(tmp_path, test, f"--eos-kafka={kafka.bootstrap_servers}")
@@ -35,15 +35,15 @@ def test_a_cut(eos_kafka):
 
 def test_tests_without_an_engine_use_local_jvms_with_a_notice(tmp_path: Path) -> None:
     test = """
-def test_a_fault_is_left(eos_kafka):
+def test_killed_node_is_left_down(eos_kafka):
     assert eos_kafka.backend == "jvm"
     eos_kafka.kill(0)
 
-def test_the_next_test_meets_a_whole_cluster(eos_kafka):
+def test_killed_node_is_up_again(eos_kafka):
     assert eos_kafka.reachable() == [0]
     assert eos_kafka.controller() == 0
 
-def test_a_cut(eos_kafka):
+def test_node_is_cut_off(eos_kafka):
     eos_kafka.partition(0)
 """
     nowhere = f"unix://{tmp_path}/no.sock"
@@ -62,7 +62,7 @@ def test_requested_backend_runs_a_users_test(tmp_path: Path, backend: str) -> No
     test = f"""
 from confluent_kafka.admin import AdminClient, NewTopic
 
-def test_a_topic_is_known_to_a_node_that_was_restarted(eos_kafka):
+def test_restarted_node_knows_the_topic(eos_kafka):
     assert (eos_kafka.backend, eos_kafka.size, eos_kafka.version) == ({backend!r}, 1, "4.4.0")
     admin = AdminClient({{"bootstrap.servers": eos_kafka.bootstrap_servers}})
     admin.create_topics([NewTopic("t", 1)])["t"].result(60)
@@ -70,7 +70,7 @@ def test_a_topic_is_known_to_a_node_that_was_restarted(eos_kafka):
     assert eos_kafka.wait_in_sync("t") == 1
     assert eos_kafka.leader_of("t") == 0
 
-def test_a_cut(eos_kafka):
+def test_node_is_cut_off(eos_kafka):
     eos_kafka.partition(0)
     assert eos_kafka.reachable() == []
 """
@@ -81,7 +81,7 @@ def test_a_cut(eos_kafka):
 
 
 def test_unavailable_requested_backend_is_not_replaced(tmp_path: Path) -> None:
-    test = "def test_it(eos_cluster):\n    eos_cluster(nodes=1)\n"
+    test = "def test_cluster_starts(eos_cluster):\n    eos_cluster(nodes=1)\n"
     code, output = run_pytest(tmp_path, test, "--eos-kafka=container", DOCKER_HOST=f"unix://{tmp_path}/no.sock")
     assert code == 1, output
     assert "Unavailable: no container engine answers" in output

@@ -235,9 +235,9 @@ def test_throttled_response_reaches_the_client(kafka: LocalKafka, names: Names, 
     ("rest", "sentence"),
     [
         ("nth = 3", "never fired: 1 requests matched"),
-        ('phase = "late"\nuntil = { api = "Produce" }', "its event never came"),
+        ('phase = "late"\nuntil = { api = "Produce" }', "its event never occurred"),
     ],
-    ids=["it never fired", "its event never came"],
+    ids=["it never fired", "its event never occurred"],
 )
 def test_rule_that_did_not_fire_fails_the_run(
     kafka: LocalKafka, names: Names, tmp_path: Path, rest: str, sentence: str

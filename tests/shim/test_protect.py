@@ -109,7 +109,7 @@ BOTH_CLIENTS = pytest.mark.parametrize("client_name", CLIENTS)
 @SIDES
 @OPTIONS
 @pytest.mark.parametrize("late_outcome", ["commit", "abort"])
-def test_h1_late_end_does_not_end_the_next_transaction(
+def test_late_end_does_not_end_the_next_transaction(
     kafka: LocalKafka, names: Names, client_name: str, side: str, option: str, late_outcome: str
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
@@ -146,7 +146,7 @@ def test_h1_late_end_does_not_end_the_next_transaction(
 @pytest.mark.parametrize(
     "rest", ["offsets and a commit", "the same partition and a commit", "the same partition and an abort", "a crash"]
 )
-def test_h1_next_transaction_is_complete_after_a_late_end(
+def test_next_transaction_is_complete_after_a_late_end(
     kafka: LocalKafka, names: Names, client_name: str, side: str, option: str, rest: str
 ) -> None:
     servers, group = kafka.bootstrap_servers, names("g")
@@ -230,7 +230,7 @@ def test_end_txn_with_lost_responses_ends_its_transaction_once(
 @SIDES
 @OPTIONS
 @pytest.mark.parametrize("fault", [Fault.CUT_AFTER, Fault.LATE_COPY], ids=["acknowledgement lost", "record late"])
-def test_h2b_abandoned_produce_does_not_harm_next_transaction(
+def test_abandoned_produce_does_not_harm_the_next_transaction(
     kafka: LocalKafka, names: Names, client_name: str, side: str, option: str, fault: Fault
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))

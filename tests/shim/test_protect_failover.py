@@ -83,7 +83,7 @@ def test_client_with_timed_out_record_gets_next_epoch(kafka: LocalKafka, names: 
     assert texts(kafka.bootstrap_servers, topic) == [f"{word} {i}" for i in range(2) for word in ("first", "second")]
 
 
-def test_bump_in_a_transaction_aborts_it(kafka: LocalKafka, names: Names) -> None:
+def test_epoch_bump_aborts_the_open_transaction(kafka: LocalKafka, names: Names) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
 
     def init(wire: Wire, identity: tuple[int, int]) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def send(transactions: Transactions, topic: str, *values: str) -> None:
             txn.send(topic, value, partition=0)
 
 
-def test_described_epoch_is_the_clients_own(
+def test_describe_transactions_shows_the_clients_epoch(
     kafka: LocalKafka, settings: dict[str, Any], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A replacement, as on a slow machine, takes its own epoch.

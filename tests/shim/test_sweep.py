@@ -85,7 +85,7 @@ def test_sweep_of_pattern_app_uses_topics_with_records(own_kafka: LocalKafka, tm
         Case("EndTxn", "reset after")
     )
     outcome.raise_if_wrong()
-    with pytest.raises(ConfigurationError, match=r"nothing is given for \^sweep-many-\.\*"):
+    with pytest.raises(ConfigurationError, match=r"has no values for \^sweep-many-\.\*"):
         Sweeper(f"{app}:app", own_kafka.bootstrap_servers, {"other": records})
 
 
@@ -94,11 +94,11 @@ import pytest
 from eos.testing.sweeping import Sweeper, every_case
 
 @pytest.mark.parametrize("case", every_case(["EndTxn"], ["duplicate", "reset after"], ["classic"]), ids=str)
-def test_no_fault_loses_or_doubles(case, eos_kafka):
+def test_fault_loses_and_duplicates_nothing(case, eos_kafka):
     settings = {{"client.rack": "s3cr3t"}}
     Sweeper({APP!r}, eos_kafka.bootstrap_servers, {RECORDS!r}, settings=settings).run(case).raise_if_wrong()
 
-def test_something_else():
+def test_without_a_sweep():
     pass
 """
 

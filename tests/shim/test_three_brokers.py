@@ -38,7 +38,7 @@ def make_topic(shim: RunningShim, name: str, partitions: int = 6, copies: int = 
     return create_topic(",".join(shim.addresses), name, partitions, copies)
 
 
-def needles(cluster: LocalKafka) -> list[bytes]:
+def search_patterns(cluster: LocalKafka) -> list[bytes]:
     """Return the forms of the brokers' own addresses in a response."""
     found = []
     for server in cluster.bootstrap_servers.split(","):
@@ -98,7 +98,7 @@ def test_responses_of_real_brokers_have_shim_addresses_only(
         # The first query for a coordinator creates the offsets topic, so there is none before.
         frame, addresses = eventually(lambda: found if (found := told())[1] else None)
     assert addresses <= known
-    assert not [needle for needle in needles(cluster) if needle in frame]
+    assert not [pattern for pattern in search_patterns(cluster) if pattern in frame]
 
 
 def not_leading(cluster: LocalKafka, shim: RunningShim, topic: str) -> tuple[str, int]:
@@ -133,7 +133,7 @@ def address_of_new_leader(
     (endpoint,) = answer(request, frame).node_endpoints
     assert endpoint.node_id == leader
     assert f"{endpoint.host}:{endpoint.port}" in shim.addresses
-    assert not [needle for needle in needles(cluster) if needle in frame]
+    assert not [pattern for pattern in search_patterns(cluster) if pattern in frame]
 
 
 @pytest.mark.parametrize("version", [10, 11, 12])

@@ -83,7 +83,7 @@ def test_foreign_hanging_transaction_hides_no_marker(wire: Wire, names: Names) -
         assert found(wire, each, ours) == 1
 
 
-def test_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire: Wire, names: Names) -> None:
+def test_marker_reader_agrees_with_a_new_reader_after_every_step(kafka: LocalKafka, wire: Wire, names: Names) -> None:
     ours = names("a")
     old = MarkerReader(wire, PARTITION, 30, ours)
     plain = Producer({"bootstrap.servers": kafka.bootstrap_servers})
@@ -95,7 +95,7 @@ def test_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire: 
         assert found(wire, old, ours) == found(wire, MarkerReader(wire, PARTITION, 30, ours), ours) == expected
 
 
-def test_reader_keeps_the_markers_of_its_own_sink_only(wire: Wire, names: Names) -> None:
+def test_marker_reader_keeps_only_the_markers_of_its_sink(wire: Wire, names: Names) -> None:
     """Read a topic with the markers of several sinks and of writes with a batch_id."""
     ours, others = names("a"), [names(f"b{number}") for number in range(5)]
     for name in (ours, *others):

@@ -270,7 +270,10 @@ def test_error_names_the_module_missing_on_the_executor(spark_runs: SparkRuns) -
     python = python_without(["pyarrow"], spark_runs.directory / "python")
     environment = {"PYSPARK_PYTHON": python, "PYTHONPATH": str(REPOSITORY)}
     run = spark_runs.spark(copying(spark_runs, source, target), "--until-end", environment=environment)
-    run.assert_ended(CONFIGURATION, "the executors' Python cannot do the work: No module named 'pyarrow': pip install")
+    run.assert_ended(
+        CONFIGURATION,
+        "the executors' Python lacks a package or has another version: No module named 'pyarrow': pip install",
+    )
 
 
 @pytest.mark.deep

@@ -17,7 +17,7 @@ def marker_outside_the_transaction() -> None:
 
     def then(self: Attempt, rows: int, results: Any) -> Any:
         self._transaction.init()
-        self._transaction.add([("__eos_sinks", self._connected.markers.partition)])
+        self._transaction.add([("__eos_sinks", self._connection.markers.partition)])
         mark(self, waiting.pop())
         self._transaction.end(commit=True)
         return progress(self, rows, results)

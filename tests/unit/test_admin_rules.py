@@ -33,28 +33,28 @@ KNOWN = ListedTransaction("id", 7, 3, "Ongoing", 0, 0, 10_000, frozenset({("t", 
 
 
 @pytest.mark.parametrize("state", sorted(ENDED))
-def test_judge_finds_hanging_partition_if_coordinator_has_ended(state: str) -> None:
+def test_partition_is_hanging_if_coordinator_ended_the_transaction(state: str) -> None:
     verdict, reason = judge(SEEN, dataclasses.replace(KNOWN, state=state), True)
     assert verdict is Verdict.HANGING
     assert state in reason
 
 
 @pytest.mark.parametrize("state", sorted(ENDING))
-def test_judge_finds_no_hang_while_markers_are_written(state: str) -> None:
+def test_partition_is_not_hanging_while_markers_are_written(state: str) -> None:
     assert judge(SEEN, dataclasses.replace(KNOWN, state=state), True)[0] is Verdict.ENDING
 
 
-def test_judge_finds_open_transaction_known_to_coordinator() -> None:
+def test_transaction_is_open_if_coordinator_knows_it() -> None:
     assert judge(SEEN, KNOWN, True)[0] is Verdict.OPEN
 
 
 @pytest.mark.parametrize("state", ["Ongoing", *sorted(ENDING)])
-def test_judge_finds_hang_if_coordinator_omits_the_partition(state: str) -> None:
+def test_partition_is_hanging_if_coordinator_omits_it(state: str) -> None:
     elsewhere = dataclasses.replace(KNOWN, state=state, partitions=frozenset({("t", 1)}))
     assert judge(SEEN, elsewhere, True)[0] is Verdict.HANGING
 
 
-def test_judge_finds_hang_of_unknown_producer_only_with_all_coordinators() -> None:
+def test_missing_coordinator_makes_an_unknown_producer_undecidable() -> None:
     assert judge(SEEN, None, True)[0] is Verdict.HANGING
     assert judge(SEEN, None, False)[0] is Verdict.UNKNOWN
 

@@ -479,7 +479,7 @@ def test_annotated_result_without_destination_is_refused(returned: object, batch
     "returned",
     [None, "None", Any, "typing.Any", object, Iterator[None], "Iterator[None]", "Generator[None, int, str]", Ellipsis],
 )
-def test_annotated_none_needs_no_destination(returned: object) -> None:
+def test_function_annotated_to_return_none_needs_no_destination(returned: object) -> None:
     app = App("app")
 
     def watch(value): ...

@@ -389,7 +389,7 @@ def test_unknown_transaction_is_not_judged():
     assert (verdict.holds, verdict.examined) == (False, 0)
 
 
-def test_committed_offset_before_outputs_is_found():
+def test_checker_reports_a_committed_offset_before_outputs():
     h = history(10)
     mine = h.inputs.offset[(h.inputs.topic == 0) & (h.inputs.partition == 2)]
     h.committed["flights", 2] = int(mine[-1])
@@ -400,7 +400,7 @@ def test_committed_offset_before_outputs_is_found():
     assert_only(h.check(), "offsets_match_outputs", f"flights[2]@{mine[0]}", "not committed at all")
 
 
-def test_committed_offset_after_log_end_is_found():
+def test_checker_reports_a_committed_offset_after_the_log_end():
     h = history(10)
     h.committed["weather", 1] = h.ends.log_end["weather", 1] + 1
     assert_only(h.check(), "offsets_match_outputs", f"weather[1] is committed at {h.committed['weather', 1]}")
@@ -443,7 +443,7 @@ def test_delivered_record_with_new_source_is_reported_as_replaced(shuffle):
     assert [describe(place) for place in h.check()["no_aborted_seen"].about] == [source(h.seen, 4)]
 
 
-def test_delivered_record_repeated_or_late_is_found():
+def test_checker_reports_a_repeated_or_late_delivery():
     h = history(12)
     h.seen = appended(h.seen, **{c: getattr(h.seen, c)[3] for c in COLUMNS})
     assert_only(h.check(), "no_aborted_seen", f"{h.seen.name(3)} was delivered after", "of the same partition")
@@ -520,7 +520,7 @@ def every_rule_on_nothing() -> list[Verdict]:
 
 
 @pytest.mark.parametrize("verdict", every_rule_on_nothing(), ids=lambda v: v.rule)
-def test_rule_without_examined_records_does_not_hold(verdict):
+def test_rule_that_examined_no_record_does_not_pass(verdict):
     assert (verdict.holds, verdict.examined, verdict.violations) == (False, 0, 0)
     assert verdict.sentence.startswith("examined nothing: there were no")
 

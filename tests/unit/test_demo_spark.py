@@ -60,18 +60,18 @@ def right_upserts() -> list[tuple[str, dict[str, int]]]:
     return first + [(key, dict(zip(names, totals, strict=True))) for key, totals in expected.items()]
 
 
-def test_correct_totals_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_passes_correct_totals(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = proof(monkeypatch, right_upserts())
     assert [name for name, row in rows.items() if not row.holds] == []
 
 
-def test_repeated_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_finds_a_repeated_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     upserts = right_upserts()
     rows = proof(monkeypatch, upserts + upserts[-40:])
     assert [name for name, row in rows.items() if not row.holds] == ["upserts repeated or out of order"]
 
 
-def test_lost_or_repeated_flights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_finds_lost_or_repeated_flights(monkeypatch: pytest.MonkeyPatch) -> None:
     upserts = right_upserts()
     key, row = upserts[-1]
     rows = proof(monkeypatch, [*upserts[:-1], (key, {**row, "flights": row["flights"] + 1})])
@@ -82,7 +82,7 @@ def test_lost_or_repeated_flights_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert not proof(monkeypatch, [])["airport hours with wrong numbers"].holds
 
 
-def test_hanging_transaction_and_ineffective_kill_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_finds_hanging_transaction_and_ineffective_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = proof(monkeypatch, right_upserts(), hanging=3, aborted=0)
     wrong = ["partitions with a hanging transaction", "aborted records a read_uncommitted reader gets"]
     assert [name for name, row in rows.items() if not row.holds] == wrong

@@ -95,7 +95,7 @@ FINAL = "airlines and hours with a wrong final sum"
 KEPT = "airlines and open hours with a wrong sum in the changelog"
 
 
-def test_correct_history_passes_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_passes_a_correct_history(monkeypatch: pytest.MonkeyPatch) -> None:
     final, kept = right()
     assert final
     assert kept
@@ -103,7 +103,7 @@ def test_correct_history_passes_every_row(monkeypatch: pytest.MonkeyPatch) -> No
     assert (wrong(rows), len(rows)) == (set(), 11)
 
 
-def test_repeated_missing_or_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_finds_a_repeated_missing_or_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     final, kept = right()
     assert wrong(proof(monkeypatch, [*final, final[-1]], kept)) == {AGAIN}
     assert wrong(proof(monkeypatch, final[:-1], kept)) >= {DEPARTURES, FINAL}
@@ -114,10 +114,10 @@ def test_repeated_missing_or_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch)
     assert wrong(proof(monkeypatch, [*final, kept[0]], kept[1:])) >= {FINAL, KEPT}
 
 
-def test_late_flight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_finds_a_late_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong(proof(monkeypatch, *right(), late=1)) == {"flights that came too late for their hour"}
 
 
-def test_ineffective_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_finds_ineffective_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(wrong(proof(monkeypatch, *right(), reads=(9, 9)))) == 1
     assert len(wrong(proof(monkeypatch, *right(), reads=(0, 0)))) == 2

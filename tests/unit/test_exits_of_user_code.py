@@ -148,7 +148,7 @@ def test_exit_under_stop_names_the_record_and_the_exception(way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", [plain, coroutine])
-def test_dead_letter_of_an_exit_has_class_message_and_line(way: Way) -> None:
+def test_dead_letter_of_a_system_exit_names_class_message_and_line(way: Way) -> None:
     (dead_letter,) = eos.testing.run(app_of(way, SystemExit("no such thing"), on_error=dlq), [BAD]).to("in.dlq")
     headers = dict(dead_letter.headers)
     assert (headers["eos-dlq-exception"], headers["eos-dlq-message"]) == (b"SystemExit", b"no such thing")

@@ -26,7 +26,7 @@ def test_uncommitted_start_under_latest_survives_consumer_replacement() -> None:
     fetcher._failure = CallFailed("consume", Action.REJOIN, RuntimeError("of the consumer that goes"))
     for _ in range(2):
         fetcher.replace_consumer()
-        assert fetcher.group_consumer.start_offsets._earlier == {("in", 0): 5}
+        assert fetcher.group_consumer.start_offsets._earlier_starts == {("in", 0): 5}
         assert fetcher._failure is None
 
 

@@ -270,9 +270,9 @@ def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
 def test_uncommitted_start_is_kept_despite_other_commits_of_the_topic() -> None:
     """Another member's commits do not make the partition new."""
     group_consumer = _of(_Cluster(), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
-    group_consumer.start_offsets._earlier = {("in", 1): 4}
+    group_consumer.start_offsets._earlier_starts = {("in", 1): 4}
     assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 1)]).values()] == [4]
-    group_consumer.start_offsets._earlier = {}
+    group_consumer.start_offsets._earlier_starts = {}
     assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 1)]).values()] == [-2]
 
 

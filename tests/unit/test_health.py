@@ -79,7 +79,7 @@ def a_status(**more: object) -> Status:
         ("stopped", "", 99.0, 99.0, WELL, False, False, "stopped"),
     ],
 )
-def test_live_needs_progress_and_ready_needs_group_and_cluster(
+def test_liveness_needs_progress_and_readiness_a_group_and_a_cluster(
     doing: str, what: str, since: float, moved: float, sample: Sample | None, live: bool, ready: bool, reason: str
 ) -> None:
     verdict = judge((doing, what, since, moved), 100.0, LIMIT_S, sample, "f (x.py:3)")
@@ -87,7 +87,7 @@ def test_live_needs_progress_and_ready_needs_group_and_cluster(
     assert verdict.reason.startswith(reason)
 
 
-def test_pulse_keeps_start_of_activity_and_each_progress() -> None:
+def test_pulse_records_when_an_activity_began_and_last_progressed() -> None:
     pulse = Pulse()
     pulse.beat("calling", "commit")
     _, _, since, moved = pulse.now
@@ -301,7 +301,7 @@ def test_http_errors_and_head_requests_are_answered(answers: Answers) -> None:
     assert answers.ask("/livez", "POST")[0] == 501
 
 
-def test_page_needs_no_external_resources(answers: Answers) -> None:
+def test_status_page_loads_no_external_resource(answers: Answers) -> None:
     code, page = answers.ask("/")
     assert code == 200
     assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", page)

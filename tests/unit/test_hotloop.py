@@ -559,7 +559,7 @@ def test_error_keeps_its_traceback(loop: Any) -> None:
 
 
 @both
-def test_plain_object_records_are_read_by_name(loop: Any) -> None:
+def test_hot_loop_reads_attributes_of_plain_objects_by_name(loop: Any) -> None:
     put: list[object] = []
     record = types.SimpleNamespace(key=b"k", value=b"v", timestamp=5)
     known = Record("in", 0, 0, 6, b"l", b"w")

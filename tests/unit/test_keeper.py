@@ -471,7 +471,7 @@ def test_keeper_refuses_partitions_that_grew_with_their_changelog(monkeypatch: p
         check_partitions(beside, "in", 4)
 
 
-def test_source_grown_while_running_is_refused(
+def test_partition_added_to_a_source_during_a_run_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keeper = keeper_on(monkeypatch)

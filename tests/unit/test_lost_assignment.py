@@ -63,7 +63,7 @@ def member() -> Member:
     return member
 
 
-def test_assignment_unknown_to_the_client_for_a_while_is_missing(member: Member) -> None:
+def test_partition_counts_as_missing_after_the_client_ignored_it_long(member: Member) -> None:
     member.late_answer()
     for pause, found in ((0.0, []), (P - 1, []), (1.0, [2])):
         member.after(pause)

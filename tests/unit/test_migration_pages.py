@@ -22,7 +22,7 @@ def test_all_migration_pages_are_tested() -> None:
 
 
 @pytest.mark.parametrize("page", THEIRS)
-def test_page_shows_the_old_program_before_the_eos_one(page: str) -> None:
+def test_migration_page_has_the_old_program_before_the_eos_program(page: str) -> None:
     assert [name for name in programs_of(page) if name != SETTINGS] == [THEIRS[page], OURS]
 
 

@@ -71,8 +71,8 @@ def admin_denying(denied: str = "") -> ClusterAdmin:
 
 def test_missing_permission_names_the_transactional_id() -> None:
     admin = admin_denying("b")
-    assert [row.transactional_id for row in admin.describe_all(["a", "c"])] == ["a", "c"]
-    for ask in (lambda: admin.describe("b"), lambda: admin.describe_all(["a", "b", "c"])):
+    assert [row.transactional_id for row in admin.describe_transactions(["a", "c"])] == ["a", "c"]
+    for ask in (lambda: admin.describe("b"), lambda: admin.describe_transactions(["a", "b", "c"])):
         with pytest.raises(NotAuthorised) as raised:
             ask()
         assert str(raised.value) == said("transactional.id b", "DESCRIBE")

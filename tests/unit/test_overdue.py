@@ -45,14 +45,15 @@ class Cluster:
     def ongoing(self, prefix: str) -> list[str]:
         return [name for name, t in self.known.items() if name.startswith(prefix) and t.state == "Ongoing"]
 
-    def describe_all(self, names: list[str]) -> list[ListedTransaction]:
+    def describe_transactions(self, names: list[str]) -> list[ListedTransaction]:
         self.described += names
         return [self.known[name] for name in names if name in self.known]
 
 
 def looked_after(cluster: Any, group: str = "orders", own: str = "orders-a") -> list[str]:
     return [
-        t.transactional_id for t in OverdueTransactions(Settings(), group, own, Watcher(Settings()))._of_others(cluster)
+        t.transactional_id
+        for t in OverdueTransactions(Settings(), group, own, Watcher(Settings()))._transactions_of_others(cluster)
     ]
 
 

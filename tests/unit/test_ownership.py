@@ -93,7 +93,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.what}: E+{row.bumps} {row.state} {row.owner.name}")
-def test_measured_answer_maps_to_owner(row: Row) -> None:
+def test_coordinator_answers_measured_on_kafka_map_to_owners(row: Row) -> None:
     assert judge(row.mine, TransactionalIdState(row.state, PRODUCER, E + row.bumps)) is row.owner
 
 
@@ -262,7 +262,7 @@ def test_outdated_coordinator_is_queried_until_the_current_one_answers(
     assert Coordinator({0: BEHIND, 4.0: then}).settle(YOUNG) == (owner, then)
 
 
-def test_id_whose_coordinator_keeps_an_older_epoch_is_ours() -> None:
+def test_producer_owns_the_id_if_the_coordinator_has_an_older_epoch() -> None:
     coordinator = Coordinator({0: BEHIND})
     assert coordinator.settle(YOUNG) == (Owner.MINE, BEHIND)
     assert 10.0 <= coordinator.asked_at[-1] < 10.5

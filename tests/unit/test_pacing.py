@@ -17,7 +17,7 @@ def until(interval_s: float, gathered_s: float) -> float:
 
 
 @given(interval_ms=st.integers(1, 10_000), gathered_ms=st.integers(0, 20_000))
-def test_transaction_lasts_one_interval_less_at_most_half_for_gathering(interval_ms: int, gathered_ms: int) -> None:
+def test_gathering_time_shortens_a_transaction_by_at_most_half(interval_ms: int, gathered_ms: int) -> None:
     room_s = until(interval_ms / 1000, gathered_ms / 1000)
     assert interval_ms / 2 <= round(room_s * 1000, 6) <= interval_ms
     if gathered_ms <= interval_ms / 2:

@@ -185,7 +185,7 @@ def test_dead_letter_topic_is_missing_only_if_a_function_uses_it() -> None:
     assert find_missing_dead_letter_topics(app, {"in-1", "in-2", "in-2.dlq", "x-1"}) == {"in-1": "in-1.dlq"}
 
 
-def test_patterns_without_matches_are_unavailable() -> None:
+def test_app_whose_patterns_match_no_topic_is_unavailable() -> None:
     sentence = r"no topic at b:9092 matches '\^in-\.\*' or '\^x', and the App 'app' names none"
     with pytest.raises(Unavailable, match=sentence) as raised:
         require_topics(app_of(("^in-.*", "out"), ("^x", "out")), "b:9092")
@@ -275,7 +275,7 @@ def test_missing_dead_letter_topics_are_created_if_configured(
     assert made == [{"in-1.dlq": 2}] * 3
 
 
-def test_topic_of_two_functions_raises_in_the_worker() -> None:
+def test_worker_refuses_a_topic_that_matches_two_functions() -> None:
     brokers: Any = Brokers("in-b")
     new = new_topics_of(app_of(("^in-.*", "out"), ("^.*-b", "out")))
     with pytest.raises(ConfigurationError) as raised:

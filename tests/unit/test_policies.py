@@ -166,7 +166,7 @@ def test_dead_letter_topics_are_destinations_with_valid_names() -> None:
 # ---- one record at a time --------------------------------------------------------------------------------------------
 
 
-def test_stop_halts_before_the_record_with_offset_and_cause() -> None:
+def test_stop_policy_halts_before_the_record_and_names_its_offset() -> None:
     txn = Txn()
     halt = Handler(app_of()).handle(txn, records(*VALUES))
     assert halt is not None
@@ -576,7 +576,7 @@ def test_waiting_for_queue_room_is_not_function_time(monkeypatch: pytest.MonkeyP
     assert handler.handle(txn, records(b"a")) is None
     clock.now += 1
     assert handler.handle(txn, records(b"b", b"b")) is None
-    assert handler.open_s(txn, clock.now) == 1
+    assert handler.open_time_s(txn, clock.now) == 1
 
 
 def test_failed_first_send_opens_the_transaction() -> None:
@@ -588,10 +588,10 @@ def test_failed_first_send_opens_the_transaction() -> None:
         return value.upper()
 
     handler, txn = Handler(app_of(slow), now=lambda: clock.now), Txn(refuses=[b"C"])
-    handler.begun()
+    handler.note_begin()
     handler.handle(txn, records(b"a", b"b", b"c"))
     assert txn.failure is not None
-    assert handler.open_s(txn, clock.now) == 90
+    assert handler.open_time_s(txn, clock.now) == 90
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one record", "several"])
@@ -604,16 +604,16 @@ def test_transaction_is_open_from_its_first_output(several: bool) -> None:
         return None if value == b"drop" else value
 
     handler, txn = Handler(app_of(slow), now=lambda: clock.now), Txn()
-    handler.begun()
+    handler.note_begin()
     handler.handle(txn, records(b"drop", b"drop"))
-    assert handler.open_s(txn, clock.now) == 0
+    assert handler.open_time_s(txn, clock.now) == 0
     handler.handle(txn, records(*[b"a"] * (2 if several else 1)))
     # Within a slice the first output is not timed: the transaction counts as open since the start of the slice.
-    assert handler.open_s(txn, clock.now) == (20 if several else 0)
+    assert handler.open_time_s(txn, clock.now) == (20 if several else 0)
     handler.handle(txn, records(b"drop"))
-    assert handler.open_s(txn, clock.now) == (30 if several else 10)
-    handler.begun()
-    assert handler.open_s(txn, clock.now) == 0
+    assert handler.open_time_s(txn, clock.now) == (30 if several else 10)
+    handler.note_begin()
+    assert handler.open_time_s(txn, clock.now) == 0
 
 
 def test_delivery_error_is_not_blamed_on_the_current_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -645,7 +645,7 @@ def test_refused_record_fails_without_calling_its_function_again(policy: Policy)
 
     handler = Handler(app_of(record_value, policy))
     given = records(b"a", b"b", b"c")
-    handler.refused(given[1], CallFailed("delivery", Action.POISON, ValueError("too large")))
+    handler.note_refused(given[1], CallFailed("delivery", Action.POISON, ValueError("too large")))
     txn = Txn()
     assert handler.handle(txn, given) is None
     assert seen == [b"a", b"c"]
@@ -656,10 +656,10 @@ def test_refused_record_fails_without_calling_its_function_again(policy: Policy)
         assert b"too large" in (headers["eos-dlq-message"] or b"")
     else:
         assert txn.values == [b"a", b"c"]
-    handler.ended({("in", 0)}, {("in", 0): 10})
+    handler.note_end({("in", 0)}, {("in", 0): 10})
     assert handler.handle(Txn(), given) is None
     assert seen == [b"a", b"c"] * 2, "not run after an abort for another reason either"
-    handler.ended({("in", 0)}, {("in", 0): 12})
+    handler.note_end({("in", 0)}, {("in", 0): 12})
     assert handler.handle(Txn(), given) is None
     assert seen[4:] == [b"a", b"b", b"c"], "a refusal is forgotten after the commit"
 
@@ -667,7 +667,7 @@ def test_refused_record_fails_without_calling_its_function_again(policy: Policy)
 def test_refused_record_under_stop_halts_after_earlier_records() -> None:
     handler = Handler(app_of())
     given = records(b"a", b"b", b"c")
-    handler.refused(given[1], CallFailed("produce", Action.POISON, ValueError("too large")))
+    handler.note_refused(given[1], CallFailed("produce", Action.POISON, ValueError("too large")))
     txn = Txn()
     halt = handler.handle(txn, given)
     assert halt is not None
@@ -680,12 +680,12 @@ def test_refused_record_runs_again_under_retry() -> None:
     handler = Handler(app_of(on_error=retry(1, then=skip)))
     given = records(b"a", b"b", b"c")
     refusal = CallFailed("produce", Action.POISON, ValueError("too large"))
-    handler.refused(given[1], refusal)
+    handler.note_refused(given[1], refusal)
     txn = Txn(refuses=[b"B"])
     assert handler.handle(txn, given) == Halt(1, None, 0.1)
     assert handler.handle(txn, given[1:]) is None
     assert txn.failure is not None, "the function ran again, and its output was refused again"
-    handler.refused(txn.failure.record, txn.failure)
+    handler.note_refused(txn.failure.record, txn.failure)
     again = Txn()
     assert handler.handle(again, given[1:]) is None
     assert (again.values, again.skipped) == ([b"C"], 1)
@@ -698,7 +698,7 @@ def test_refused_dead_letter_stops_the_run() -> None:
     assert handler.handle(txn, given) is None
     assert txn.failure is not None
     assert txn.failure.record is given[1]
-    handler.refused(given[1], txn.failure)
+    handler.note_refused(given[1], txn.failure)
     halt = handler.handle(Txn(), given)
     assert halt is not None
     assert halt.handled == 1
@@ -713,7 +713,7 @@ def test_refused_output_is_not_mistaken_for_an_earlier_dead_letter() -> None:
     txn = Txn(refuses=[b"bad 2"])
     assert handler.handle(txn, given) is None  # this time the function succeeds
     assert txn.failure is not None
-    handler.refused(given[0], txn.failure)
+    handler.note_refused(given[0], txn.failure)
     txn = Txn()
     assert handler.handle(txn, given) is None
     assert dict(txn.sends[0][5] or [])["eos-dlq-exception"] == b"eos.handling.RecordRefused"
@@ -729,13 +729,13 @@ def test_several_refused_records_are_found_one_by_one(policy: Policy, batch: boo
     while given:
         attempts += 1
         assert attempts < 60, "the same records are handed out forever"
-        handler.ended({("in", 0)}, {("in", 0): given[0].offset})
+        handler.note_end({("in", 0)}, {("in", 0): given[0].offset})
         txn = Txn(refuses=[b"R1", b"R2", b"R3"])
         # Like a session: a refused record of a batch is found by handing out one record at a time.
         part = given if not batch else given[:1]
         halt = handler.handle(txn, part)
         if txn.failure is not None:
-            handler.refused(txn.failure.record, txn.failure)
+            handler.note_refused(txn.failure.record, txn.failure)
             continue
         kept += txn.values
         given = given[len(part) if halt is None else halt.handled :]
@@ -748,8 +748,8 @@ def test_several_refused_records_are_found_one_by_one(policy: Policy, batch: boo
 def test_refusals_of_revoked_partitions_are_forgotten() -> None:
     handler = Handler(app_of(on_error=skip))
     given = records(b"a")
-    handler.refused(given[0], CallFailed("delivery", Action.POISON, ValueError()))
-    handler.ended({("in", 1)}, {})
+    handler.note_refused(given[0], CallFailed("delivery", Action.POISON, ValueError()))
+    handler.note_end({("in", 1)}, {})
     txn = Txn()
     assert handler.handle(txn, given) is None
     assert txn.values == [b"A"]
@@ -847,7 +847,7 @@ def test_offline_run_applies_decoding_policies_and_outputs() -> None:
     assert dict(ran.to("orders.dlq")[0].headers)["eos-dlq-offset"] == b"1"
 
 
-def test_offline_run_raises_a_poison_record() -> None:
+def test_offline_run_raises_poison_record_for_a_failed_record() -> None:
     with pytest.raises(PoisonRecord, match=r"upper failed on in\[0\]@1: ValueError: no bad"):
         eos.testing.run(app_of(), [("in", "a"), ("in", "bad")])
 
@@ -924,7 +924,7 @@ def unreadable(policy: Policy) -> tuple[Txn, Halt | None]:
     handler, txn = Handler(app_of(on_error=policy)), Txn()
     given = records(b"a", b"b", b"c")
     given[1] = msgspec.structs.replace(given[1], headers=UnreadableHeaders([("b", b"2")], WHY))
-    handler.unreadable(("in", 0, 11), WHY)
+    handler.note_unreadable(("in", 0, 11), WHY)
     return txn, handler.handle(txn, given)
 
 
@@ -939,7 +939,7 @@ def test_record_with_unreadable_headers_is_dead_lettered_with_the_others(policy:
     assert dict(headers)["eos-dlq-message"] == WHY.encode()
 
 
-def test_record_with_unreadable_headers_stops_at_its_offset() -> None:
+def test_stop_policy_halts_at_the_offset_of_unreadable_headers() -> None:
     txn, halt = unreadable(stop)
     assert halt is not None
     assert halt.handled == 1

@@ -254,7 +254,7 @@ def test_lost_partition_that_returns_delivers_each_record_once() -> None:
     assert known.take(9) == records(A, 0, 1, 2)
 
 
-def test_unknown_outcome_is_not_resolved_for_a_lost_partition() -> None:
+def test_resolving_an_unknown_commit_ignores_lost_partitions() -> None:
     known = positions(*records(A, 0), *records(B, 0, 1))
     known.take(3)
     known.forget([A])
@@ -269,20 +269,20 @@ def test_returning_partition_starts_without_old_records() -> None:
     assert (len(known), known.committed[A], known.offsets()) == (0, 2, {})
 
 
-def test_unknown_outcome_found_committed_continues_after_transaction() -> None:
+def test_unknown_commit_that_succeeded_continues_after_transaction() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
     assert known.resolve({A: 2}) == {A: 2}
     assert (known.taken, known.committed[A]) == (0, 2)
 
 
-def test_unknown_outcome_found_aborted_resets_to_transaction_start() -> None:
+def test_unknown_commit_that_was_aborted_rewinds_to_transaction_start() -> None:
     known = positions(*records(A, 6, 7), a=4)
     known.take(2)
     assert known.resolve({A: 4}) == {A: 6}
 
 
-def test_unknown_outcome_without_offset_resets_positions_to_start() -> None:
+def test_unknown_commit_without_committed_offset_rewinds_to_start() -> None:
     known = positions(*records(A, 4, 5), a=4)
     known.take(1)
     assert (known.resolve({A: None}), known.committed[A]) == ({A: 4}, 4)
@@ -296,7 +296,7 @@ def test_offset_moved_back_does_not_repeat_committed_records() -> None:
     assert (known.resolve({A: 1}), known.committed[A]) == ({A: 2}, 2)
 
 
-def test_unknown_outcome_is_resolved_for_each_partition() -> None:
+def test_unknown_commit_is_resolved_for_each_partition() -> None:
     known = positions(*records(A, 0, 1), *records(B, 0, 1))
     known.take(4)
     assert known.resolve({A: 2, B: 0}) == {A: 2, B: 0}

@@ -311,7 +311,7 @@ def test_unsafe_log_of_new_cluster_warns_and_fails_only_with_strict(
         raise_first_failure(judge(dataclasses.replace(NEED, strict=True), facts(**changes)))
 
 
-def test_safe_log_of_new_cluster_is_not_a_finding() -> None:
+def test_preflight_accepts_missing_internal_topics_with_safe_defaults() -> None:
     strict = dataclasses.replace(NEED, strict=True)
     assert spoken(judge(strict, facts(ids=GONE, offsets=GONE, broker={"min.insync.replicas": "2"}))) == []
 

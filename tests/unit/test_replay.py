@@ -89,7 +89,7 @@ def test_replay_runs_the_failed_or_the_named_function() -> None:
 
 
 @given(st.integers(0, 8), st.lists(st.integers(0, 24), unique=True), st.randoms())
-def test_dead_letters_marked_done_in_any_order_are_known_exactly(low: int, order: list[int], chance: Random) -> None:
+def test_replay_progress_is_exact_for_any_order_of_dead_letters(low: int, order: list[int], chance: Random) -> None:
     """Add each dead letter as the replay does, with the gap before it that holds no dead letter."""
     there = sorted(chance.sample(range(25), chance.randint(0, 25)))
     done, expected = Done().starting_at(low), set(range(low))
@@ -106,7 +106,7 @@ def test_dead_letters_marked_done_in_any_order_are_known_exactly(low: int, order
         assert done.runs == ()
 
 
-def test_more_ranges_than_offset_metadata_can_hold_are_refused() -> None:
+def test_replay_refuses_more_ranges_than_offset_metadata_holds() -> None:
     runs = tuple((2 * n, 2 * n) for n in range(1_000_000, 1_001_000))
     (place,) = offsets_of("orders.dlq", {3: Done(0, runs)})
     assert (place.partition, place.offset, place.metadata) == (3, 0, Done(0, runs).metadata())

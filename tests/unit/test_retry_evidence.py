@@ -374,7 +374,7 @@ def test_statistics_emitted_during_a_call_decide_nothing(call: str) -> None:
     assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
-UNKNOWN_NOW, REPLACED = "is no longer known", "is another one"
+UNKNOWN_NOW, REPLACED = "is no longer known", "was replaced by another one"
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ UNKNOWN_NOW, REPLACED = "is no longer known", "is another one"
         (
             "send_offsets",
             {ORDINARY: None, "renamed:9092/1": {"req": {"TxnOffsetCommit": 1}, "state": "UP"}},
-            "renamed:9092/1 was unknown before it",
+            "renamed:9092/1 was unknown before the call",
         ),
         ("send_offsets", {ORDINARY: None}, "TxnOffsetCommit was sent 0 times"),
         ("commit", {ORDINARY: None}, f"{ORDINARY} {UNKNOWN_NOW}"),
@@ -439,7 +439,7 @@ def test_slow_call_without_earlier_statistics_is_a_retry() -> None:
     evidence.add_statistics(counted(INSIDE))
     evidence.add_statistics(counted(AFTER))
     assert evidence.reason is not None
-    assert "there are no statistics from before it" in evidence.reason
+    assert "there are no statistics from before the call" in evidence.reason
 
 
 def test_statistics_emitted_during_a_call_are_not_from_before_it() -> None:
@@ -470,7 +470,7 @@ def test_send_offsets_is_decided_while_the_commit_runs() -> None:
     assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
-def test_missing_statistics_or_another_clock_count_as_a_retry() -> None:
+def test_slow_call_counts_as_retry_without_statistics_or_common_clock() -> None:
     evidence = after_slow_call("commit", counted(BEFORE, 0))
     evidence.stop_waiting()
     assert evidence.reason == (

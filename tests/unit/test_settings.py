@@ -411,7 +411,7 @@ def test_classic_member_is_static_cooperative_with_ten_seconds() -> None:
     ],
 )
 def test_members_share_each_of_several_topics_by_default(given: dict[str, str], expected: str | None) -> None:
-    consumer = Settings(given).for_several_topics().consumer()
+    consumer = Settings(given).with_multi_topic_assignment().consumer()
     assert consumer.get("partition.assignment.strategy") == expected
 
 

@@ -58,7 +58,7 @@ def test_deleted_value_is_gone_and_leaves_a_tombstone() -> None:
     assert ran.states == {"toggle": {"on": {b"b": True}, "text": {b"b": "z"}}}
 
 
-def test_in_place_change_is_kept_even_of_a_default() -> None:
+def test_in_place_change_of_a_default_value_is_stored() -> None:
     def pay(cents: int, account: State[Account], names: State[list[str]]) -> None:
         mine = account.get(Account())
         mine.cents += cents
@@ -217,7 +217,7 @@ class Users:
     logins: int = field(default=0, compare=False)
 
 
-def test_in_place_change_after_set_is_kept() -> None:
+def test_in_place_change_after_set_is_stored() -> None:
     def visit(name: str, users: State[Users], recent: State[dict[str, set[str]]]) -> str:
         seen, latest = users.get(Users(set())), recent.get({})
         seen.names.add(name)

@@ -99,7 +99,7 @@ def test_suite_over_its_budget_does_not_fail(suites: Callable[..., int]) -> None
         (("broker", "state", "shim"), ["unit", "broker, shim", "state", "containers", "spark"]),
     ],
 )
-def test_suites_of_equal_depth_that_share_brokers_run_together(deep: tuple[str, ...], names: list[str]) -> None:
+def test_suites_that_share_brokers_run_together_if_equally_deep(deep: tuple[str, ...], names: list[str]) -> None:
     suites = [suite for suite in SUITES if not suite.commands]
     depths = {suite.name: "deep" if suite.name in deep else "test" for suite in suites}
     made = list(joined(suites, depths))

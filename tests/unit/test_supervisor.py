@@ -14,7 +14,16 @@ import psutil
 import pytest
 
 from eos.worker import supervisor as supervising
-from eos.worker.supervisor import LONGEST_PAUSE_S, After, GaveUp, PrefixedStream, Supervisor, after, final_code, pause_s
+from eos.worker.supervisor import (
+    LONGEST_PAUSE_S,
+    GaveUp,
+    NextStep,
+    PrefixedStream,
+    Supervisor,
+    final_code,
+    next_step,
+    pause_s,
+)
 from tests.support.reading import wait_until
 
 # Each run adds its pid to a file and exits with the next of its codes, of which the last is repeated. Instead of a
@@ -93,13 +102,13 @@ def stop_once_up(folder: Path, *names: str, number: signal.Signals = signal.SIGT
 
 @pytest.mark.parametrize("code", [64, 65, 66, 69, 70, 77, 78, 79, 1])
 def test_permanent_exit_code_stops_all_workers(code: int) -> None:
-    assert after(code, stopping=False) is After.STOP
+    assert next_step(code, stopping=False) is NextStep.STOP
 
 
 @pytest.mark.parametrize("code", [75, -signal.SIGKILL, -signal.SIGSEGV])
 def test_worker_restarts_after_temporary_errors_and_kills(code: int) -> None:
-    assert after(code, stopping=False) is After.RESTART
-    assert after(code, stopping=True) is After.DONE
+    assert next_step(code, stopping=False) is NextStep.RESTART
+    assert next_step(code, stopping=True) is NextStep.DONE
 
 
 @pytest.mark.parametrize(

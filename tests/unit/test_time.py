@@ -24,7 +24,7 @@ from eos.state.tasks import Task
 from eos.state.timer_index import TimerIndex
 from eos.state.values import InMemory
 from eos.testing import Ran, advance, run
-from eos.worker.watermarks import least_time
+from eos.worker.watermarks import reached_time_ms
 
 SECOND = 1_000
 EVENTS = st.lists(
@@ -155,7 +155,7 @@ def test_session_closes_one_gap_and_grace_after_its_last_record(time_s: int, clo
 
 
 @pytest.mark.parametrize("time_ms", [0, 253_402_300_799_999])
-def test_windows_at_the_first_and_last_date_close(time_ms: int) -> None:
+def test_windows_at_the_first_and_last_possible_date_are_closed(time_ms: int) -> None:
     """T14: windows aligned to the epoch begin at 0 and reach to the year 9999."""
     ran = run(windowed(tumbling(hours=1)), [Record("in", 0, 0, time_ms, b"a", b"1"), advance(time_ms + 3_600_000)])
     start_s = time_ms // 3_600_000 * 3_600
@@ -271,7 +271,7 @@ def test_timers_fire_before_the_record_that_moves_the_time() -> None:
     ]
 
 
-def test_setting_a_timer_again_moves_it_and_clearing_removes_it() -> None:
+def test_setting_a_timer_again_moves_it_and_clear_deletes_it() -> None:
     events = records((0, "a", 0, 1), (0, "a", 5, 2), (0, "b", 5, 1), (0, "b", 6, 0), (0, "c", 14, 3))
     assert texts(run(reminders(), [*events, advance(15 * SECOND)])) == [("a", "remind 15 at 15: 1,2", 15)]
 
@@ -535,7 +535,7 @@ def test_duplicates_within_the_time_are_dropped_and_counted() -> None:
     assert (ran.duplicates, texts(ran, "again")) == (3, [("a", "1", 5), ("a", "1", 9), ("b", "1", 11)])
 
 
-def test_id_of_a_failed_record_is_not_kept() -> None:
+def test_deduplication_forgets_the_id_of_a_failed_record() -> None:
     ran = run(unique(on_error="skip"), records((0, "a", 0, 9), (0, "a", 1, 9)))
     assert (ran.skipped, ran.duplicates) == (2, 0)
 
@@ -722,15 +722,15 @@ def test_window_after_rekeying_waits_for_all_input() -> None:
         ({}, {}, 0),
     ],
 )
-def test_least_time_ignores_partitions_read_to_their_end(
+def test_reached_time_ignores_partitions_read_to_their_end(
     reached: dict[int, int], committed: dict[int, int], least: int
 ) -> None:
     first, second = ({("in", partition): value for partition, value in of.items()} for of in (reached, committed))
-    assert least_time(first, second, {("in", 0): 10, ("in", 1): 10}) == least
+    assert reached_time_ms(first, second, {("in", 0): 10, ("in", 1): 10}) == least
 
 
 def test_empty_partition_does_not_hold_back_the_time() -> None:
-    assert least_time({("in", 1): 90}, {("in", 1): 3}, {("in", 0): 0, ("in", 1): 10}) == 90
+    assert reached_time_ms({("in", 1): 90}, {("in", 1): 3}, {("in", 0): 0, ("in", 1): 10}) == 90
 
 
 @pytest.mark.parametrize(
@@ -741,7 +741,7 @@ def test_empty_partition_does_not_hold_back_the_time() -> None:
         ({"window": None}, {"window": None, "once": str, "within": MINUTE}, "the state @once of add is new"),
     ],
 )
-def test_changed_use_of_time_is_refused_over_old_state(
+def test_function_with_state_may_not_change_its_use_of_time(
     before: dict[str, Any], now: dict[str, Any], message: str
 ) -> None:
     """Another grace would make a window final twice, and once= would begin without ids."""
@@ -762,7 +762,9 @@ def test_changed_use_of_time_is_refused_over_old_state(
     st.integers(0, 30),
     st.integers(0, 20),
 )
-def test_index_yields_due_timers_in_order(changes: list[tuple[int, int | None]], commit_at: int, until: int) -> None:
+def test_timer_index_returns_due_timers_in_order(
+    changes: list[tuple[int, int | None]], commit_at: int, until: int
+) -> None:
     """Committed timers and those of the open transaction are one order; T6: a timer that moved is found once."""
     task = Task(InMemory(timed=(b"@timers", b"@clock-timers")), has_timers=True)
     expected: dict[bytes, int] = {}
@@ -780,7 +782,7 @@ def test_index_yields_due_timers_in_order(changes: list[tuple[int, int | None]],
     assert isinstance(task.timers, TimerIndex)
 
 
-def test_index_finds_a_timer_whose_clearing_was_rolled_back() -> None:
+def test_timer_index_returns_a_timer_whose_clear_was_rolled_back() -> None:
     task = Task(InMemory(timed=(b"@timers", b"@clock-timers")), has_timers=True)
     cell = b"@timers\0\0\0\0\x01kt"
     task.set_timer(cell, 10)

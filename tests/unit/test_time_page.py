@@ -33,17 +33,17 @@ def sent(ran: Ran, topic: str) -> list[tuple[str, int]]:
     return [((one.value or b"").decode(), one.timestamp) for one in ran.to(topic)]
 
 
-def test_page_reminds_of_an_abandoned_cart() -> None:
+def test_reminder_example_reports_an_abandoned_cart() -> None:
     ran = run(app_of("carts.py"), [*records("cart-events", (0, "book")), advance(30 * MINUTE)])
     assert sent(ran, "reminders") == [("key left book", 30 * MINUTE)]
 
 
-def test_page_periodic_timer_fires_once_after_a_gap() -> None:
+def test_periodic_timer_example_fires_once_after_a_gap() -> None:
     ran = run(app_of("stations.py"), records("readings", (0, 5.5), (60_000, 6.0), (181 * MINUTE, 7.0)))
     assert sent(ran, "reports") == [("5.5, 0 reports missed", MINUTE), ("6.0, 179 reports missed", 2 * MINUTE)]
 
 
-def test_page_closes_an_hour_once_and_sends_late_sales_on() -> None:
+def test_hour_example_closes_an_hour_once_and_redirects_late_sales() -> None:
     events = (10 * MINUTE, 5), (59 * MINUTE, 1), (70 * MINUTE, 2), (58 * MINUTE, 3)
     ran = run(app_of("sales.py"), [*records("sales", *events), advance(5 * HOUR)])
     assert sent(ran, "hours") == [("00:00 6", HOUR - 1), ("01:00 2", 2 * HOUR - 1)]
@@ -51,13 +51,13 @@ def test_page_closes_an_hour_once_and_sends_late_sales_on() -> None:
     assert ran.states == {"add": {"total": {}}}
 
 
-def test_page_merges_sessions() -> None:
+def test_session_example_merges_overlapping_sessions() -> None:
     clicks = (0, "a"), (33 * MINUTE, "b"), (20 * MINUTE, "c")
     ran = run(app_of("visits.py"), [*records("clicks", *clicks), advance(68 * MINUTE)])
     assert sent(ran, "visits") == [("1:03:00: 3 clicks on a, b, c", 63 * MINUTE - 1)]
 
 
-def test_page_sums_days_of_23_hours() -> None:
+def test_daily_sums_example_handles_days_of_23_hours() -> None:
     def at(day: int, hour: int) -> int:
         return int(datetime(2026, 3, day, hour, tzinfo=UTC).timestamp() * 1000)
 
@@ -73,7 +73,7 @@ def test_page_sums_days_of_23_hours() -> None:
     assert ran.to("sales-per-day")[1].timestamp == at(29, 22)
 
 
-def test_page_books_each_payment_once_within_a_week() -> None:
+def test_payments_example_drops_duplicates_within_a_week() -> None:
     week = timedelta(days=7) // timedelta(milliseconds=1)
     one = {"id": "p1", "cents": 5}
     ran = run(app_of("payments.py"), records("payments", (0, one), (week - 1, one), (week, one)))

@@ -50,7 +50,7 @@ def listed(state: str, since_s: float | None = 200.0) -> ListedTransaction:
 def test_open_time_is_shown_only_for_open_transactions(
     state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    admin = Admin(transactions=lambda: [listed(state)], describe_all=lambda _: [listed(state)])
+    admin = Admin(transactions=lambda: [listed(state)], describe_transactions=lambda _: [listed(state)])
     monkeypatch.setattr(txn, "ClusterAdmin", lambda _: admin)
     txn.list_()
     txn.describe(f"app-{state}")

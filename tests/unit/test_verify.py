@@ -234,7 +234,7 @@ def log_of(topic: str, positions: list[tuple[int, int]], headers: list[bytes | N
     )
 
 
-def test_history_with_filtered_inputs_holds() -> None:
+def test_verify_passes_a_history_with_filtered_inputs() -> None:
     found = History().judged()
     assert found.report.ok, str(found.report)
     assert (found.inputs, found.outputs, found.notes) == (42, 42, ())
@@ -295,7 +295,7 @@ def test_filtered_inputs_are_no_loss_but_missing_outputs_are(history: History) -
     assert history.judged().report.ok
 
 
-def test_history_with_all_inputs_filtered_holds_by_input_count(history: History) -> None:
+def test_verify_passes_if_all_inputs_were_filtered(history: History) -> None:
     history.sources = []
     history.committed = {place: Committed(COUNT, Tally(0, COUNT, 0)) for place in history.committed}
     found = history.judged()
@@ -347,7 +347,7 @@ def test_verify_examines_outputs_if_all_inputs_were_removed(history: History) ->
     assert (found.inputs, found.outputs) == (0, 42)
 
 
-def test_check_without_lineage_examines_nothing_and_does_not_hold(history: History) -> None:
+def test_check_of_a_group_without_lineage_fails(history: History) -> None:
     history.committed = {}
     found = history.judged()
     assert (found.inputs, found.report.ok) == (0, False)
@@ -372,7 +372,7 @@ def test_outputs_removed_by_retention_are_reported_as_a_note(history: History) -
     )
 
 
-def test_loss_after_outputs_removed_by_retention_is_found(history: History) -> None:
+def test_verify_finds_a_loss_after_outputs_removed_by_retention(history: History) -> None:
     history.cut(0, 5)
     history.drop(0, 9, 1)
     report = history.judged().report
@@ -381,7 +381,7 @@ def test_loss_after_outputs_removed_by_retention_is_found(history: History) -> N
     assert "it is output 1 of in[0]@9" in report["no_losses"].sentence
 
 
-def test_possible_loss_in_truncated_partition_is_not_decided(history: History) -> None:
+def test_verify_does_not_judge_losses_in_a_truncated_partition(history: History) -> None:
     history.cut(0, 5)
     history.drop(1, 9, 1)  # out[0] shows no output of in[1], so it may have held this one
     found = history.judged()
@@ -438,7 +438,7 @@ def test_most_truncated_output_partition_limits_the_check(history: History, cuts
     assert history.judged().outputs == 21 - max(numbers[0] for numbers in kept)
 
 
-def test_loss_is_found_despite_truncation_of_another_partition(history: History) -> None:
+def test_verify_finds_a_loss_despite_truncation_elsewhere(history: History) -> None:
     history.output_partition = by_copy
     history.output_begins["out", 1] = 5
     history.drop(0, 9, 1)
@@ -484,7 +484,7 @@ def test_note_names_a_few_of_many_truncated_partitions(history: History) -> None
     assert note.endswith(" and 2 more: not decided")
 
 
-def test_outputs_of_compacted_topic_are_not_decided(history: History) -> None:
+def test_verify_does_not_judge_outputs_in_a_compacted_topic(history: History) -> None:
     history.output_partition = by_copy
     history.compacted = ("out",)
     assert history.judged() == History().judged()  # nothing is missing
@@ -552,7 +552,7 @@ def test_retention_alone_is_never_a_violation(data: st.DataObject) -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_unexplained_loss_is_always_found(data: st.DataObject) -> None:
+def test_verify_always_reports_an_unexplained_loss(data: st.DataObject) -> None:
     history = data.draw(histories())
     remove_prefixes(history, data.draw)
     # A victim has an earlier output of its input partition in each truncated output partition.

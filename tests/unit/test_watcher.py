@@ -64,7 +64,7 @@ def test_checks_repeat_and_share_one_client(watcher: Watcher, cluster: Cluster) 
     assert (cluster.opened, cluster.closed) == (1, 0)
 
 
-def test_resting_check_runs_when_it_is_woken(watcher: Watcher) -> None:
+def test_check_without_a_due_time_runs_when_it_is_woken(watcher: Watcher) -> None:
     ran: list[str] = []
     resting = counting(None, ran)
     watcher.add(resting)

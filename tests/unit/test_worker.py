@@ -74,7 +74,7 @@ def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
     )
     session._parts.producer = SimpleNamespace(who=dict)
     session._parts.positions.committed = {("a", 0): 0, ("b", 0): 0}
-    worker._sizes._single = 100
+    worker._slice_sizes._slice_size = 100
     return worker
 
 
@@ -94,7 +94,7 @@ def attempt(worker: Worker, clock: Clock, given: list[Record], outcome: Outcome 
     return list(txn.waiting)
 
 
-def test_batch_known_as_slow_gets_its_own_transaction(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_that_was_slow_before_gets_its_own_transaction(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     worker = worker_of(clock, {"quick": 0.001, "batches": 3.0})
     given = [*records("a", 2), *records("b", 5)]
     attempt(worker, clock, given)
@@ -107,7 +107,7 @@ def test_batch_known_as_slow_gets_its_own_transaction(clock: Clock, caplog: pyte
     assert not worker._slow_functions.has_slow_records
 
 
-def test_record_known_as_slow_runs_alone_even_if_fast_this_time(clock: Clock) -> None:
+def test_record_that_was_slow_before_runs_alone_although_it_is_fast(clock: Clock) -> None:
     worker = worker_of(clock, {"quick": 0.001, "batches": 0.001})
     given = [*records("b", 3), *records("a", 3)]
     worker._slow_functions._slow = {("a", 0): 1}
@@ -164,7 +164,7 @@ def test_fast_batch_is_not_blamed_for_a_slow_slice(clock: Clock, caplog: pytest.
 def test_slow_first_record_is_neither_lost_nor_logged(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """The broker's timeout starts with the first output."""
     worker = worker_of(clock, {"quick": 3.0, "batches": 3.0})
-    worker._sizes._single = 1
+    worker._slice_sizes._slice_size = 1
     with caplog.at_level(logging.WARNING, "eos"):
         for number in range(20):
             worker._handle(Txn(clock, records("a", 1)))  # type: ignore[arg-type]

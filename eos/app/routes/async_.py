@@ -28,7 +28,7 @@ class Async:
         # The results of records after a failed one, each with its record. Those records are handed out again, and a
         # stored result avoids a second call with a second external effect. Holding the records prevents reuse of their
         # ids.
-        self._ahead: list[tuple[Record, concurrent.Outcome]] = []
+        self._later_results: list[tuple[Record, concurrent.Outcome]] = []
         self.feed = feed_from(self.each)
 
     async def _run(self, record: Record) -> Sequence[Send]:
@@ -39,15 +39,15 @@ class Async:
 
     def each(self, records: list[Record]) -> Iterator[Sequence[Send]]:
         wanted = set(map(id, records))
-        known = {id(record): outcome for record, outcome in self._ahead if id(record) in wanted}
-        self._ahead = [kept for kept in self._ahead if id(kept[0]) not in wanted]
+        known = {id(record): outcome for record, outcome in self._later_results if id(record) in wanted}
+        self._later_results = [kept for kept in self._later_results if id(kept[0]) not in wanted]
         unknown = [record for record in records if id(record) not in known]
         known |= zip(map(id, unknown), concurrent.run_all(map(self._run, unknown)) if unknown else (), strict=True)
         for number, record in enumerate(records):
             outcome = known[id(record)]
             if isinstance(outcome, BaseException):
                 if later := [(other, known[id(other)]) for other in records[number + 1 :]]:
-                    self._ahead = later  # replaces older results, whose records may never come again
+                    self._later_results = later  # replaces older results, whose records may never come again
                 raise outcome
             yield outcome
 

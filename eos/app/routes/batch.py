@@ -86,8 +86,8 @@ class Batch:
                 sends.append(self._convert(out, None, latest_ms))
             elif out is not None:
                 raise TypeError(
-                    f"{self._name} gave a bare {type(out).__name__}: in a batch function no input says what its key "
-                    "is; use record.out(value) or Out(value, key=...)"
+                    f"{self._name} gave a bare {type(out).__name__}, which has no key in a batch function; use "
+                    "record.out(value) or Out(value, key=...)"
                 )
         return sends
 

@@ -41,15 +41,15 @@ class Keyed:
         self._decode, self._finish, self._normalise = decode, finish, normalise
         # Results of the records after a failed one, kept because those records will be handed out again. Each has its
         # record and the time of its task.
-        self._ahead: list[tuple[Record, concurrent.Outcome, int]] = []
+        self._later_results: list[tuple[Record, concurrent.Outcome, int]] = []
         self.feed = feed_from(self.each)
 
-    def _made(self, record: Record, result: Any) -> Sequence[Send]:
+    def _make_outputs(self, record: Record, result: Any) -> Sequence[Send]:
         return self._normalise(record, result if self._finish is None else self._finish(result))
 
-    async def _one(self, record: Record, seen: Layer, now: int) -> tuple[Any, list[Any]]:
+    async def _run_one(self, record: Record, seen: Layer, now: int) -> tuple[Any, list[Any]]:
         given = record if self._decode is None else self._decode(record.value)
-        return await self._run(record, given, self._made, seen, now)
+        return await self._run(record, given, self._make_outputs, seen, now)
 
     async def _chain(
         self, records: list[Record], known: dict[int, concurrent.Outcome], times: Mapping[int, int]
@@ -59,7 +59,7 @@ class Keyed:
         for record in records:
             now = times.get(id(record), 0)
             if id(record) not in known:
-                known[id(record)] = await concurrent.outcome_of(self._one(record, seen, now))
+                known[id(record)] = await concurrent.outcome_of(self._run_one(record, seen, now))
             if isinstance(outcome := known[id(record)], BaseException):
                 return
             if record is not records[-1]:
@@ -73,13 +73,15 @@ class Keyed:
             chains.setdefault((record.partition, record.key), []).append(record)
         # A failed record does not advance the time. A record that ran at another time runs again, and so do the later
         # records of its key.
-        current = {id(record): outcome for record, outcome, now in self._ahead if times.get(id(record), 0) == now}
+        current = {
+            id(record): outcome for record, outcome, now in self._later_results if times.get(id(record), 0) == now
+        }
         known = {
             id(record): current[id(record)]
             for few in chains.values()
             for record in itertools.takewhile(lambda record: id(record) in current, few)
         }
-        self._ahead = [kept for kept in self._ahead if id(kept[0]) not in wanted]
+        self._later_results = [kept for kept in self._later_results if id(kept[0]) not in wanted]
         waiting = [
             self._chain(few, known, times) for few in chains.values() if any(id(record) not in known for record in few)
         ]
@@ -91,7 +93,7 @@ class Keyed:
             if isinstance(outcome, BaseException):
                 later = [other for other in records[number + 1 :] if id(other) in known]
                 if later:
-                    self._ahead = [(other, known[id(other)], times.get(id(other), 0)) for other in later]
+                    self._later_results = [(other, known[id(other)], times.get(id(other), 0)) for other in later]
                 raise outcome
             sends, held = outcome
             task = stores.task_of(record)

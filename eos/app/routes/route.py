@@ -27,10 +27,10 @@ from eos.app.routes.batch import Batch, StatefulBatch, blocking
 from eos.app.routes.keyed import Keyed
 from eos.app.routes.single import Single, Stateful
 from eos.app.routes.sink import RowSink, Writer
-from eos.app.routes.timed import Caller, Fired, Tally, Timed
+from eos.app.routes.timed import Caller, Tally, TimedFunction, TimerFunction
 from eos.app.state import Store, TaskCells
 from eos.app.stores import CellsOf, Stores
-from eos.app.timers import Due, Timer
+from eos.app.timers import DueTimer, Timer
 from eos.app.timing import NO_TIMING, Timing, uses_time
 from eos.encoding.serde import Decode, Encode, annotation_name, decoder, function_name, underlying, without_none
 from eos.errors import ConfigurationError, IllegalState
@@ -40,11 +40,11 @@ from eos.sql.database import SinkTarget
 Gives = Literal["timer", "window", "bytes", "str"]
 
 
-def _timer(due: Due, task: TaskCells) -> Timer:
+def _timer(due: DueTimer, task: TaskCells) -> Timer:
     return Timer(due.key, due.name, due.due_ms, task.clock_ms() if due.clock else task.time_ms)
 
 
-GIVERS: Final[Mapping[Gives, Callable[[Due, TaskCells], Any]]] = {
+GIVERS: Final[Mapping[Gives, Callable[[DueTimer, TaskCells], Any]]] = {
     "timer": _timer,
     "window": lambda due, _: due.window,
     "bytes": lambda due, _: due.key,
@@ -131,8 +131,9 @@ class Route:
         writer: Writer | None = None,
     ) -> None:
         """Compile the function. `passing`: the names of the headers that outputs copy from their input, see `bind`.
-        `gives`: what the first parameter of a timer function gets; None for other functions. `timer_names`: the timers
-        that have a function, which a function shares with its timer functions. `merge`: see App.on_merge.
+        `gives`: what the first parameter of a timer function gets; None for other functions. `timer_names`: the names
+        of the timers that have a function; a function and its timer functions get the same names. `merge`: see
+        App.on_merge.
         """
         self.passing, self.stores, self.with_record = passing, stores, with_record
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
@@ -147,7 +148,7 @@ class Route:
         kept = Stores(self.name, stores, cells_of)
         hints = Hints(function)
         self.sink = sink
-        shape: Single | Stateful | Async | Keyed | Batch | Timed | Fired | RowSink
+        shape: Single | Stateful | Async | Keyed | Batch | TimedFunction | TimerFunction | RowSink
         if batch:
             _check_batch_annotation(annotation, self.name)
             run = blocking(function) if self.concurrent else function
@@ -167,11 +168,13 @@ class Route:
             normalise = make_normaliser(self.name, destinations, hints, passing)
             target = hot_loop_target(self.name, destinations, hints, passing)
             if gives is not None:
-                fired = Fired(self._caller(function, kept), kept, GIVERS[gives], finish, normalise, target)
+                fired = TimerFunction(self._caller(function, kept), kept, GIVERS[gives], finish, normalise, target)
                 self.discard, shape = fired.discard, fired
             elif self.uses_time:
                 caller = self._caller(function, kept)
-                timed = Timed(self.name, caller, kept, timing, merge, decoded, value_of, finish, normalise, target)
+                timed = TimedFunction(
+                    self.name, caller, kept, timing, merge, decoded, value_of, finish, normalise, target
+                )
                 self.tally, shape = timed.tally, timed
             elif sink is not None:
                 shape = RowSink(self.name, function, decoded, sink, writer)
@@ -222,8 +225,8 @@ class Route:
         """Return the same route for one engine.
 
         Outputs get the input's headers with the `passing` names, unless an Out has its own header of that name. A batch
-        function's outputs have no single input and get none. `cells_of`: returns the cells with its state. `writer`:
-        takes its rows.
+        function's outputs have no single input and get none. `cells_of`: returns the cells that hold its state.
+        `writer`: takes its rows.
         """
         parts = {part: getattr(self, part) for part in self._PARTS}
         return Route(**(parts | {"passing": frozenset(passing), "cells_of": cells_of, "writer": writer}))

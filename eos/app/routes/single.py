@@ -33,7 +33,8 @@ class UnusualOutputs(list[Send]):
 
 
 def make_finish(normalise: Normalise, encoder: Callable[[Any], Any] | None) -> Callable[[Record, Any], Sequence[Send]]:
-    """Return a function that makes the outputs from a result; `encoder` is the user's own, if there is one."""
+    """Return a function that turns a result into outputs; the user's own `encoder` encodes the result first, if there
+    is one."""
 
     def made(record: Record, result: Any) -> Sequence[Send]:
         return normalise(record, result if encoder is None else encoder(result))
@@ -41,10 +42,11 @@ def make_finish(normalise: Normalise, encoder: Callable[[Any], Any] | None) -> C
     return made
 
 
-def send_usual_directly(made: Finish, is_encoded: bool, target: Target | None) -> Finish:
+def make_hot_loop_finish(made: Finish, is_encoded: bool, target: Target | None) -> Finish:
     """Return a Finish that leaves results of the usual types to the hot loop, and makes UnusualOutputs of all others.
 
-    `made` makes the outputs; `is_encoded`: by an encoder of the user's, which the hot loop does not call.
+    `made` turns any result into outputs. `is_encoded`: the user's own encoder encodes all results, and the hot loop
+    does not call it, so all outputs are UnusualOutputs.
     """
 
     def usual(record: Record, result: Any) -> bytes | UnusualOutputs | None:
@@ -74,7 +76,7 @@ class Stateful:
         target: Target | None,
     ) -> None:
         made = make_finish(normalise, finish)
-        usual = send_usual_directly(made, finish is not None, target)
+        usual = make_hot_loop_finish(made, finish is not None, target)
 
         # Closures, because they run once per record.
         def one(record: Record) -> bytes | UnusualOutputs | None:
@@ -84,10 +86,10 @@ class Stateful:
             )
             return found
 
-        self._run, self._decode, self._made = run, decode, made
+        self._run, self._decode, self._make_outputs = run, decode, made
         self.feed = make_feed(one, None, target, as_sends)
         self.each = one_by_one(self.outputs)
 
     def outputs(self, record: Record) -> Sequence[Send]:
         given = record if self._decode is None else self._decode(record.value)
-        return cast("Sequence[Send]", self._run(record, given, self._made))
+        return cast("Sequence[Send]", self._run(record, given, self._make_outputs))

@@ -16,10 +16,10 @@ from eos.app.expiry import UnexpiredCells, add_write_time, unexpired
 from eos.app.layers import Layer
 from eos.app.results import Normalise
 from eos.app.routes.feeds import make_feed, one_by_one
-from eos.app.routes.single import UnusualOutputs, as_sends, make_finish, send_usual_directly
+from eos.app.routes.single import UnusualOutputs, as_sends, make_finish, make_hot_loop_finish
 from eos.app.state import Cells, TaskCells
 from eos.app.stores import Finish, Stores
-from eos.app.timers import Due, Timers, TimersDue, due_of, timer_cell, to_ms
+from eos.app.timers import DueTimer, Timers, TimersDue, due_of, timer_cell, to_ms
 from eos.app.timing import Timing
 from eos.app.windows import (
     FixedWindows,
@@ -108,7 +108,7 @@ class Caller:
             one._write(cells)
 
 
-class Timed:
+class TimedFunction:
     """A function of one record that has timers or windows."""
 
     def __init__(
@@ -129,26 +129,29 @@ class Timed:
         made = make_finish(normalise, finish)
         self._name, self._call, self._stores, self._timing = name, caller, stores, timing
         self._task_of = stores.task_of
-        self._decode, self._made = decode, made
-        self._value_of = None if value_of is decode else value_of  # None: they get what the function gets
+        self._decode, self._make_outputs = decode, made
+        # None: the functions of `timing` get the value that the main function gets.
+        self._value_of = None if value_of is decode else value_of
         # With time= an output's timestamp is not the record's, which the hot loop would use.
-        self._usual = made if timing.time is not None else send_usual_directly(made, finish is not None, target)
+        self._hot_loop_finish = (
+            made if timing.time is not None else make_hot_loop_finish(made, finish is not None, target)
+        )
         self._merge, self._once = merge, timing.once
         self._has_limits = timing.time is not None or timing.ahead_ms is not None
         if isinstance(timing.windows, FixedWindows):
             self._starts, self._stays_ms = timing.windows.starts, timing.windows.size_ms + timing.grace_ms
-        self._run = {FixedWindows: self._in_windows, SessionWindows: self._in_sessions}.get(
-            type(timing.windows), self._by_key
+        self._run = {FixedWindows: self._run_in_windows, SessionWindows: self._run_in_sessions}.get(
+            type(timing.windows), self._run_by_key
         )
         self.tally = Tally()
-        self.feed = make_feed(self._one, None, target, as_sends)
+        self.feed = make_feed(self._run_one, None, target, as_sends)
         self.each = one_by_one(self.outputs)
 
     def outputs(self, record: Record) -> Sequence[Send]:
-        return cast("Sequence[Send]", self._handle(record, self._made))
+        return cast("Sequence[Send]", self._handle(record, self._make_outputs))
 
-    def _one(self, record: Record) -> bytes | UnusualOutputs | None:
-        found = self._handle(record, self._usual)
+    def _run_one(self, record: Record) -> bytes | UnusualOutputs | None:
+        found = self._handle(record, self._hot_loop_finish)
         return UnusualOutputs(found) if type(found) is tuple or type(found) is list else found
 
     def _handle(self, record: Record, finish: Finish) -> Any:
@@ -157,7 +160,7 @@ class Timed:
         if key is None:
             raise self._stores.key_missing()
         if self._has_limits or record.timestamp < 0:
-            record = self._at_event_time(record, given, task)
+            record = self._with_event_time(record, given, task)
         now_ms = task.at(record.timestamp)
         if task.timers.next_due <= now_ms:
             raise TimersDue(now_ms)
@@ -168,7 +171,7 @@ class Timed:
         cell = _SEEN_IDS + encode_key(found if type(found) is bytes else self._encode_id(found))
         seen = task.get(cell)
         if seen is not None and unexpired(seen, self._timing.within_ms, now_ms) is not None:
-            return self._duplicate(record)
+            return self._duplicate_outputs(record)
         outputs = self._run(task, key, record, given, finish)
         task.put(cell, add_write_time(now_ms, b""))
         return outputs
@@ -179,11 +182,11 @@ class Timed:
             raise ValueError(f"once= of {self._name} returned None, which is no id of a record")
         return encoded
 
-    def _duplicate(self, record: Record) -> list[Send]:
+    def _duplicate_outputs(self, record: Record) -> list[Send]:
         self.tally.duplicates += 1
-        return _unchanged(record, self._timing.duplicates)
+        return _unchanged_output(record, self._timing.duplicates)
 
-    def _at_event_time(self, record: Record, given: Any, task: TaskCells) -> Record:
+    def _with_event_time(self, record: Record, given: Any, task: TaskCells) -> Record:
         """Return the record with its event time. Raise ValueError if it has none, or is too far ahead of the clock."""
         timing, time_ms = self._timing, record.timestamp
         if timing.time is not None:
@@ -200,27 +203,27 @@ class Timed:
             raise ValueError(f"the record's time is {time_ms - limit} ms further ahead of the clock than ahead= allows")
         return record
 
-    def _by_key(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
+    def _run_by_key(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
         outputs, states = self._call(task, encode_key(key), record, given, finish)
         if states:
             self._call.write(states, task)
         return outputs
 
-    def _in_windows(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
+    def _run_in_windows(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
         """Call the function for each window of the record that is not closed."""
         stays_ms = self._stays_ms
         starts = self._starts(record.timestamp)
         if starts[0] + stays_ms <= task.time_ms:
             starts = [start for start in starts if start + stays_ms > task.time_ms]
             if not starts:
-                return self._late(record)
+                return self._late_outputs(record)
         if len(starts) == 1:
             suffix = encode_key(windowed_key(key, starts[0]))
             outputs, states = self._call(task, suffix, record, given, finish)
             self._write_window(task, suffix, states, starts[0] + stays_ms)
             return outputs
         suffixes = [encode_key(windowed_key(key, start)) for start in starts]
-        calls = [self._call(task, suffix, record, given, self._made) for suffix in suffixes]
+        calls = [self._call(task, suffix, record, given, self._make_outputs) for suffix in suffixes]
         for start, suffix, (_, states) in zip(starts, suffixes, calls, strict=True):
             self._write_window(task, suffix, states, start + stays_ms)
         return [send for outputs, _ in calls for send in outputs]
@@ -229,12 +232,12 @@ class Timed:
         self._call.write(states, task)
         for one in states:
             if one._is_stored:
-                return  # its window is open, so it has its timer
+                return  # the window is open already, so its timer is set
         cell = _CLOSINGS + suffix
         if task.get(cell) is None:
             task.set_timer(cell, closes_ms)
 
-    def _in_sessions(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
+    def _run_in_sessions(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
         """Merge the sessions that the record joins, then call the function for the resulting window."""
         timing, time_ms = self._timing, record.timestamp
         windows = cast("SessionWindows", timing.windows)
@@ -243,7 +246,7 @@ class Timed:
         sessions = decode_sessions(task.get(cell))
         joined = [session for session in sessions if windows.joins(session, time_ms)]
         if not joined and time_ms + stays_ms <= task.time_ms:
-            return self._late(record)
+            return self._late_outputs(record)
         session, *merged = joined or [Session(time_ms, time_ms, time_ms)]
         suffixes = [encode_key(windowed_key(key, one.id_ms)) for one in (session, *merged)]
         cells = Layer(task) if merged else task
@@ -276,12 +279,12 @@ class Timed:
             one._write(cells)
         return into
 
-    def _late(self, record: Record) -> list[Send]:
+    def _late_outputs(self, record: Record) -> list[Send]:
         self.tally.late += 1
-        return _unchanged(record, self._timing.late)
+        return _unchanged_output(record, self._timing.late)
 
 
-def _unchanged(record: Record, topic: str | None) -> list[Send]:
+def _unchanged_output(record: Record, topic: str | None) -> list[Send]:
     """Return the record as an output to a topic; nothing without a topic."""
     headers = list(readable_headers(record.headers))
     return [] if topic is None else [(topic, record.value, record.key, -1, record.timestamp, headers)]
@@ -299,14 +302,14 @@ def find_window(timing: Timing, task: TaskCells, stored_key: bytes) -> Window | 
     return Window(session.first_ms, session.last_ms + timing.windows.gap_ms, key)
 
 
-class Fired:
+class TimerFunction:
     """A function of due timers, or one that closes windows. It gets the records that stand for timers."""
 
     def __init__(
         self,
         caller: Caller,
         stores: Stores,
-        give: Callable[[Due, TaskCells], Any],
+        give: Callable[[DueTimer, TaskCells], Any],
         finish: Callable[[Any], Any] | None,
         normalise: Normalise,
         target: Target | None,
@@ -315,28 +318,28 @@ class Fired:
 
         made = make_finish(normalise, finish)
         # No warning about a dropped tombstone: a timer has no value.
-        self._made = lambda record, result: () if result is None else made(record, result)
-        self._usual = send_usual_directly(self._made, finish is not None, target)
-        self.feed = make_feed(self._one, None, target, as_sends)
+        self._make_outputs = lambda record, result: () if result is None else made(record, result)
+        self._hot_loop_finish = make_hot_loop_finish(self._make_outputs, finish is not None, target)
+        self.feed = make_feed(self._run_one, None, target, as_sends)
         self.each = one_by_one(self.outputs)
 
-    def _find(self, record: Record) -> tuple[TaskCells, Due, bytes]:
-        due = cast("Due", due_of(record))
+    def _find(self, record: Record) -> tuple[TaskCells, DueTimer, bytes]:
+        due = cast("DueTimer", due_of(record))
         return self._stores.task_of(record), due, encode_key(due.stored_key)
 
     def outputs(self, record: Record) -> Sequence[Send]:
-        return cast("Sequence[Send]", self._fire(record, self._made))
+        return cast("Sequence[Send]", self._fire(record, self._make_outputs))
 
-    def _one(self, record: Record) -> bytes | UnusualOutputs | None:
-        return cast("bytes | UnusualOutputs | None", self._fire(record, self._usual))
+    def _run_one(self, record: Record) -> bytes | UnusualOutputs | None:
+        return cast("bytes | UnusualOutputs | None", self._fire(record, self._hot_loop_finish))
 
     def _fire(self, record: Record, finish: Finish) -> Any:
         task, due, suffix = self._find(record)
         if task.due_ms(due.cell) != due.due_ms:
-            return _NOTHING  # a timer that fired just before it cleared or moved it
+            return _NOTHING  # the timer before this one has cleared or moved it
         timers = task.clock_timers if due.clock else task.timers
         if timers.least_set < due.due_ms:
-            raise TimersDue(due.due_ms)  # a timer that fired just before it has set an earlier one
+            raise TimersDue(due.due_ms)  # the timer before this one has set a timer that is due earlier than this one
         outputs, states = self._call(task, suffix, record, self._give(due, task), finish, is_periodic=True)
         self._clear(task, due)
         self._call.write(states, task)
@@ -345,13 +348,14 @@ class Fired:
         return outputs
 
     def discard(self, record: Record) -> None:
-        """Clear a timer whose function failed, with the state of its window: its error policy goes on without it."""
+        """Clear a timer whose function failed, with the state of its window. The error policy then continues without
+        the timer."""
         task, due, suffix = self._find(record)
         self._clear(task, due)
         if due.window is not None:
             self._stores.delete(task, suffix)
 
-    def _clear(self, task: TaskCells, due: Due) -> None:
+    def _clear(self, task: TaskCells, due: DueTimer) -> None:
         task.set_timer(due.cell, None)
         if due.window is None:
             return

@@ -33,7 +33,7 @@ def abort_open_transaction(
     if before is None:
         raise Unavailable(f"{transactional_id}: no coordinator knows this transactional.id (never used, or expired)")
     # Uses the id's own timeout, so that this init does not change what DescribeTransactions shows.
-    found = admin.describe_all([transactional_id])
+    found = admin.describe_transactions([transactional_id])
     timeout_ms = found[0].timeout_ms if found else settings.transaction_timeout_ms
     fence(settings.with_values(**{"transaction.timeout.ms": timeout_ms}), transactional_id)
     return before, admin.describe(transactional_id)
@@ -64,14 +64,14 @@ def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT
 def abort_open_transactions(admin: ClusterAdmin, transactional_ids: Sequence[str], world: World = REAL) -> None:
     """Abort the transactions that a killed predecessor left open under these ids, before this process's init.
 
-    Only saves time, because the init would do the same. The init's first answer would be CONCURRENT_TRANSACTIONS, and
-    librdkafka then waits a fixed 500 ms before it retries (rdkafka_idempotence.c), once or twice for each id: measured
-    0.56 or 1.02 s, where a coordinator takes some 10 ms.
+    This only saves time, because the init would do the same. The init's first answer would be CONCURRENT_TRANSACTIONS,
+    and librdkafka then waits a fixed 500 ms before it retries (rdkafka_idempotence.c), once or twice for each id:
+    measured 0.56 or 1.02 s, where a coordinator takes some 10 ms.
     """
     deadline = world.now() + _LEFT_OPEN_S
     ended: set[str] = set()
     try:
-        while busy := [row for row in admin.describe_all(transactional_ids) if row.state in _BUSY]:
+        while busy := [row for row in admin.describe_transactions(transactional_ids) if row.state in _BUSY]:
             if world.now() >= deadline:
                 return
             for row in busy:

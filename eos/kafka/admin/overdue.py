@@ -64,7 +64,7 @@ class OverdueTransactions:
             return None
         if self._is_rebalanced:
             self._is_rebalanced = False
-            self._watched = self._of_others(admin)
+            self._watched = self._transactions_of_others(admin)
         else:
             self._watched = find_still_open(admin, self._watched)
         if not self._watched:
@@ -80,11 +80,11 @@ class OverdueTransactions:
         level = log.debug if isinstance(error, EosError) else log.warning
         level("overdue transaction query failed", error=str(error), group=self._group)
 
-    def _of_others(self, admin: ClusterAdmin) -> list[ListedTransaction]:
+    def _transactions_of_others(self, admin: ClusterAdmin) -> list[ListedTransaction]:
         wrote = transactional_ids_in(self._group, admin.committed_metadata(self._group))
         offsets = OFFSETS_LOG, log_partition_of(self._group, len(admin.partitions([OFFSETS_LOG])))
         others = {*wrote, *admin.ongoing(f"{self._group}-")} - {self._own_id, alternate_transactional_id(self._own_id)}
-        found = [t for t in admin.describe_all(sorted(others)) if t.state == "Ongoing"]
+        found = [t for t in admin.describe_transactions(sorted(others)) if t.state == "Ongoing"]
         return [t for t in found if t.transactional_id in wrote or offsets in t.partitions]
 
 
@@ -102,7 +102,7 @@ def transactional_ids_in(group: str, metadata: Iterable[str]) -> set[str]:
 def find_still_open(admin: ClusterAdmin, seen: Iterable[ListedTransaction]) -> list[ListedTransaction]:
     """Return the transactions that are still open; a live member ends each of its transactions within moments."""
     key = {(t.transactional_id, t.start_ms) for t in seen}
-    now = admin.describe_all(sorted(t.transactional_id for t in seen))
+    now = admin.describe_transactions(sorted(t.transactional_id for t in seen))
     return [t for t in now if t.state == "Ongoing" and (t.transactional_id, t.start_ms) in key]
 
 

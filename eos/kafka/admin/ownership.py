@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from eos.kafka.client.cluster import TransactionalIdState
 
 ABORTING = ("PrepareEpochFence", "PrepareAbort")
-AGREEMENT_INTERVAL_S = 1.5  # during its init, a newer instance passes through the same state as our own timeout
+AGREEMENT_INTERVAL_S = 1.5  # a newer instance that is in its init looks for a moment like our own timeout
 
 
 class Identity(NamedTuple):
@@ -86,8 +86,8 @@ def judge(situation: Situation, answer: TransactionalIdState | None) -> Owner:
         return Owner.NEWER
     if situation.age_ms >= situation.timeout_ms and situation.progress is not Progress.NOTHING:
         return Owner.OWN_TIMEOUT
-    # A working newer instance would leave a different state behind. So a newer instance died in its init, or is still
-    # in it, or our clock stopped because a virtual machine was paused.
+    # A newer instance that works would have left a different state. There are three explanations: a newer instance died
+    # in its init; it is still in its init; or our clock stood still, because the virtual machine was paused.
     return Owner.ABORTED_EARLY if situation.progress is Progress.ACKNOWLEDGED else Owner.UNKNOWN_TIMEOUT
 
 
@@ -122,7 +122,7 @@ def settle(
     deadline: float | None = None
     first: tuple[Owner, float] | None = None
     while True:
-        asked = clock()  # the answer may be slow, but is not older than this
+        asked = clock()  # the answer may arrive late, but describes a time after this
         answer = describe()
         owner = judge(situation, answer)
         if deadline is None and (answer is None or answer.state not in ABORTING):

@@ -153,7 +153,8 @@ def _check_topics(need: Requirements, facts: Facts) -> Iterator[Finding]:
 
 
 def _check_internal_topics(need: Requirements, facts: Facts) -> Iterator[Finding]:
-    """Check the transaction log and the offsets log: init_transactions hangs if the former cannot be written."""
+    """Check the transaction log and the offsets log. If the transaction log cannot be written, init_transactions
+    hangs."""
     yield from _check_internal_topic(TRANSACTION_LOG, "transaction.state.log", facts, "no transaction can begin")
     yield from _check_internal_topic(OFFSETS_LOG, "offsets.topic", facts, "no group can commit")
 

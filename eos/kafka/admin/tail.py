@@ -174,7 +174,8 @@ def _list_offsets(
 def _list_readable_offsets(
     client: Any, topic_partitions: list[TopicPartition], spec: Any, level: IsolationLevel
 ) -> dict[int, int | Unavailable]:
-    """Return first or end offsets, with Unavailable in place of a negative one, which cannot be read to."""
+    """Return first or end offsets. In place of a negative offset, up to which nothing can be read, return
+    Unavailable."""
     found = _list_offsets(client, topic_partitions, spec, level)
     for partition, offset in found.items():
         if isinstance(offset, int) and offset < 0:
@@ -204,10 +205,8 @@ class _PartitionReader:
     visible: set[int] = field(default_factory=set)  # offsets that the committed reader returned
 
     def marked(self, stable: Callable[[], int]) -> Iterator[MarkedRecord]:
-        """Yield the records whose mark is known, in order. `stable` is called only if the committed reader has not
-        passed them.
-
-        `stable` returns the last stable offset."""
+        """Yield the records whose mark is known, in order. `stable` returns the last stable offset. It is called only
+        if the committed reader has not passed all records."""
         while self.waiting and self.waiting[0].offset < self.committed_at:
             record = self.waiting.popleft()
             mark = Mark.COMMITTED if record.offset in self.visible else Mark.ABORTED
@@ -232,7 +231,7 @@ class TopicReader:
         self._partitions = {partition: _PartitionReader(start, start) for partition, start in starts.items()}
         topic_partitions = [TopicPartition(topic, partition, start) for partition, start in starts.items()]
         self._committed = _consumer(settings, "read_committed", topic_partitions, world)
-        self._all = _consumer(settings, "read_uncommitted", topic_partitions, world) if uncommitted else None
+        self._all_reader = _consumer(settings, "read_uncommitted", topic_partitions, world) if uncommitted else None
 
     def __enter__(self) -> Self:
         return self
@@ -241,8 +240,8 @@ class TopicReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._committed.close()
-        if self._all is not None:
-            self._all.close()
+        if self._all_reader is not None:
+            self._all_reader.close()
 
     def at(self, partition: int) -> int:
         """Return the offset before which every record was returned or is invisible to this reader."""
@@ -253,9 +252,9 @@ class TopicReader:
 
     def read(self) -> list[MarkedRecord]:
         """Return the records that arrive within 0.1 s, in order per partition."""
-        if self._all is None:
+        if self._all_reader is None:
             return [MarkedRecord(record) for record in self._poll(self._committed, "committed_at", _POLL_S)]
-        for record in self._poll(self._all, "all_at", _POLL_S):
+        for record in self._poll(self._all_reader, "all_at", _POLL_S):
             self._partitions[record.partition].waiting.append(record)
         for record in self._poll(self._committed, "committed_at", _POLL_S / 10):
             self._partitions[record.partition].visible.add(record.offset)
@@ -358,7 +357,7 @@ def read_batches_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator
     while left := {partition: end for partition, end in ends.items() if reader.at(partition) < end}:
         before = {partition: reader.at(partition) for partition in left}
         got = reader.read()
-        # Checking each record costs 0.2 µs, so do it only once some may be at or after an end.
+        # A check of each record costs 0.2 µs. So check records only if some of them may lie at or after an end.
         whole = len(ends) == begun and all(reader.at(partition) <= end for partition, end in ends.items())
         yield got if whole else [seen for seen in got if seen.record.offset < ends.get(seen.record.partition, 0)]
         if got or any(reader.at(partition) > at for partition, at in before.items()):

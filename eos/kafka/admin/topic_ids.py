@@ -39,8 +39,8 @@ class TopicIds:
         known: dict[str, str] | None = None,
     ) -> None:
         self._world = world
-        self._settings, self._changed, self._changelogs = settings, changed, frozenset(changelogs)
-        self._known: dict[str, str] = {} if known is None else known
+        self._settings, self._on_change, self._changelogs = settings, changed, frozenset(changelogs)
+        self._known_ids: dict[str, str] = {} if known is None else known
         self._missing_since: dict[str, float] = {}
         self._check = Check(self._run, self._on_error)
         self.watch(topics)
@@ -78,7 +78,7 @@ class TopicIds:
     def _run(self, admin: ClusterAdmin) -> float | None:
         if (gone := self._find_changed(admin)) is None:
             return INTERVAL_S
-        self._changed(gone)
+        self._on_change(gone)
         return None
 
     def _on_error(self, error: Exception) -> float | None:
@@ -90,9 +90,9 @@ class TopicIds:
         # The answer omits sources that are missing.
         found = admin.topic_ids(self._topics)
         for topic, now in found.items():
-            if (known := self._known.setdefault(topic, now)) != now:
+            if (known := self._known_ids.setdefault(topic, now)) != now:
                 return self._recreated(topic, f"its id was {known}, is {now}")
-        unseen = (self._changelogs & self._known.keys()) - found.keys()
+        unseen = (self._changelogs & self._known_ids.keys()) - found.keys()
         missing = admin.missing_topics(unseen) if unseen else set[str]()
         now_s = self._world.now()
         self._missing_since = {topic: self._missing_since.get(topic, now_s) for topic in missing}

@@ -132,7 +132,7 @@ class ClusterAdmin:
                 producer_id_filters=sorted(producer_ids), state_filters=sorted(states)
             )
         names = sorted({row.transactional_id for rows in listings.values() for row in rows})
-        return self.describe_all(names)
+        return self.describe_transactions(names)
 
     def ongoing(self, prefix: str) -> list[str]:
         """Return the transactional.ids with this prefix that have an open transaction."""
@@ -140,17 +140,17 @@ class ClusterAdmin:
             listings = self._client.list_transactions(state_filters=["Ongoing"])
         return sorted({n for rows in listings.values() for r in rows if (n := r.transactional_id).startswith(prefix)})
 
-    def describe_all(self, transactional_ids: Sequence[str]) -> list[ListedTransaction]:
+    def describe_transactions(self, transactional_ids: Sequence[str]) -> list[ListedTransaction]:
         """Return the coordinators' view of these transactional.ids, without those that no coordinator knows."""
-        return [row for chunk in _chunks(transactional_ids) for row in self._described(chunk)]
+        return [row for chunk in _chunks(transactional_ids) for row in self._describe_chunk(chunk)]
 
-    def _described(self, names: Sequence[str]) -> list[ListedTransaction]:
+    def _describe_chunk(self, names: Sequence[str]) -> list[ListedTransaction]:
         with _translate_errors("DescribeTransactions", f"transactional.id {names[0]}", "DESCRIBE"):
             try:
                 found = self._client.describe_transactions(names)
             except (kafka_errors.TransactionalIdNotFoundError, kafka_errors.AuthorizationError) as error:
                 if len(names) > 1:
-                    return [row for name in names for row in self._described([name])]
+                    return [row for name in names for row in self._describe_chunk([name])]
                 if isinstance(error, kafka_errors.AuthorizationError):
                     raise
                 return []  # expired after it was listed

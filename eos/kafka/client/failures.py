@@ -163,7 +163,7 @@ def _error_code(error: BaseException | KafkaError) -> int | None:
 def explain_denied(
     error: BaseException | KafkaError, *, group: str = "", transactional_id: str = "", topic: str = ""
 ) -> str:
-    """Return which resource the call may not use and which ACL allows it; "" unless it is an authorisation error.
+    """Return the resource that the call may not use and the ACL that would allow it; "" for any other kind of error.
 
     Assumes that a call with a transactional.id writes to the topic, and that one without reads it.
     """
@@ -177,14 +177,14 @@ def explain_denied(
 
 
 def explain_missing_topic(error: BaseException | KafkaError, topic: str) -> str:
-    """Return how to create an output's missing topic; "" for another error."""
+    """Return advice on how to create a missing output topic; "" for any other error."""
     if _error_code(error) not in (_K.UNKNOWN_TOPIC_OR_PART, _K._UNKNOWN_TOPIC) or not is_topic_name(topic):
         return ""
     return f"topic {topic} does not exist: `eos topic create {topic}` creates it"
 
 
 def explain_too_large(error: BaseException | KafkaError, call: Call, topic: str, size: int, limit: object) -> str:
-    """Return the size of a refused record and the setting that refuses it; "" for another error.
+    """Return the size of a refused record and the setting that refuses it; "" for any other error.
 
     `size` in bytes. `limit`: the producer's message.max.bytes, None for its default."""
     if _error_code(error) != _K.MSG_SIZE_TOO_LARGE or not size:
@@ -196,7 +196,7 @@ def explain_too_large(error: BaseException | KafkaError, call: Call, topic: str,
 
 
 def explain_refused_timestamp(error: BaseException | KafkaError) -> str:
-    """Return why a topic refuses an output's timestamp; "" for another error."""
+    """Return why a topic refuses an output's timestamp; "" for any other error."""
     if _error_code(error) != _K.INVALID_TIMESTAMP:
         return ""
     return (
@@ -206,7 +206,7 @@ def explain_refused_timestamp(error: BaseException | KafkaError) -> str:
 
 
 def explain_other_strategy(error: KafkaError, group: str) -> str:
-    """Return how to resolve a conflict of assignment strategies in a group; "" for another error."""
+    """Return how to resolve a conflict of assignment strategies in a group; "" for any other error."""
     if error.code() != _K.INCONSISTENT_GROUP_PROTOCOL:
         return ""
     return (

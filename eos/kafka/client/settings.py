@@ -340,7 +340,7 @@ class Settings:
     def classic_group(self) -> bool:
         return str(self.get("group.protocol", "classic")) == "classic"
 
-    def for_several_topics(self) -> Settings:
+    def with_multi_topic_assignment(self) -> Settings:
         """Return a copy whose group assigns each member a part of every topic, unless the user chose a strategy.
 
         cooperative-sticky counts partitions only: one of two members may get all partitions of one topic (measured: the
@@ -413,7 +413,8 @@ def alternate_transactional_id(transactional_id: str) -> str:
 def instance_id_for(transactional_id: str) -> str:
     """Return the group.instance.id of the member with this transactional.id.
 
-    It is the same text if Kafka accepts it (the rules of topic names: Topic.validate), otherwise one with a hash."""
+    It is the transactional.id itself if Kafka accepts that as a name (Topic.validate), otherwise a name with its
+    hash."""
     if re.fullmatch(r"[A-Za-z0-9._-]{1,249}", transactional_id) and transactional_id.strip("."):
         return transactional_id
     digest = hashlib.sha256(transactional_id.encode()).hexdigest()[:32]
@@ -433,7 +434,7 @@ def load(
 
 
 def to_settings(given: Settings | Mapping[str, Any]) -> Settings:
-    """Return the settings that code passes: Settings unchanged, a mapping as the strongest source of `load`."""
+    """Return Settings unchanged, and load a mapping as the source that overrides all others (see `load`)."""
     return given if isinstance(given, Settings) else load(given)
 
 

@@ -44,7 +44,7 @@ class Watchdog:
     def __init__(self, name: str, idle: Callable[[], None] | None = None) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.hung = False
-        self._idle = idle
+        self._on_idle = idle
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -57,20 +57,21 @@ class Watchdog:
             except BaseException as error:  # noqa: BLE001 - it is raised again on the calling thread
                 job.error = error
             job.done.set()
-            # This frame is in the error's traceback. A job left in it would form a reference cycle with the error and
-            # keep the producer alive until a garbage collection, which a worker keeps from running.
+            # The error's traceback refers to this frame. If the frame kept the job, the two would form a reference
+            # cycle. It would keep the producer alive until the next garbage collection, and a worker rarely collects
+            # garbage.
             del job
-        self._idle = None  # breaks a reference cycle: the callback's owner may refer to this object
+        self._on_idle = None  # breaks a reference cycle: the callback's owner may refer to this object
 
     def _next(self) -> Job | None:
-        while self._idle is not None:
+        while self._on_idle is not None:
             with contextlib.suppress(queue.Empty):
                 return self._jobs.get(timeout=IDLE_INTERVAL_S)
-            self._idle()
+            self._on_idle()
         return self._jobs.get()
 
     def start(self, function: Callable[..., Any], *args: Any) -> Job:
-        """Queue a call of the function after the jobs before it, and return at once."""
+        """Queue a call of the function, and return at once."""
         return self.submit(Job(function, args))
 
     def submit(self, job: Job) -> Job:

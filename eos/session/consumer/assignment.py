@@ -67,11 +67,11 @@ class Assignment:
         self._fire(Event.ASSIGN, partitions)
 
     def locate(self, starts: Mapping[Partition, TopicPartition]) -> None:
-        """Note the starts of assigned partitions."""
+        """Record the start offsets of assigned partitions."""
         self._fire(Event.LOCATE, starts, starts)
 
     def read(self, partitions: Collection[Partition]) -> None:
-        """Note that located partitions are read from now on."""
+        """Mark located partitions as being read from now on."""
         self._fire(Event.READ, partitions)
 
     def revoke(self, partitions: Collection[Partition]) -> None:
@@ -80,7 +80,7 @@ class Assignment:
         self.revoked |= set(partitions)
 
     def note_reported(self, partitions: Collection[Partition]) -> None:
-        """Note that the participants know of these revocations."""
+        """Mark these revocations as reported to the participants."""
         self.revoked -= set(partitions)
 
     def _fire(
@@ -94,12 +94,12 @@ class Assignment:
                 raise IllegalState(f"{event.value} is not possible for partition {partition}: {before.value}")
             phases[partition] = after
         self._phases = {p: phase for p, phase in phases.items() if phase is not Phase.NOT_OURS}
-        located = self._in(Phase.RESTORING, Phase.READING)
+        located = self._in_phase(Phase.RESTORING, Phase.READING)
         self._starts = {p: start for p, start in {**self._starts, **(starts or {})}.items() if p in located}
-        self.unlocated, self.reading = self._in(Phase.ASSIGNED), self._in(Phase.READING)
+        self.unlocated, self.reading = self._in_phase(Phase.ASSIGNED), self._in_phase(Phase.READING)
         self.restoring = {p: start for p, start in self._starts.items() if p not in self.reading}
 
-    def _in(self, *phases: Phase) -> frozenset[Partition]:
+    def _in_phase(self, *phases: Phase) -> frozenset[Partition]:
         return frozenset(p for p, phase in self._phases.items() if phase in phases)
 
     @property

@@ -47,7 +47,7 @@ class Follower(Protocol):
         """Take over these partitions, which start at the given offsets; return those that are ready to be read.
 
         The fetcher calls this again a moment later for the partitions that are not ready. Meanwhile it polls the group
-        and reads the ready ones. `uncommitted`: those of which the group has committed no offset."""
+        and reads the ready ones. `uncommitted`: the partitions for which the group has committed no offset."""
 
 
 @runtime_checkable
@@ -186,7 +186,7 @@ class Fetcher:
             self._group_consumer = None
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
-        """Note that a transaction with these offsets was committed."""
+        """Record that a transaction with these offsets was committed."""
         self.positions.commit(offsets)
         self.group_consumer.start_offsets.committed()
 

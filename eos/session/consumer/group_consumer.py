@@ -81,7 +81,7 @@ class GroupConsumer:
         lower_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
     ) -> None:
         """Create the consumer. `stopping` returns True once a stop was requested, which ends waits for the cluster.
-        `with_ends`: the positions learn of the partitions' ends. `changelogs`: see TopicIds. `on_unreadable`: see
+        `with_ends`: report the ends of partitions to the positions. `changelogs`: see TopicIds. `on_unreadable`: see
         Listener. `lower_starts`: see StartsEarlier."""
         self._settings, self._world = settings, world
         self._topics = list(topics)
@@ -91,7 +91,7 @@ class GroupConsumer:
         self.assignment = Assignment(self._handover.revoked)
         self.lost_reason: str | None = None
         """Why the open transaction cannot commit: it took records of partitions that the group took away."""
-        self._latched: BaseException | None = None  # raised by a callback
+        self._latched_error: BaseException | None = None  # raised by a callback
         self._on_unreadable = on_unreadable
         self._ended_at: dict[Partition, float] = {}  # when the consumer was last at the end of each partition
         self._must_seek = False  # the consumer may have passed records that it did not return
@@ -145,7 +145,7 @@ class GroupConsumer:
         try:
             self._subscribe()
         except KafkaException as error:
-            # Only a consumer with a fatal error refuses; the next poll would raise that error too.
+            # Only a consumer with a fatal error refuses to subscribe; the next poll would raise that error too.
             raise CallFailed("consume", Action.REJOIN, error) from error
 
     def close(self, leave: bool) -> None:
@@ -157,9 +157,9 @@ class GroupConsumer:
         try:
             guard.call(self.consumer.close, timeout_s=_CLOSE_S)
         except CallHung:
-            # Seen twice with librdkafka 2.16 (its issue 4884) after many interrupts: librdkafka was closing its group
-            # when the revocation callback called back into it to give up the partitions; that call never returns. The
-            # process is about to end anyway. (If the call waits with the interpreter's lock, nothing helps.)
+            # This happened twice with librdkafka 2.16 (its issue 4884) after many interrupts. librdkafka was closing
+            # its group, and the revocation callback called unassign(), which never returned. The process is about to
+            # end anyway. If the call holds the interpreter's lock while it waits, no thread of ours can run.
             log.warning("consumer close timed out", group=self.group, timeout_s=_CLOSE_S)
         except (KafkaException, RuntimeError) as error:
             log.debug("consumer close failed", error=describe_error(error), group=self.group)
@@ -177,7 +177,7 @@ class GroupConsumer:
 
     def _latch(self, error: BaseException) -> None:
         """Keep an error of a callback for the next `poll`, or for the `poll` that is running."""
-        self._latched = self._latched or error
+        self._latched_error = self._latched_error or error
 
     def _take_statistics(self, text: str) -> None:
         try:
@@ -217,8 +217,8 @@ class GroupConsumer:
         self._positions.add_fetched(records)
         if not repeated and self._positions.repeated:
             log.warning("repeated records dropped", group=self.group, reason="the client delivered them before")
-        if self._latched is not None:
-            latched, self._latched = self._latched, None
+        if self._latched_error is not None:
+            latched, self._latched_error = self._latched_error, None
             raise latched
         if failed is not None:
             self._handle_error(failed)
@@ -258,9 +258,11 @@ class GroupConsumer:
         return None if end is None else (end, self._ended_at[partition])
 
     def seek(self, targets: Mapping[Partition, int], unless_unfetched: bool = False) -> None:
-        """Fetch partitions again from these offsets. `poll` returns none of the records fetched before: librdkafka
-        marks them outdated before seek() returns. With `unless_unfetched`, a partition stays at its start if the client
-        has not begun to fetch it and so cannot seek it.
+        """Fetch partitions again from these offsets. From now on `poll` returns no record that was fetched before the
+        seek: librdkafka marks such records as outdated before seek() returns.
+
+        `unless_unfetched`: skip partitions that the client has not begun to fetch. The client cannot seek in them, and
+        they are still at their start.
 
         Raises CallFailed(REJOIN) if the consumer cannot seek and must be replaced."""
         for partition, offset in targets.items():
@@ -323,7 +325,7 @@ class GroupConsumer:
     # ---- the open transaction ---------------------------------------------------------------------------------
 
     def begin_transaction(self) -> None:
-        """Note that a transaction begins, and has taken no records yet."""
+        """Record that a transaction begins. It has taken no records yet."""
         self.lost_reason = None
 
     def raise_if_lost(self) -> None:

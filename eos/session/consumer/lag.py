@@ -55,18 +55,18 @@ decode_statistics = msgspec.json.Decoder(Statistics).decode
 class Lag:
     def __init__(self, positions: Positions[Any], group: str, world: World) -> None:
         self._positions, self._group, self._world = positions, group, world
-        self._newest: Statistics | None = None  # statistics that were not read yet
+        self._newest_statistics: Statistics | None = None  # statistics that were not read yet
         self._lags: dict[Partition, int] = {}
         # The next offset, and the time of its last change or log line.
         self._stalled: dict[Partition, tuple[int, float]] = {}
 
     def note(self, statistics: Statistics) -> None:
-        self._newest = statistics
+        self._newest_statistics = statistics
 
     def update(self, owned: Collection[Partition]) -> None:
         """Compute lags from the newest statistics as soon as they arrive: later commits belong to later ends."""
-        if self._newest is not None:
-            statistics, self._newest = self._newest, None
+        if self._newest_statistics is not None:
+            statistics, self._newest_statistics = self._newest_statistics, None
             self._lags = self._lags_by(statistics)
             self._warn_of_stalled(statistics, owned)
 

@@ -39,29 +39,31 @@ class LostAssignment:
     def __init__(self, settings: Settings, group: str, watcher: Watcher, world: World) -> None:
         self._settings, self._group, self._world = settings, group, world
         self._watcher, self._check = watcher, Check(self._query, self._on_error)
-        self._late = 0
+        self._late_answers = 0
         self._looking = False
-        self._since = 0.0  # answers to earlier queries do not count
-        self._missing: dict[Partition, float] = {}  # time of the first query in a row whose answer named the partition
+        self._answers_since = 0.0  # answers to earlier queries do not count
+        self._missing_since: dict[
+            Partition, float
+        ] = {}  # time of the first query in a row whose answer named the partition
         self._unchecked_report: ReportedAssignment | None = None  # a report that was not compared yet
         self._member_id = ""  # the id to query; "" while no query runs
         self._is_refused = False
         watcher.add(self._check)
 
     def note(self, late: int) -> None:
-        """Note the number of late responses from the coordinator up to now."""
-        if late > self._late and not self._settings.classic_group:
+        """Record the number of late responses from the coordinator up to now."""
+        if late > self._late_answers and not self._settings.classic_group:
             self._looking = True
             self.reset()  # a slow coordinator gets time: its next responses may arrive
-        self._late = late
+        self._late_answers = late
 
     def reset(self) -> None:
-        """Note that a rebalance callback ran: the client knows the member's whole assignment."""
-        self._since, self._missing = self._world.now(), {}
+        """Record that a rebalance callback ran, so the client knows the member's whole assignment."""
+        self._answers_since, self._missing_since = self._world.now(), {}
 
     def check(self, member_id: Callable[[], str | None], known: Callable[[], Collection[Partition]]) -> None:
-        """Raise CallFailed(REJOIN) if the member has partitions that its client did not learn of for a while. Called
-        after each poll, so that `known` returns every assignment that was waiting there."""
+        """Raise CallFailed(REJOIN) if the client has ignored some of the member's partitions for a while. Called after
+        each poll, so that `known` returns every assignment that was waiting there."""
         if missing := self.find_missing(member_id, known):
             sentence = f"the group assigned {names_of(missing)} in a response that came too late for the client"
             raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))
@@ -75,12 +77,12 @@ class LostAssignment:
             self._member_id = member
             self._watcher.wake(self._check)
         report, self._unchecked_report = self._unchecked_report, None
-        if report is None or report.asked_at < self._since:
+        if report is None or report.asked_at < self._answers_since:
             return set()
         missing = report.partitions.difference(known())
-        self._missing = {partition: self._missing.get(partition, report.asked_at) for partition in missing}
-        self._looking = bool(missing) or report.asked_at - self._since < _PATIENCE_S
-        return {p for p, first in self._missing.items() if report.asked_at - first >= _PATIENCE_S}
+        self._missing_since = {partition: self._missing_since.get(partition, report.asked_at) for partition in missing}
+        self._looking = bool(missing) or report.asked_at - self._answers_since < _PATIENCE_S
+        return {p for p, first in self._missing_since.items() if report.asked_at - first >= _PATIENCE_S}
 
     def stop(self) -> None:
         self._watcher.remove(self._check)

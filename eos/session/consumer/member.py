@@ -48,7 +48,7 @@ class Member:
         return current
 
     def note_first_assignment(self) -> None:
-        """Note the member id under which the first of the present partitions are assigned."""
+        """Record the member id under which the first of the present partitions were assigned."""
         self._assigned_as = self._consumer.memberid()
 
     def has_changed(self, member_id: str) -> bool:
@@ -60,7 +60,8 @@ class Member:
         return member_id != self._assigned_as
 
     def remove_predecessor(self, admin: ClusterAdmin, topics: Collection[str]) -> None:
-        """Remove this member's predecessor from a classic group where its subscription would be used for ours.
+        """Remove this member's predecessor from a classic group that would use the predecessor's subscription in place
+        of ours.
 
         A static member that comes back gets its old partitions without a rebalance, even if it subscribes to other
         topics now (4.3.1, measured). The partitions of a new topic would have no owner, and the member would get
@@ -92,8 +93,9 @@ class Member:
         )
 
     def _refuse_others(self, members: Collection[Mapping[str, Any]]) -> None:
-        """Raise ConfigurationError if a member is not a worker. Its strategy may be one of ours (librdkafka offers
-        `roundrobin`, Java `cooperative-sticky`), so that brokers would share the topics between both."""
+        """Raise ConfigurationError if a member is not a worker. A foreign member may use the same assignment strategy
+        as a worker: librdkafka offers `roundrobin`, and Java `cooperative-sticky`. The brokers would then share the
+        topics between workers and foreign members."""
         if others := sorted({m["client_id"] for m in members if not m.get("group_instance_id")}):
             raise ConfigurationError(
                 f"group {self._group} has members that are not workers of this App (client.id {', '.join(others)}): "
@@ -101,8 +103,8 @@ class Member:
             )
 
     def query_is_ours(self) -> bool:
-        """Ask the group whether no other member holds our group.instance.id. A dynamic member checks that it still has
-        a member id, if it ever had one."""
+        """Return whether no other member of the group holds our group.instance.id. A dynamic member has none: it
+        returns whether it still has a member id, or never had one."""
         current = self.refresh_id()  # differs from the id of the last commit if librdkafka rejoined by itself
         if self._instance_id is None:
             return bool(current) or not self._was_member
@@ -112,7 +114,7 @@ class Member:
         return all(m.get("member_id") in self._ids for m in ours)
 
     def leave(self) -> None:
-        """Leave the group for good. A dynamic member has already left, when its consumer was closed."""
+        """Leave the group for good. A dynamic member left when its consumer was closed."""
         if self._instance_id is None:
             return
         try:

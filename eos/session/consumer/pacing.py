@@ -32,16 +32,16 @@ class Pacing:
 
     def __init__(self, interval_s: float, most: int, handled_at_once: int = 1, timeout_s: float = math.inf) -> None:
         self.interval_s, self._timeout_s = interval_s, timeout_s
-        self._most, self.handled_at_once = most, handled_at_once
+        self._most_records, self.handled_at_once = most, handled_at_once
         self.limit = most
         """The maximum number of records of the next transaction. Shrinks during the search for a refused record, and
         after transactions whose records could not be sent in time."""
         self.aborts_in_a_row = 0
         self._recovers_from_timeout = False  # no transaction has been allowed `most` records since a timeout
         self._last_timed_out = False  # no transaction has committed since a timeout
-        self._records_of_few_bytes = 1  # inputs of _FEW_BYTES
+        self._records_of_few_bytes = 1  # how many input records together have _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
-        self._records_left_to_search = 0  # the refused record is among the next records, of this number; 0: no search
+        self._records_left_to_search = 0  # the refused record is among this many next records; 0: no search
         self._began_at = 0.0
         self._gathering_since = 0.0
         self._pause_until = 0.0
@@ -49,7 +49,7 @@ class Pacing:
     # ---- how much ---------------------------------------------------------------------------------------------
 
     def observe_size(self, size: int) -> None:
-        """Note that a poll returned a record with a value of this many bytes."""
+        """Record that a poll returned a record with a value of this many bytes."""
         chunk = min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNK_BYTES // max(1, size)))
         self._chunk = max(chunk - chunk % self.handled_at_once, self.handled_at_once)
         self._records_of_few_bytes = max(1, _FEW_BYTES // max(1, size))
@@ -57,16 +57,16 @@ class Pacing:
     def most_to_gather(self, waiting: int) -> int:
         """Return how many records to poll before a transaction begins. At least one, even without room: the group's
         callbacks must run."""
-        return min(max(1, self._most - waiting), _CHUNK)
+        return min(max(1, self._most_records - waiting), _CHUNK)
 
     def most_to_add(self, taken: int) -> int:
         """Return how many records to poll for the open transaction, which took `taken`."""
-        return min(self._chunk, self._most - taken)
+        return min(self._chunk, self._most_records - taken)
 
     def most_to_prefetch(self, taken: int, waiting: int, size: int) -> int:
         """Return how many records to fetch while a transaction that took `taken` ends. `waiting` records are fetched
         already, the last of them of `size` bytes."""
-        if taken < _PREFETCH_FROM or waiting >= self._most:
+        if taken < _PREFETCH_FROM or waiting >= self._most_records:
             return 0
         return max(0, min(self._chunk, min(_PREFETCH, _PREFETCH_BYTES // max(1, size)) - waiting))
 
@@ -82,7 +82,7 @@ class Pacing:
         return 0.0 if self.aborts_in_a_row else self.left_s(now)
 
     def begin_gathering(self, now: float) -> None:
-        """Note that records polled from now on wait for the next transaction."""
+        """Record that the gathering of records for the next transaction begins now."""
         self._gathering_since = now
 
     def exclude(self, seconds: float) -> None:
@@ -90,7 +90,7 @@ class Pacing:
         self._gathering_since += seconds
 
     def begin(self, now: float) -> float:
-        """Note that a transaction begins. Return the time at which it stops handing out records.
+        """Record that a transaction begins, and return the time at which it stops handing out records.
 
         Gathering and handing out together take one interval, so that a record does not wait for two. At least half an
         interval is left, or the transactions of a slow function would shrink to single records."""
@@ -107,7 +107,8 @@ class Pacing:
     # ---- how transactions ended -------------------------------------------------------------------------------
 
     def committed(self, taken: int, open_s: float = 0.0, sending_s: float = 0.0) -> None:
-        """Note a transaction that was open for `open_s`, and spent `sending_s` of it sending its outputs.
+        """Record the commit of a transaction that was open for `open_s` and sent its outputs during `sending_s` of that
+        time.
 
         The next one may take more records if half of the timeout was enough, and takes fewer if sending took more than
         three quarters of it.
@@ -121,14 +122,14 @@ class Pacing:
             fast = self.limit < self._records_of_few_bytes or (
                 open_s < self._timeout_s / 4 and not self._recovers_from_timeout
             )
-            self.limit = min(self._most, self.limit * 2 if fast else self.limit + self.limit // 4 + 1)
-            self._recovers_from_timeout = self._recovers_from_timeout and self.limit < self._most
+            self.limit = min(self._most_records, self.limit * 2 if fast else self.limit + self.limit // 4 + 1)
+            self._recovers_from_timeout = self._recovers_from_timeout and self.limit < self._most_records
         elif sending_s > self._timeout_s * 3 / 4:
             at_most = min(self.limit, taken)
             self.limit = max(1, at_most * 3 // 4, min(at_most, self._records_of_few_bytes))
 
     def timed_out(self, taken: int, delivered: float | None) -> bool:
-        """Note a transaction that exceeded its timeout. `delivered` is the share of its outputs that arrived; None if
+        """Record a transaction that exceeded its timeout. `delivered` is the share of its outputs that arrived; None if
         its records were handled too slowly. Return whether the next transactions can take fewer records at all.
 
         The next one takes half of the records that would have arrived. A small one whose outputs all arrived is
@@ -147,7 +148,7 @@ class Pacing:
         self.pause(now, min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(self.aborts_in_a_row, _DOUBLINGS)))
 
     def rebuilt(self) -> None:
-        """Note a rebuild. It counts as an abort, and the init of its new producer was the pause."""
+        """Record a rebuild. It counts as an abort whose pause is over: the init of the new producer took that time."""
         self.aborts_in_a_row += 1
 
     def search_refused(self, taken: int) -> None:

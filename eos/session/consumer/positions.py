@@ -39,13 +39,17 @@ class Positions(Generic[R]):
     """Holds the fetched records that wait, and the offsets of the records that the open transaction took."""
 
     def __init__(self) -> None:
-        self._waiting: list[R] = []
+        self._waiting_records: list[R] = []
         self._last_batch: list[R] = []  # the last batch taken; a part of it may still be given back
         self._taken_before = 0  # records taken before the last batch
-        self._begins: dict[TopicPartition, int] = {}  # first offset that the transaction took before the last batch
+        self._begin_offsets: dict[
+            TopicPartition, int
+        ] = {}  # first offset that the transaction took before the last batch
         # The offset after the last record that the transaction took before the last batch.
-        self._nexts: dict[TopicPartition, int] = {}
-        self._lost: set[TopicPartition] = set()  # partitions lost after the open transaction took records of them
+        self._next_offsets: dict[TopicPartition, int] = {}
+        self._lost_partitions: set[TopicPartition] = (
+            set()
+        )  # partitions lost after the open transaction took records of them
         self._next_fetch: dict[TopicPartition, int] = {}  # the lowest offset that may arrive next
         self.repeated = 0
         """Records that the consumer delivered again; they are dropped."""
@@ -56,7 +60,7 @@ class Positions(Generic[R]):
 
     def __len__(self) -> int:
         """Return the number of waiting records."""
-        return len(self._waiting)
+        return len(self._waiting_records)
 
     @property
     def taken(self) -> int:
@@ -71,22 +75,22 @@ class Positions(Generic[R]):
     @property
     def newest(self) -> R | None:
         """Return the record that was fetched last, if it still waits."""
-        return self._waiting[-1] if self._waiting else None
+        return self._waiting_records[-1] if self._waiting_records else None
 
     @property
     def first_timestamp_ms(self) -> int:
         """Return the timestamp of the first waiting record; -1 if none waits."""
-        return getattr(self._waiting[0], "timestamp", -1) if self._waiting else -1
+        return getattr(self._waiting_records[0], "timestamp", -1) if self._waiting_records else -1
 
     # ---- records ----------------------------------------------------------------------------------------------
 
     def add_fetched(self, records: list[R]) -> None:
         """Append fetched records to the waiting ones. The list belongs to this object from now on."""
         next_fetch = self._drop_repeated(records)
-        if self._waiting:
-            self._waiting += records
+        if self._waiting_records:
+            self._waiting_records += records
         else:
-            self._waiting = records
+            self._waiting_records = records
         self._next_fetch |= next_fetch
 
     def _drop_repeated(self, records: list[R]) -> dict[TopicPartition, int]:
@@ -109,14 +113,16 @@ class Positions(Generic[R]):
 
     def holds(self, partition: TopicPartition) -> bool:
         """Return whether records of this partition wait, or the open transaction took some."""
-        return partition in self._begins or partition in map(_partition_of, [*self._last_batch, *self._waiting])
+        return partition in self._begin_offsets or partition in map(
+            _partition_of, [*self._last_batch, *self._waiting_records]
+        )
 
     def has_passed(self, partition: TopicPartition, offset: int) -> bool:
         """Return whether the record at this offset, or a later one, was fetched."""
         return self._next_fetch.get(partition, 0) > offset
 
     def reach_end(self, partition: TopicPartition, offset: int) -> None:
-        """Note that the consumer is at the end of a partition: no readable record lies before `offset`."""
+        """Record that the consumer is at the end of a partition, so no further readable record lies before `offset`."""
         self._ends[partition] = offset
 
     def find_end(self, partition: TopicPartition) -> int | None:
@@ -124,16 +130,16 @@ class Positions(Generic[R]):
         end = self._ends.get(partition)
         if end is None or self._next_fetch.get(partition, 0) > end:
             return None
-        return None if partition in map(_partition_of, self._waiting) else end
+        return None if partition in map(_partition_of, self._waiting_records) else end
 
     def take(self, most: int) -> list[R]:
         """Return at most `most` waiting records, which belong to the open transaction from now on."""
-        waiting = self._waiting
+        waiting = self._waiting_records
         if not waiting or most <= 0:
             return []
         self._reduce_last_batch()
         if most >= len(waiting):
-            self._last_batch, self._waiting = waiting, []
+            self._last_batch, self._waiting_records = waiting, []
         else:
             self._last_batch = waiting[:most]
             del waiting[:most]
@@ -143,8 +149,8 @@ class Positions(Generic[R]):
         """Reduce the last batch, which can no longer be given back, to the offsets at which it began and ended."""
         begins, nexts = _span(self._last_batch)
         self._taken_before += len(self._last_batch)
-        self._begins = begins | self._begins
-        self._nexts |= nexts
+        self._begin_offsets = begins | self._begin_offsets
+        self._next_offsets |= nexts
         self._last_batch = []
 
     def give_back(self, count: int) -> None:
@@ -156,13 +162,13 @@ class Positions(Generic[R]):
         kept, back = self._last_batch[:-count], self._last_batch[-count:]
         self._last_batch = kept
         # Records of a lost partition belong to another member now.
-        self._waiting[:0] = [r for r in back if (r.topic, r.partition) not in self._lost]
+        self._waiting_records[:0] = [r for r in back if (r.topic, r.partition) not in self._lost_partitions]
 
     # ---- offsets ----------------------------------------------------------------------------------------------
 
     def offsets(self) -> dict[TopicPartition, int]:
         """Return the next offset per partition of the taken records, which the transaction must commit."""
-        offsets = self._nexts | _span(self._last_batch)[1]
+        offsets = self._next_offsets | _span(self._last_batch)[1]
         return offsets | self._finished_ends(offsets)
 
     def _finished_ends(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
@@ -172,7 +178,7 @@ class Positions(Generic[R]):
         """
         if not self._ends:
             return {}
-        waiting = set(map(_partition_of, self._waiting))
+        waiting = set(map(_partition_of, self._waiting_records))
         return {
             partition: end
             for partition, end in self._ends.items()
@@ -186,29 +192,33 @@ class Positions(Generic[R]):
 
     def rebuild_next_fetch(self) -> dict[TopicPartition, int]:
         """Return the offset that the consumer must fetch next in each owned partition: after all records fetched so
-        far. Rebuilds this module's own note of it, because an exception in a signal handler may have interrupted the
-        last update."""
-        self._next_fetch = self.committed | self._nexts | _span(self._last_batch)[1] | _span(self._waiting)[1]
+        far. Replaces the stored offsets, because an exception in a signal handler may have interrupted their last
+        update."""
+        self._next_fetch = (
+            self.committed | self._next_offsets | _span(self._last_batch)[1] | _span(self._waiting_records)[1]
+        )
         return self._next_fetch.copy()
 
     # ---- the end of a transaction -----------------------------------------------------------------------------
 
     def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Note that the open transaction was committed with these offsets. A partition that was revoked meanwhile is
+        """Record that the open transaction was committed with these offsets. A partition that was revoked meanwhile is
         left out. An interrupted call can be repeated."""
         self.committed |= {p: offset for p, offset in offsets.items() if p in self.committed}
         self._reset()
 
     def _reset(self) -> None:
         self._last_batch, self._taken_before = [], 0
-        self._begins, self._nexts, self._lost = {}, {}, set()
+        self._begin_offsets, self._next_offsets, self._lost_partitions = {}, {}, set()
 
     def rewind(self) -> dict[TopicPartition, int]:
-        """Note that the transaction was aborted. Return the offsets from which the consumer must fetch again: the first
-        taken one of each partition that is still owned. Waiting records of those partitions are dropped."""
+        """Go back to the start of an aborted transaction. Return the offsets from which the consumer must fetch again:
+        for each partition that is still owned, the offset of the first record taken. Waiting records of these
+        partitions are dropped."""
         self._reduce_last_batch()
-        targets = {p: offset for p, offset in self._begins.items() if p not in self._lost}
-        # A known end lies after records that will be fetched again: committing it now would skip them.
+        targets = {p: offset for p, offset in self._begin_offsets.items() if p not in self._lost_partitions}
+        # Forget the known ends of these partitions. The records before an end will be fetched again, and a commit of
+        # the end would skip them.
         self._drop(targets)
         self._reset()
         self._next_fetch |= targets
@@ -216,14 +226,14 @@ class Positions(Generic[R]):
 
     def _drop(self, partitions: Collection[TopicPartition]) -> None:
         """Drop waiting records and known ends of these partitions."""
-        self._waiting = [r for r in self._waiting if (r.topic, r.partition) not in partitions]
+        self._waiting_records = [r for r in self._waiting_records if (r.topic, r.partition) not in partitions]
         for partition in partitions:
             self._ends.pop(partition, None)
 
     def resolve(self, stable: Mapping[TopicPartition, int | None]) -> dict[TopicPartition, int]:
-        """Note that the transaction's outcome was unknown and that `stable` are the group's committed offsets now; None
-        for a partition without one. Return the offsets from which the consumer must fetch again, as `rewind` does: for
-        each partition the first uncommitted one.
+        """Continue after a commit whose outcome was unknown. `stable`: the group's committed offsets now; None for a
+        partition without one. Return the offsets from which the consumer must fetch again, as `rewind` does: for each
+        partition the first uncommitted one.
 
         An offset below one that this member saw committed does not move the consumer back: those outputs are visible.
         (On old brokers a late TxnOffsetCommit can move the group back; the next commit repairs it.) A partition without
@@ -250,8 +260,8 @@ class Positions(Generic[R]):
         offset."""
         gone = set(partitions)
         self._drop(gone)
-        touched = gone & (self._begins.keys() | set(map(_partition_of, self._last_batch)))
-        self._lost |= touched
+        touched = gone & (self._begin_offsets.keys() | set(map(_partition_of, self._last_batch)))
+        self._lost_partitions |= touched
         for partition in gone:
             self.committed.pop(partition, None)
             self._next_fetch.pop(partition, None)
@@ -259,7 +269,7 @@ class Positions(Generic[R]):
 
     def clear(self) -> None:
         """Drop everything: the consumer is replaced, and its fetched records are outdated."""
-        self._waiting, self._ends, self.committed, self._next_fetch = [], {}, {}, {}
+        self._waiting_records, self._ends, self.committed, self._next_fetch = [], {}, {}, {}
         self._reset()
 
 

@@ -115,8 +115,9 @@ class ClusterQueries:
     # ---- the group's offsets ----------------------------------------------------------------------------------
 
     def topics_with_commits(self, admin: ClusterAdmin) -> set[str]:
-        """Return the topics of which the group has committed offsets. Open transactions of other members are not
-        awaited: the first commit of a topic does not make it older. Raises Stopped."""
+        """Return the topics for which the group has committed offsets, without a wait for open transactions of other
+        members. A topic's first commit, if it is still open, does not show that the group has read the topic before.
+        Raises Stopped."""
 
         def query() -> set[str]:
             try:
@@ -129,8 +130,9 @@ class ClusterQueries:
     def stable_committed(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition]:
         """Return the group's committed offsets; wait until no open transaction has pending ones (KIP-447).
 
-        Raises CallFailed(REJOIN) if another client gets them and this consumer does not. Seen with librdkafka 2.16
-        after the only broker came back: in 1 of 6 restarts it never looked for its group coordinator again.
+        Raises CallFailed(REJOIN) if another client gets the offsets and this consumer does not. This happened with
+        librdkafka 2.16 after the only broker had restarted: in 1 of 6 restarts the consumer never looked for its group
+        coordinator again.
         """
         waits = log.Reminder(self._world.now)
         while (found := self.try_committed(partitions, _QUERY_S)) is None:
@@ -187,9 +189,9 @@ class ClusterQueries:
 
 
 class EndOfInput:
-    """Detects the end of a run with `until_end`: the whole group, including other members, has committed all records
-    that were readable at the start, and the resulting records in the input topics that the session itself writes
-    (`chained`)."""
+    """Detects the end of a run with `until_end`. The run ends once the whole group, other members included, has
+    committed all records that were readable at the start. If the session itself writes some of its input topics
+    (`chained`), the group must also have committed the records that resulted there."""
 
     def __init__(self, queries: ClusterQueries, settings: Settings, chained: Collection[str], world: World) -> None:
         self._targets, self._world, self._next_query_at = queries.stable_ends(), world, 0.0

@@ -44,7 +44,7 @@ class StartOffsets:
     ) -> None:
         self._lower_starts = lower_starts
         self._queries, self._settings, self._from_beginning, self._world = queries, settings, from_beginning, world
-        self._earlier = earlier
+        self._earlier_starts = earlier
         self._group: str = settings["group.id"]
         self._next_query = 0.0
         self._waits = log.Reminder(world.now, _LOG_INTERVAL_S)
@@ -129,7 +129,7 @@ class StartOffsets:
         is_older = dict.fromkeys(self._from_beginning, True)  # the group is older than the topic
         ends = {}
         for topic, partition in partitions:
-            if (start := self._earlier.get((topic, partition))) is not None:
+            if (start := self._earlier_starts.get((topic, partition))) is not None:
                 ends[topic, partition] = start
                 continue
             if topic not in is_older:
@@ -151,7 +151,7 @@ class StartOffsets:
         self.uncommitted = {p: offset for p, offset in self.uncommitted.items() if p not in partitions}
 
     def committed(self) -> None:
-        """Note that a transaction committed all uncommitted start offsets."""
+        """Mark all start offsets as committed, because a transaction committed them."""
         self.uncommitted = {}
 
     def resolve(self, stable: Mapping[Partition, TopicPartition]) -> None:

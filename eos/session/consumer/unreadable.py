@@ -39,7 +39,8 @@ class UnreadableInput:
         )
 
     def note_damaged(self, partition: Partition, offset: int, error: KafkaError) -> None:
-        """Note that a batch does not match its checksum. The client reads it again by itself and may succeed."""
+        """Record a batch that does not match its checksum. The client reads the batch again by itself, and may
+        succeed."""
         if self._reported == (partition, offset):
             self._damaged = partition, offset, error
         self._reported = partition, offset

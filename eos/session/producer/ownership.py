@@ -37,8 +37,8 @@ _SEPARATE_IDS = (
 
 class TransactionalIdOwnership:
     """Tracks the ownership of one transactional.id. `describe_loss`: returns who took over, and the producer ids and
-    epochs of both, from the producer and the coordinator's answer. `query_group`: asks the group, where the
-    coordinator's answer is not conclusive, whether no other member is in our place."""
+    epochs of both, from the producer and the coordinator's answer. `query_group`: asks the group whether no other
+    member is in our place, if the coordinator's answer is not conclusive."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class TransactionalIdOwnership:
         self._pulse = pulse or Pulse(world.now)
         self._lost: str | None = None
         # Arguments of an unfinished call of `settle`.
-        self._interrupted: tuple[TransactionalProducer, str, bool] | None = None
+        self._interrupted_settle: tuple[TransactionalProducer, str, bool] | None = None
         self._settled_at: dict[str, Identity] = {}  # the identity at which `settle` last found each id still ours
         self._answers = log.Reminder(world.now, at_once=True)
 
     def raise_if_lost(self) -> None:
         """Raise Fenced if a newer instance owns the id. First repeat an interrupted call of `settle`."""
-        if self._interrupted is not None:
-            self._settle(*self._interrupted)
+        if self._interrupted_settle is not None:
+            self._settle(*self._interrupted_settle)
         if self._lost is not None:
             raise Fenced(self._lost)
 
@@ -87,8 +87,9 @@ class TransactionalIdOwnership:
         # Records that timed out make librdkafka take the next epoch by itself (KIP-360).
         if not fenced and not ownership.has_newer_epoch(producer.poll_identity(fresh=True) or mine, answer):
             return
-        # Without a group, an empty transaction that our late request began looks like a newer instance whose last
-        # transaction was aborted. A producer that is not fenced yet continues, as it would without this query.
+        # A late request of ours may have begun an empty transaction, which the broker aborted. Without a group this
+        # looks like a newer instance whose last transaction was aborted. A producer that is not fenced yet continues,
+        # as it would without this query.
         self._settle(producer, reason, empty_transaction_is_ours=True)
 
     def settle(self, producer: TransactionalProducer, reason: str) -> Owner:
@@ -100,7 +101,7 @@ class TransactionalIdOwnership:
             # One of our inits was interrupted. Its epoch is unknown, so the coordinator's epoch decides nothing.
             return Owner.MINE
         # Kept until it is settled: an exception here must not lead to a replacement, whose init would take the id.
-        self._interrupted = producer, reason, empty_transaction_is_ours
+        self._interrupted_settle = producer, reason, empty_transaction_is_ours
         situation = producer.poll_situation()
         owner, answer = Owner.NEWER, None  # the safe answer if our own epoch is unknown
         if situation is not None:
@@ -127,7 +128,7 @@ class TransactionalIdOwnership:
                 f"a newer instance took over transactional.id {producer.transactional_id}{who}: this one stops, and "
                 f"has written nothing since. {_SEPARATE_IDS}. [{'; '.join(filter(None, (numbers, reason)))}]"
             )
-        self._interrupted = None
+        self._interrupted_settle = None
         if self._lost is not None:
             raise Fenced(self._lost)
         if answer is not None:
@@ -170,7 +171,7 @@ class OwnerInfo:
         self.note_owned("our start")
 
     def note_owned(self, by: str) -> None:
-        """Note that we own the transactional.id now; `by` is the evidence."""
+        """Record that we own the transactional.id now; `by` names the evidence."""
         self._owned_until, self._owned_by = self._world.unix(), by
 
     def metadata(self, producer: TransactionalProducer) -> dict[str, object]:
@@ -207,8 +208,9 @@ class OwnerInfo:
 
 
 def successor_of(transactional_id: str, our_start_ms: int, metadata: Sequence[str]) -> str:
-    """Return "; the last commit is by ..." for the process that started after ours with the same transactional.id and
-    has committed, from the metadata of committed offsets; "" if there is none."""
+    """Return "; the last commit is by ..." with the name of our successor, or "" if there is none. The successor is the
+    process that started after ours with the same transactional.id and has committed. `metadata`: that of the committed
+    offsets, in which each process names itself."""
     owners = []
     for text in metadata:
         owner = parse_metadata(text)

@@ -41,8 +41,8 @@ _FRESH_S = 10.0  # wait for new statistics on a busy machine; an outdated epoch 
 _OVERDUE_S = 2.0  # how late statistics may be: on a busy machine a replacement takes longer
 _STATISTICS_POLL_S = 0.02
 # Pause before a transaction whose first request is AddOffsetsToTxn. If it arrives while the previous transaction's
-# markers are written, it is refused and sent again after retry.backoff.ms. On a busy machine that happened to 32 of 200
-# transactions back to back. With this pause it happened to 0 and 3 of 200.
+# markers are written, the coordinator refuses the request, and the client repeats it after retry.backoff.ms. On a busy
+# machine that happened to 32 of 200 transactions in a row. With this pause it happened to 0 and 3 of 200.
 _MARKERS_S = 0.010
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the delivery report of the record that made it fail
 
@@ -72,9 +72,9 @@ class TransactionalProducer:
         self._machine = Machine()
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
         self._client: Client | None = None
-        self._initialising: Client | None = None  # a signal interrupted the wait for its init
+        self._initialising_client: Client | None = None  # a signal interrupted the wait for its init
         self._replacement_reason: str | None = None
-        self._produced = 0
+        self._produced_count = 0
         self.waited_s = 0.0
         """The seconds that sends have waited for room in the client's queue, over the life of this object."""
         self._began_at = 0.0  # World.now(), for our own deadlines
@@ -82,8 +82,8 @@ class TransactionalProducer:
         self._open_since = 0.0  # World.boot_clock(), for the broker's timeout
         self._offsets_sent = False
         self.epoch_may_have_advanced = False
-        """True after an abort or an init that did not return: one of our clients may have taken the next epoch in it
-        (after an abort: KIP-360) without its statistics showing it."""
+        """True after an abort, or after an init that did not return. In it, one of our clients may have taken the next
+        epoch (after an abort: KIP-360), and its statistics do not show that."""
         self.replacements: dict[str, int] = {}
         """Number of replacements by kind of reason: "abort", "retry", "failure"."""
 
@@ -162,7 +162,7 @@ class TransactionalProducer:
         before_init: Callable[[str], None] = lambda transactional_id: None,
     ) -> Client:
         """Return a client that has initialised this transactional.id."""
-        client = self._initialising
+        client = self._initialising_client
         if client is None or client.transactional_id != transactional_id:
             self._finish_interrupted_init()
             client = Client(self._settings, transactional_id, self._reports, self._world)
@@ -189,7 +189,7 @@ class TransactionalProducer:
 
         Another client's init could take an epoch that the interrupted one then takes back, so there are never two at
         once."""
-        resumed, self._initialising = client is self._initialising, client
+        resumed, self._initialising_client = client is self._initialising_client, client
         if resumed:
             client.watchdog.close()
             while not client.watchdog.join(ABANDONED_POLL_S):
@@ -198,13 +198,13 @@ class TransactionalProducer:
         try:
             self._call(client, "init", client.producer.init_transactions, deadline=deadline)
         except CallFailed as failure:
-            if not (resumed and failure.action is Action.BUG):  # _STATE: the interrupted call had succeeded
-                self._initialising = None
+            if not (resumed and failure.action is Action.BUG):  # the error _STATE: the interrupted call had succeeded
+                self._initialising_client = None
                 raise
-        self._initialising = None
+        self._initialising_client = None
 
     def _finish_interrupted_init(self) -> None:
-        if (client := self._initialising) is not None:
+        if (client := self._initialising_client) is not None:
             with contextlib.suppress(CallFailed):
                 self._init(client, self._world.now() + self._call_timeout_s)
             client.retire()
@@ -279,7 +279,7 @@ class TransactionalProducer:
             self.client.begin_transaction()
         except KafkaException as error:
             raise self._classify_failure("begin", error) from error
-        self._produced, self._offsets_sent = 0, False
+        self._produced_count, self._offsets_sent = 0, False
         self._began_at, self._open_since = self._world.now(), self._world.boot_clock()
 
     def send(
@@ -307,7 +307,7 @@ class TransactionalProducer:
             client.producer.produce(*record)
         except (BufferError, KafkaException) as error:
             self._produce_after(error, record)
-        self._produced += 1
+        self._produced_count += 1
 
     def send_all(self, sends: Iterable[Send]) -> None:
         """Queue many records with one state check for all of them. Raises CallFailed as `send` does."""
@@ -319,16 +319,16 @@ class TransactionalProducer:
                 produce(topic, value, key, partition, None, None, timestamp_ms, headers)
             except (BufferError, KafkaException) as error:
                 self.on_produce_error(error, send)
-            self._produced += 1
+            self._produced_count += 1
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         """Queue the outputs that `feed` makes of the records: the hot path, with one state check for all. Raises
         nothing of its own: a failed send is the CallFailed in `Fed.error`."""
         self._machine.fire(Event.SEND)
         fed = feed(records, self)
-        self._produced += fed.sent
-        # Delivery reports of successes call nothing back, but must be polled. Left to the flush, they would all be
-        # served while there is nothing to send.
+        self._produced_count += fed.sent
+        # Reports of successful deliveries lead to no callback, but librdkafka keeps each report until it is polled.
+        # Poll them now: during the flush there would be nothing to send in the meantime.
         self.poll(0)
         return fed
 
@@ -393,14 +393,14 @@ class TransactionalProducer:
         """
         deadline = self._world.now() + self._settings.transaction_timeout_ms / 1000 + HANG_MARGIN_S
         wait_s = _FLUSH_LOOK_S  # the first call makes the client's threads send the rest of the queue
-        while self._flush_for(wait_s):
+        while self._flush_with_timeout(wait_s):
             if self._world.now() >= deadline:
                 raise self._fail("flush", Action.ABORT, TimeoutError("records are still in the queue"))
             wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
         self.client.raise_callback_error()
         self._raise_delivery_error()
 
-    def _flush_for(self, wait_s: float) -> int:
+    def _flush_with_timeout(self, wait_s: float) -> int:
         """Flush for a while and return the number of records still in the queue."""
         self._pulse.beat("calling", "flush")
         try:
@@ -416,7 +416,7 @@ class TransactionalProducer:
         self._machine.fire(Event.SEND_OFFSETS)
         send = self.client.producer.send_offsets_to_transaction
         deadline = self._began_at + self._settings.transaction_timeout_ms / 1000
-        if not self._produced:
+        if not self._produced_count:
             self._world.sleep(max(0.0, self._committed_at + _MARKERS_S - self._world.now()))
         try:
             self._call_timed("send_offsets", send, offsets, group_metadata, deadline=deadline)
@@ -453,7 +453,7 @@ class TransactionalProducer:
 
     def _expect_end_txn(self) -> None:
         # librdkafka sends no EndTxn for an empty transaction.
-        if self._produced or self._offsets_sent:
+        if self._produced_count or self._offsets_sent:
             self.client.evidence.expect_end_txn()
 
     # ---- knowledge of the transaction ---------------------------------------------------------------------------
@@ -461,8 +461,8 @@ class TransactionalProducer:
     @property
     def delivered(self) -> float:
         """Return the share of the transaction's records that the brokers acknowledged so far; 1 without records."""
-        confirmed = self._produced - len(self.client.producer) - self.client.delivery_errors
-        return confirmed / self._produced if self._produced else 1.0
+        confirmed = self._produced_count - len(self.client.producer) - self.client.delivery_errors
+        return confirmed / self._produced_count if self._produced_count else 1.0
 
     def poll_identity(self, timeout_s: float = _IDENTITY_S, fresh: bool = False) -> Identity | None:
         """Return producer id and epoch from the statistics; poll until they arrive. Return None if none arrive.
@@ -492,7 +492,7 @@ class TransactionalProducer:
 
     def _progress(self) -> Progress:
         """Return the progress of the transaction's requests; NOTHING before a transaction and after its end."""
-        if self._machine.state is State.READY or not (self._produced or self._offsets_sent):
+        if self._machine.state is State.READY or not (self._produced_count or self._offsets_sent):
             return Progress.NOTHING
         return Progress.ACKNOWLEDGED if self._offsets_sent or self.delivered > 0 else Progress.SENT
 

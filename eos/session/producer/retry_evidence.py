@@ -101,20 +101,20 @@ class RetryEvidence:
         self._offsets_sent = 0
         self._one_clock = one_clock
         self._last_statistics: Statistics | None = None
-        self._calling = False
+        self._running_call = False
         # The last statistics from before the running call and all undecided calls.
-        self._before: Statistics | None = None
-        self._undecided: dict[str, tuple[float, float]] = {}  # call -> milliseconds it took, time of its return
+        self._statistics_before: Statistics | None = None
+        self._undecided_calls: dict[str, tuple[float, float]] = {}  # call -> milliseconds it took, time of its return
 
     @property
     def has_undecided_calls(self) -> bool:
         """Return True if a call was slow and no statistics were emitted since: the next ones will decide."""
-        return self.reason is None and bool(self._undecided)
+        return self.reason is None and bool(self._undecided_calls)
 
     @property
     def has_no_statistics(self) -> bool:
         """Return True if a slow call could not be cleared, because no statistics arrived yet."""
-        return self._before is None
+        return self._statistics_before is None
 
     # ---- events -----------------------------------------------------------------------------------------------
 
@@ -122,42 +122,42 @@ class RetryEvidence:
         self._has_begun = True
 
     def expect_end_txn(self) -> None:
-        """Note that the application calls commit or abort, which sends one EndTxn."""
+        """Record that the application calls commit or abort, which sends one EndTxn."""
         self._ended += 1
 
     def begin_call(self) -> None:
-        self._calling = True
+        self._running_call = True
 
     def return_from(self, call: str, took_ms: float, returned: float) -> None:
-        """Note that `send_offsets` or `commit` returned without an error."""
-        self._calling = False
+        """Record that `send_offsets` or `commit` returned without an error."""
+        self._running_call = False
         if call == "send_offsets":
             self._offsets_sent += 1
         if took_ms < self.fastest_retry_ms[call]:
             return
-        self._undecided[call] = took_ms, returned
+        self._undecided_calls[call] = took_ms, returned
         if not self._one_clock:
             self.stop_waiting()
 
     def stop_waiting(self) -> None:
         """Treat calls that are still undecided as retried, and wait for no more statistics."""
-        for call in list(self._undecided):
+        for call in list(self._undecided_calls):
             self._decide_retried(call, "no statistics show that it was not")
 
     def add_statistics(self, now: Statistics) -> None:
         """Compare new statistics with the previous ones, and decide the undecided calls."""
         if now.eos.producer_epoch < 0:
-            return  # these were taken during the init, when connections still come and go
+            return  # emitted during the init, when connections open and close normally
         before, self._last_statistics = self._last_statistics, now
         self._compare(before, now)
-        for call, (_, returned) in list(self._undecided.items()):
+        for call, (_, returned) in list(self._undecided_calls.items()):
             if now.ts > returned * 1e6:
                 if because := self._objection(call, now):
                     self._decide_retried(call, because)
                 else:
-                    del self._undecided[call]
-        if not self._calling and not self._undecided:
-            self._before = now
+                    del self._undecided_calls[call]
+        if not self._running_call and not self._undecided_calls:
+            self._statistics_before = now
 
     # ---- decisions --------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class RetryEvidence:
         self.reason = self.reason or reason
 
     def _decide_retried(self, call: str, because: str) -> None:
-        took_ms, _ = self._undecided.pop(call)
+        took_ms, _ = self._undecided_calls.pop(call)
         harmless = "a late copy will find a new epoch and be refused"
         self._note(f"{call} took {took_ms:.0f} ms: it may have been sent twice; {harmless} ({because})")
 
@@ -199,7 +199,7 @@ class RetryEvidence:
             sent = now.count(request)
             if sent < expected or (sent > expected and request not in SENT_AGAIN_WHEN_ANSWERED):
                 return f"{request} was sent {sent} times instead of {expected}"
-        return _describe_connection_change(self._before, now)
+        return _describe_connection_change(self._statistics_before, now)
 
 
 def _describe_connection_change(before: Statistics | None, now: Statistics) -> str:
@@ -210,13 +210,13 @@ def _describe_connection_change(before: Statistics | None, now: Statistics) -> s
     like one copy in all.
     """
     if before is None:
-        return "there are no statistics from before it"
+        return "there are no statistics from before the call"
     for name, new in now.brokers.items():
         if name not in before.brokers and any(new.req.get(one, 0) for sent in REQUESTS.values() for one in sent):
-            return f"{name} was unknown before it"
+            return f"{name} was unknown before the call"
     for name, old in before.brokers.items():
         if old.nodeid < 0 and name != COORDINATOR:
-            continue  # a bootstrap address: it only answers metadata queries, and may go
+            continue  # a bootstrap address: it only answers metadata queries, and may disappear
         if name not in now.brokers:
             return f"{name} is no longer known"
         new = now.brokers[name]
@@ -225,5 +225,5 @@ def _describe_connection_change(before: Statistics | None, now: Statistics) -> s
         else:  # the first send_offsets connects to the group coordinator
             same = new.disconnects == old.disconnects and new.connects - old.connects in (0, 1)
         if not same:
-            return f"the connection to {name} is another one"
+            return f"the connection to {name} was replaced by another one"
     return ""

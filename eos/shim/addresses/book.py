@@ -34,12 +34,12 @@ class AddressBook:
     """Keep the endpoints. `opened` is called with each new one and must set its local port and advertised address."""
 
     def __init__(self, bootstrap: Iterable[Address], opened: Callable[[Endpoint], None]) -> None:
-        self._opened = opened
+        self._on_open = opened
         self.endpoints: list[Endpoint] = []
         self._endpoints_by_node: dict[int, Endpoint] = {}
-        self._ours: set[Address] = set()
-        self._upstream: set[Address] = set()
-        self.needles: dict[bytes, str] = {}  # bytes that must not reach a client -> their address
+        self._own_addresses: set[Address] = set()
+        self._upstream_addresses: set[Address] = set()
+        self.search_patterns: dict[bytes, str] = {}  # bytes that must not reach a client -> their address
         for address in bootstrap:
             self._open(Endpoint(address))
 
@@ -49,7 +49,7 @@ class AddressBook:
         endpoint = self._endpoints_by_node.get(node_id)
         if endpoint is not None and endpoint.upstream == address:
             return endpoint.advertised
-        if address in self._ours:
+        if address in self._own_addresses:
             return address  # the broker already advertises the shim
         if endpoint is None:
             endpoint = self._adopt(node_id, address)
@@ -69,20 +69,21 @@ class AddressBook:
         return endpoint
 
     def _open(self, endpoint: Endpoint) -> Endpoint:
-        self._opened(endpoint)
+        self._on_open(endpoint)
         self.endpoints.append(endpoint)
-        self._ours.add(endpoint.advertised)
+        self._own_addresses.add(endpoint.advertised)
         self._watch(endpoint.upstream)
         return endpoint
 
     def _watch(self, address: Address) -> None:
-        if address not in self._upstream and address not in self._ours:
-            self._upstream.add(address)
+        if address not in self._upstream_addresses and address not in self._own_addresses:
+            self._upstream_addresses.add(address)
             # A new dict each time: a scan in progress keeps the one it began with.
-            self.needles = self.needles | dict.fromkeys(_needles(address), f"{address[0]}:{address[1]}")
+            patterns = dict.fromkeys(_search_patterns(address), f"{address[0]}:{address[1]}")
+            self.search_patterns = self.search_patterns | patterns
 
 
-def _needles(address: Address) -> Iterator[bytes]:
+def _search_patterns(address: Address) -> Iterator[bytes]:
     """Return the encodings of an address in a message: the host's length, the host, and the port.
 
     With the length, `kafka:9092` is not found in `my-kafka:9092`. The length is compact or not, and the port has 16

@@ -36,7 +36,7 @@ class AddressJob(Job):
 
     def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
         if not self._layout_known(exchange):
-            return LeakScan(self._book.needles, _describe(exchange))
+            return LeakScan(self._book.search_patterns, _describe(exchange))
         if exchange.api_key == api.FETCH and size > WHOLE_FETCH_BYTES:
             return fetch.HideEndpoints(size)
         return None
@@ -49,7 +49,7 @@ class AddressJob(Job):
         found = layouts.find(key, version, frame)
         made = layouts.rewrite(frame, found, api.is_flexible(key, version), self._book.translate)
         if key != api.SHARE_FETCH:
-            check(made, self._book.needles, _describe(exchange))
+            check(made, self._book.search_patterns, _describe(exchange))
         return made
 
     def _layout_known(self, exchange: Exchange) -> bool:
@@ -61,23 +61,23 @@ def _describe(exchange: Exchange) -> str:
     return f"a response to {api.api_name(exchange.api_key)} v{exchange.version}"
 
 
-def check(frame: bytes, needles: Mapping[bytes, str], what: str) -> None:
-    """Raise Leak if one of the needles is in the frame."""
-    for needle, address in needles.items():
-        if needle in frame:
+def check(frame: bytes, search_patterns: Mapping[bytes, str], what: str) -> None:
+    """Raise Leak if one of the search patterns is in the frame."""
+    for pattern, address in search_patterns.items():
+        if pattern in frame:
             raise Leak(f"the upstream address {address} is in {what}")
 
 
 class LeakScan:
     """Search a stream of one frame. An address that spans two pieces is found before its last byte is forwarded."""
 
-    def __init__(self, needles: Mapping[bytes, str], what: str) -> None:
-        self._needles, self._what = needles, what
-        self._keep = max(map(len, needles), default=1) - 1
+    def __init__(self, search_patterns: Mapping[bytes, str], what: str) -> None:
+        self._search_patterns, self._what = search_patterns, what
+        self._keep = max(map(len, search_patterns), default=1) - 1
         self._tail = b""
 
     def feed(self, piece: Piece) -> Piece:
         seen = self._tail + piece
-        check(seen, self._needles, self._what)
+        check(seen, self._search_patterns, self._what)
         self._tail = seen[max(0, len(seen) - self._keep) :]
         return piece

@@ -52,7 +52,8 @@ KNOWN = {
 
 
 def find(api_key: int, version: int, frame: bytes) -> FoundAddresses:
-    """Return the addresses in a response of an API and version in `KNOWN` other than Fetch. Raises Malformed."""
+    """Return the addresses in a response. `KNOWN` must contain its API and version, and the API must not be Fetch.
+    Raises Malformed."""
     return _FINDERS[api_key](response_body(frame, api_key, version), version)
 
 

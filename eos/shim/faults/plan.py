@@ -141,12 +141,14 @@ class Rule:
         if self.chance is not None and not 0 < self.chance <= 1:
             raise ConfigurationError(f"chance = {self.chance}: must be above 0 and at most 1")
         waits = self.action == "delay" or self.phase is Phase.LATE
-        # An error after the broker has acted may be delayed too.
+        # An error response that is sent after the broker has acted may be delayed too.
         may_wait = waits or (self.action == "error" and self.phase is Phase.AFTER_APPLY)
         times_given = (self.seconds is not None) + (self.until is not None)
         if times_given > 1 or (waits and not times_given) or (times_given and not may_wait):
             what = f"{self.action} {self.phase.value}"
-            raise ConfigurationError(f"{what} needs seconds or until" if waits else f"{what} takes no seconds or until")
+            raise ConfigurationError(
+                f"{what} needs seconds or until" if waits else f"{what} takes neither seconds nor until"
+            )
         if (self.action == "error") != (self.error is not None):
             raise ConfigurationError(
                 f"{self.action} " + ("needs error" if self.action == "error" else "takes no error")
@@ -210,7 +212,7 @@ class Progress:
     chances: random.Random
     number: int = 1
     completed: int = 0
-    first: RequestFacts | None = None  # the facts of the first request with a fault
+    first: RequestFacts | None = None  # describes the first request into which the rule injected its fault
     matched: int = 0
     injected: int = 0
     open: int = 0
@@ -237,7 +239,8 @@ class Plan:
         if not rules:
             raise ConfigurationError("a plan of faults needs at least one rule")
         self.seed = seed
-        # A generator per rule: the decision about its k-th request must not depend on other requests.
+        # Each rule has its own random generator: the decision about the rule's k-th request must not depend on requests
+        # that other rules match.
         self.progress = [Progress(rule, random.Random(f"{seed}:{at}"), at + 1) for at, rule in enumerate(rules)]
         for each in self.progress:
             known = [one.number for one in self.on(each.rule.side) if one is not each]
@@ -275,7 +278,7 @@ class Plan:
                     else f"{name} fired {each.injected} of {each.rule.times} times: {each.matched} requests matched"
                 )
             if each.open:
-                found.append(f"{name} fired, and its event never came")
+                found.append(f"{name} fired, but its event never occurred")
             found += [f"{name} failed: {reason}" for reason in each.failed]
         return found
 

@@ -52,7 +52,8 @@ class _PendingEnd(NamedTuple):
 class _Pending(NamedTuple):
     """Hold a request on a connection that the broker has not accepted yet, to apply it after a successful response.
 
-    The response may be successful for some partitions only: `act` gets these.
+    `act` applies the request. It gets the partitions for which the response was successful, which may be only some of
+    them.
     """
 
     name: str
@@ -357,7 +358,7 @@ class ProtectJob(Job):
         self._accept(exchange, note.name)
         before = self.machine.state(note.name)
         following = self.machine.renew(note.name, note.virtual, exchange.connection.number)
-        if following is None:  # another request was faster, so the client must retry this one
+        if following is None:  # another request got the next identity first, so the client must retry this request
             return translate.init_response(
                 exchange.correlation_id, exchange.version, translate.NONE, CONCURRENT_TRANSACTIONS
             )
@@ -388,7 +389,8 @@ class ProtectJob(Job):
         except Refused:
             if exchange.version < _V2_CLIENT_VERSION:
                 raise
-            # A client that supports part 2 itself has identities that the shim has not seen.
+            # The client supports part 2 of KIP-890. The broker issued its identity with a response to EndTxn, so the
+            # shim does not know that identity.
             exchange.notes[self] = _Init(name, None)
             return frame
         exchange.notes[self] = _Init(name, virtual)

@@ -53,7 +53,7 @@ class Journal:
             raise
 
     def write_opened(self, name: str) -> None:
-        """Note that the transaction of `name` is about to open upstream."""
+        """Record that the transaction of `name` is about to open upstream."""
         self._pairs.pop(name, None)
         line = _line(name)
         if line is not None:
@@ -118,7 +118,7 @@ class Journal:
             self._disable(error)
 
     def _disable(self, error: OSError) -> None:
-        """Disable and empty the journal: one with missing lines must not be read again."""
+        """Disable and empty the journal, because a journal with missing lines must not be read again."""
         events.warning(
             "journal disabled",
             effect="a restart will fence every client",
@@ -142,7 +142,8 @@ def _write_all(number: int, lines: Iterable[bytes]) -> None:
 
 
 def _line(entry: Pair | str) -> bytes | None:
-    """Return the line of an entry, or None for a name that is not text, which brokers allow and JSON does not."""
+    """Return the line of an entry. Return None for a name that is not text: brokers allow such names, but JSON cannot
+    contain them."""
     try:
         return msgspec.json.encode(entry) + b"\n"
     except UnicodeEncodeError:

@@ -195,8 +195,8 @@ class Machine:
     def identity_to_show(self, name: str, seen: Identity, state: str) -> Identity:
         """Return the identity to show a client for the coordinator's identity `seen` (DescribeTransactions).
 
-        A client checks whether its virtual identity is still the newest. The real identity is shown as the virtual one,
-        and a coordinator that is n epochs ahead of the real one is shown n epochs ahead of the virtual one. For an
+        A client checks whether its virtual identity is still the newest. The real identity is shown as the virtual one.
+        If the coordinator is n epochs ahead of the real identity, it is shown n epochs ahead of the virtual one. For an
         unknown transactional.id (after a restart without a journal) the epoch is -1, which no newer instance can have.
         """
         known = self._known.get(name)
@@ -239,10 +239,9 @@ class Machine:
         return known.before == virtual or (known.virtual == virtual and known.state in (State.ENDED, State.SPENT))
 
     def renew(self, name: str, virtual: Identity, connection: int) -> Identity | None:
-        """Return the next identity of a client (KIP-360) if the shim knows it without the broker, else None.
-
-        That is the unused identity which the last EndTxn returned. A repeated request gets it again: its first response
-        was lost, or the request is late.
+        """Return the next identity of a client (KIP-360), or None if the shim must ask the broker for it. The shim
+        knows the next identity if the last EndTxn returned one that is still unused. A repeated request gets the same
+        identity again: its first response was lost, or the request is late.
         """
         known = self._known.get(name)
         if known is None or not self.can_renew(name, virtual):
@@ -267,7 +266,7 @@ class Machine:
         renews: bool = False,
         bumped: Identity | None = None,
     ) -> None:
-        """Note that the broker issued `identity`. `bumped` is the virtual one that a KIP-360 bump replaces."""
+        """Record that the broker issued `identity`. `bumped`: the virtual identity that a KIP-360 bump replaces."""
         known = self._known.get(name)
         if known is not None and known.real.producer_id == identity.producer_id:
             if identity.epoch < known.real.epoch:
@@ -407,7 +406,8 @@ class Machine:
         return end
 
     def note_end(self, name: str, end: End, following: Identity) -> bool:
-        """Note that the broker ended the transaction and issued the `following` identity. A repetition changes nothing.
+        """Record that the broker ended the transaction and issued the `following` identity. A repeated response changes
+        nothing.
 
         Return whether the client must request its next identity.
         """
@@ -426,7 +426,8 @@ class Machine:
             for base in known.bases.values():
                 base.sequence, base.sent = (base.sequence + base.sent) % _SEQUENCES, 0
             return False
-        # The client abandons unanswered requests and reuses their sequences, so no connection stays trusted for them.
+        # The client abandons its unanswered Produce requests and uses their sequence numbers again. A late copy of such
+        # a request could pass as a new one, so no connection stays trusted for Produce requests.
         known.bases.clear()
         known.bases_known = False
         known.revoked = True
@@ -444,7 +445,10 @@ class Machine:
 
     def _require_usable(self, known: _Transactional) -> None:
         if known.state is State.SPENT:
-            raise Refused(INVALID_PRODUCER_EPOCH, "the identity ended with its aborted transaction")
+            raise Refused(
+                INVALID_PRODUCER_EPOCH,
+                "the client aborted the transaction of this identity and must request its next identity",
+            )
 
     def _require_move(self, known: _Transactional, event: Event, code: int) -> None:
         if (known.state, event) not in MOVES:
@@ -460,7 +464,7 @@ class Machine:
         code: int,
         authority: Authority,
     ) -> None:
-        """Trust a connection once the same request came twice on it in this transaction. Raises Refused before that."""
+        """Trust a connection if the same request came on it before in this transaction. Otherwise raise Refused."""
         trusted = known.trusted.get(kind)
         if trusted == connection:
             return
@@ -468,7 +472,9 @@ class Machine:
         if challenges and authority is not Authority.ANSWERED:
             most = _MOST_MARKS if authority is Authority.UNKNOWN else _MOST_MARKS_ACCEPTED
             if not self._is_repeated((name, known.number, kind), connection, marks, most):
-                raise Refused(code, "challenged: the client used another connection before")
+                raise Refused(
+                    code, "the client used another connection before, so it must send this request again on the new one"
+                )
         if authority is not Authority.UNKNOWN:
             known.trusted[kind] = connection
 

@@ -215,8 +215,9 @@ class Produce:
 def read_produce(frame: Piece, version: int, size: int) -> Produce:
     """Read a Produce of `size` bytes. A request without a transactional.id has no partitions in the result.
 
-    `frame` may be the beginning of the request. That is enough if there is no transactional.id, or if the sizes before
-    the first batch's header show that it is the only batch, as in every Produce of librdkafka. Else raises Malformed.
+    `frame` may be the beginning of the request. The beginning is enough if there is no transactional.id. It is also
+    enough if the sizes before the first batch's header show that this is the only batch, as in every Produce of
+    librdkafka. Otherwise raises Malformed.
     """
     _, cursor = request_body(frame, api.PRODUCE, version)
     name = cursor.string()

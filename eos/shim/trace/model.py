@@ -32,9 +32,9 @@ NO_ANSWER = "NO_ANSWER"  # the connection closed before the response
 class Step:
     """Describe one request and its response, or a marker in a Fetch response.
 
-    `time` is in seconds since the epoch, `ms` in milliseconds. `partitions` have the form `topic-0`. `offsets` are the
-    committed ones of a TxnOffsetCommit, the first one of a Produce, or that of a marker, by partition. `errors` are the
-    protocol's names, empty after a success.
+    `time` is in seconds since the epoch, `ms` in milliseconds. `partitions` have the form `topic-0`. `offsets` by
+    partition: the committed offset of a TxnOffsetCommit, the first offset of a Produce, or the offset of a marker.
+    `errors` are the protocol's names, empty after a success.
     """
 
     transactional_id: str
@@ -139,7 +139,8 @@ class History:
         return step
 
     def add_marker(self, step: Step) -> bool:
-        """Add a marker to the transaction it ended. Return False if that is not kept or already has the marker.
+        """Add a marker to the transaction that it ended. Return False if that transaction is not kept, or has the
+        marker already.
 
         Before KIP-890 the transactions of a producer share an epoch, so the last records before the marker decide.
         """

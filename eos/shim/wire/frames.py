@@ -21,8 +21,8 @@ Piece = bytes | memoryview
 class Stream(Protocol):
     """Handle the pieces of one frame, including its size prefix. A stream may change bytes but not their number.
 
-    `feed` returns the bytes to forward: the piece itself if possible (a writable view may be changed in place), or b""
-    if they are forwarded later, or never because a job answers the request.
+    `feed` returns the bytes to forward, if possible the piece itself; a writable view may be changed in place. It
+    returns b"" if the bytes are forwarded later, or if they are never forwarded because a job answers the request.
     """
 
     def feed(self, piece: Piece) -> Piece: ...
@@ -49,8 +49,8 @@ HANDLED_BYTES_PER_TURN = 64 * 1024
 class FrameSplitter:
     """Split a stream into frames.
 
-    `open_frame(data, pos)` returns how to forward the frame at `pos`, or None if it needs more than these bytes, which
-    are at least `head`. `feed` returns the pieces to forward and sets `rest` to the unhandled bytes, which must be fed
+    `open_frame(data, pos)` gets at least `head` bytes. It returns how to forward the frame at `pos`, or None if it
+    needs more bytes. `feed` returns the pieces to forward and sets `rest` to the unhandled bytes, which must be fed
     first the next time, or to None. It raises the errors of `open_frame` and handlers. The splitter must not be used
     after an error. `held_bytes` is the number of bytes held between calls of `feed`.
     """

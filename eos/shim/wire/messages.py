@@ -114,7 +114,7 @@ def refusal_response(
     if api_key in _PER_PARTITION:
         return _encode_partition_errors(api_key, version, correlation_id, named, of)
     if all(field["name"] != "ErrorCode" for field in cls._json["fields"]):
-        raise Unanswerable(f"{api.api_name(api_key)} v{version} has no error of its own")
+        raise Unanswerable(f"{api.api_name(api_key)} v{version} has no field for an error")
     no_producer = {"producer_epoch": -1} if api_key == api.INIT_PRODUCER_ID else {}
     return encode_response(api_key, version, correlation_id, error_code=of("", -1), **no_producer)
 
@@ -134,9 +134,9 @@ def _as_function(code: Codes) -> CodeOf:
 
 
 class _Layout(NamedTuple):
-    """Name the fields of a response with errors per partition. `more` are further fields of a partition.
-
-    Fetch is included because its top-level error is about the session, and clients would only fetch again.
+    """Name the fields of a response with errors per partition. `more` are further fields of a partition. Fetch has such
+    a layout here although its response also has a top-level error. That error is about the fetch session, and clients
+    would only fetch again after it.
     """
 
     topics: str

@@ -67,7 +67,8 @@ class Cluster(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    # The operations of a backend. `i` is checked, and the fault does not exist yet (or, to end it, exists).
+    # The operations of a backend. The caller has checked that node `i` exists, that a fault to be caused does not exist
+    # yet, and that a fault to be ended exists.
 
     @abstractmethod
     def server(self, i: int) -> str:
@@ -85,9 +86,8 @@ class Cluster(ABC):
 
     @abstractmethod
     def _launch(self, nodes: list[int]) -> None:
-        """Start nodes that are down on their data and addresses, all at once; need not wait for them.
-
-        Two of three nodes that are down have no quorum without each other.
+        """Start all of these nodes at once, with their old data and addresses; the method need not wait for them. If
+        two of three nodes are down, neither of them has a quorum without the other.
         """
 
     @abstractmethod
@@ -130,7 +130,8 @@ class Cluster(ABC):
         self._mark_down(i)
 
     def start(self, i: int, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Start a node that is down on its data and address; return when it answers and names all reachable nodes.
+        """Start a node that is down, with its old data and address. Return when it answers and names all reachable
+        nodes.
 
         Its replicas may still be catching up: see `wait_in_sync`. Raises Unavailable with the node's state if it does
         not answer. The node still runs, and `wait_ready` waits for it again; a node that ended is down again.
@@ -146,7 +147,7 @@ class Cluster(ABC):
         self.start(i)
 
     def pause(self, i: int) -> None:
-        """Pause the node: its connections stay open, and nothing answers on them. The pause is effective on return."""
+        """Pause the node: its connections stay open, but the node does not answer. The pause is effective on return."""
         self._require_up(i)
         if i in self._paused:
             raise IllegalState(f"node {i} is paused already")
@@ -352,7 +353,7 @@ class Cluster(ABC):
         named: set[int] = set()
         deadline = time.monotonic() + timeout_s
 
-        def names_all() -> bool:
+        def node_reports_all_expected() -> bool:
             nonlocal named
             why = self._exit_reason(i)
             if why is not None:
@@ -367,7 +368,12 @@ class Cluster(ABC):
             answer = f"it names nodes {sorted(named)}" if named else "it names no node"
             return f"{answer}; {self._describe_node(i)}"
 
-        self._wait_until(f"node {i} answers and names nodes {sorted(expected)}", names_all, timeout_s, describe_answer)
+        self._wait_until(
+            f"node {i} answers and names nodes {sorted(expected)}",
+            node_reports_all_expected,
+            timeout_s,
+            describe_answer,
+        )
 
     def _describe_node(self, i: int) -> str:
         """Return the node's state and its last log lines, which show whether it is slow, stuck or gone."""

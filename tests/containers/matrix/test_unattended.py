@@ -96,7 +96,7 @@ def test_finished_cells_are_not_run_again(changes: dict[str, Any], is_kept: bool
     assert was_run(known(tmp_path, cell, seed=7), Size()) == is_kept
 
 
-def test_names_and_coordinator_nodes_come_from_the_seed() -> None:
+def test_seed_decides_names_and_coordinator_nodes() -> None:
     first, second, *_ = pairwise()
     assert prefix_of(first, 1) == prefix_of(first, 1)
     assert len({prefix_of(first, 1), prefix_of(first, 2), prefix_of(second, 1)}) == 3

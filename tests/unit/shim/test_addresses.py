@@ -247,14 +247,14 @@ def test_moved_broker_keeps_its_port_and_both_addresses_are_watched() -> None:
     addresses.translate(1, "kafka-a", 9092)
     assert addresses.translate(1, "kafka-z", 9999) == ("shim", 1001)
     assert addresses.endpoints[0].upstream == ("kafka-z", 9999)
-    assert set(addresses.needles.values()) == {"kafka-a:9092", "kafka-z:9999"}
+    assert set(addresses.search_patterns.values()) == {"kafka-a:9092", "kafka-z:9999"}
 
 
 def test_address_that_is_already_the_shims_is_unchanged() -> None:
     addresses = book(("kafka-a", 9092))
     assert addresses.translate(1, "shim", 1001) == ("shim", 1001)
     assert len(addresses.endpoints) == 1
-    assert set(addresses.needles.values()) == {"kafka-a:9092"}
+    assert set(addresses.search_patterns.values()) == {"kafka-a:9092"}
 
 
 def test_unknown_version_is_forwarded_unless_it_has_an_address() -> None:
@@ -274,10 +274,10 @@ def test_unknown_version_is_forwarded_unless_it_has_an_address() -> None:
 
 
 def test_address_across_two_pieces_is_found_in_time() -> None:
-    needles = book(("kafka-a", 9092)).needles
+    search_patterns = book(("kafka-a", 9092)).search_patterns
     leak = b"xxxx" + string("kafka-a", False) + b"\0\0\x23\x84"
     for cut in range(1, len(leak)):
-        scan = LeakScan(needles, "a test")
+        scan = LeakScan(search_patterns, "a test")
         assert scan.feed(leak[:cut]) == leak[:cut]
         with pytest.raises(Leak):
             scan.feed(leak[cut:])

@@ -105,7 +105,7 @@ def test_plan_reports_rules_that_did_not_fire_as_planned() -> None:
     assert [text.split(" ")[1] for text in complaints] == ["1", "2", "3", "4"]
     assert "never fired: 1 requests matched" in complaints[0]
     assert "fired 2 of 3 times" in complaints[1]
-    assert "its event never came" in complaints[2]
+    assert "its event never occurred" in complaints[2]
 
 
 def test_plan_from_toml_equals_plan_from_python(tmp_path: Path) -> None:

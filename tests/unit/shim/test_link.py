@@ -266,7 +266,7 @@ def test_early_requests_are_sent_first_upstream() -> None:
     assert run(early_and_later, broker) == answer(0, b"early") + answer(1, b"later")
 
 
-def test_small_responses_do_not_wait_for_delayed_acks() -> None:
+def test_link_disables_nagles_algorithm_on_both_sides() -> None:
     """Nagle's algorithm and a delayed ACK cost 40 ms for each Produce response that follows another."""
 
     async def delays(shim: Shim, broker: FakeBroker) -> list[int]:

@@ -209,7 +209,7 @@ def test_incomplete_describe_response_is_malformed(frame: bytes, data: st.DataOb
 
 
 @given(st.data())
-def test_checksum_update_needs_changed_bytes_only(data: st.DataObject) -> None:
+def test_checksum_is_updated_from_the_changed_bytes_only(data: st.DataObject) -> None:
     message = data.draw(st.binary(min_size=1, max_size=3000))
     start = data.draw(st.integers(0, len(message)))
     end = data.draw(st.integers(start, min(len(message), start + 20)))
@@ -265,7 +265,7 @@ def test_warning_names_the_silent_broker_and_the_others_decide(caplog: pytest.Lo
     assert "broker 1" not in warned.message
 
 
-def test_clients_with_kip_890_part_2_are_unchanged() -> None:
+def test_requests_of_clients_with_kip_890_part_2_are_unchanged() -> None:
     job = ProtectJob()
     job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
     assert job.wants_request(api.END_TXN, 1)
@@ -279,7 +279,7 @@ def test_clients_with_kip_890_part_2_are_unchanged() -> None:
         assert not job.wants_response(key, version)
 
 
-def test_idempotent_producer_is_unchanged() -> None:
+def test_requests_of_an_idempotent_producer_are_unchanged() -> None:
     job = ProtectJob()
     job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
     connection = Connection(1, "c", "b", 0)
@@ -388,7 +388,7 @@ def test_missing_protection_is_logged_once_and_queried_again(caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("key", "version"), [(api.END_TXN, 3), (api.ADD_OFFSETS_TO_TXN, 3), (api.TXN_OFFSET_COMMIT, 3)]
 )
-def test_identity_before_protection_is_unchanged_until_init(key: int, version: int) -> None:
+def test_identity_issued_before_protection_stays_unchanged_until_init(key: int, version: int) -> None:
     job = ProtectJob()
     job.machine.note_init("t", NEW, 1)  # as restored from a journal, while its client continued without protection
     job.on_broker_versions({"broker 1": None})

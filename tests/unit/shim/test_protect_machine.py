@@ -302,7 +302,7 @@ def test_outdated_init_response_is_ignored(client: Client) -> None:
 # A client that requests its next identity (KIP-360).
 
 
-def test_bump_in_a_transaction_uses_the_real_identity(client: Client) -> None:
+def test_epoch_bump_in_a_transaction_uses_the_real_identity(client: Client) -> None:
     client.transaction(0)
     client.add()
     assert client.machine.renew("t", V, A) is None
@@ -313,7 +313,7 @@ def test_bump_in_a_transaction_uses_the_real_identity(client: Client) -> None:
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_bump_between_transactions_returns_unused_identity(client: Client, committed: bool) -> None:
+def test_epoch_bump_between_transactions_returns_unused_identity(client: Client, committed: bool) -> None:
     client.transaction(0, committed=committed)
     assert client.machine.renew("t", V, A) == real(8)
     refused(INVALID_PRODUCER_EPOCH, client.add)
@@ -321,7 +321,7 @@ def test_bump_between_transactions_returns_unused_identity(client: Client, commi
     assert client.machine.check_produce("t", real(8), A, 0, [Written(P0, 0, 1)]) == (real(8), {P0: 0})
 
 
-def test_repeated_bump_returns_the_same_identity(client: Client) -> None:
+def test_repeated_epoch_bump_returns_the_same_identity(client: Client) -> None:
     client.transaction(0)
     assert client.machine.renew("t", V, A) == real(8)
     client.add(virtual=real(8))
@@ -456,7 +456,7 @@ def test_unaccepted_connection_changes_nothing(ask: str, stage: str) -> None:
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_request_accepted_only_after_its_answer_has_the_same_effect(ask: str, client: Client) -> None:
+def test_connection_accepted_after_its_response_has_the_same_effect(ask: str, client: Client) -> None:
     other = Client()
     for each in (client, other):
         each.add()

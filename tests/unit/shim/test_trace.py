@@ -356,7 +356,7 @@ def test_steps_are_formatted_as_text_and_json(wire: Wire) -> None:
     assert "errors" not in decoded
 
 
-def test_page_is_self_contained_and_escapes_names(wire: Wire, tmp_path: Path) -> None:
+def test_trace_page_is_self_contained_and_escapes_names(wire: Wire, tmp_path: Path) -> None:
     wire.init(5)
     wire.add()
     wire.end()
