@@ -3,6 +3,7 @@ errors mean."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Collection, Mapping, Sequence
@@ -118,6 +119,10 @@ class Connection:
             self._execute("rollback")
 
     def close(self) -> None:
+        # An unfinished statement would keep the file locked after close().
+        self._cursor.close()
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.rollback()
         self._connection.close()
 
     def translate(self, error: BaseException) -> DatabaseError | None:
