@@ -85,6 +85,9 @@ class Connection(Protocol):
     def check(self, table: Table) -> None:
         """Check that the table exists, with a unique key and the rights that its rows need."""
 
+    def offsets(self, app: str) -> dict[Partition, int]:
+        """Return the next offsets of all partitions of an App that have one."""
+
     def claim(self, app: str, owner: str, partitions: Collection[Partition]) -> dict[Partition, Stored]:
         """Take partitions over, in a transaction of its own, and return their rows. Wait for the transaction of the
         worker that had them."""

@@ -38,6 +38,8 @@ _CLAIM: Final = f"""insert into {OFFSETS_TABLE} as o (app, topic, partition, own
   on conflict (app, topic, partition) do update set owner = excluded.owner returning next_offset, failed"""
 _LOCK: Final = f"""select topic, partition, next_offset, owner, failed from {OFFSETS_TABLE}
   where app = %s and owner = %s order by topic, partition for update"""
+_OFFSETS: Final = f"""select topic, partition, next_offset from {OFFSETS_TABLE}
+  where app = %s and next_offset is not null"""
 _MOVE: Final = f"""update {OFFSETS_TABLE} set next_offset = %s, failed = %s
   where app = %s and topic = %s and partition = %s"""
 # A suspended worker must not hold its locks for ever, and nobody waits for them for long.
@@ -116,6 +118,11 @@ class Connection:
                 self._execute(f"explain insert into {name} select * from {name} limit 0 on conflict ({key}) do nothing")
         finally:
             self.roll_back()
+
+    def offsets(self, app: str) -> dict[Partition, int]:
+        found = self._execute(_OFFSETS, [app]).fetchall()
+        self.roll_back()
+        return {(topic, partition): next_offset for topic, partition, next_offset in found}
 
     def claim(self, app: str, owner: str, partitions: Collection[Partition]) -> dict[Partition, Stored]:
         self._begin()

@@ -31,6 +31,8 @@ _CREATE: Final = f"""create table if not exists {OFFSETS_TABLE} (app text, topic
 _CLAIM: Final = f"""insert into {OFFSETS_TABLE} (app, topic, partition, owner) values (?, ?, ?, ?)
   on conflict (app, topic, partition) do update set owner = excluded.owner returning next_offset, failed"""
 _READ: Final = f"select topic, partition, next_offset, owner, failed from {OFFSETS_TABLE} where app = ? and owner = ?"
+_OFFSETS: Final = f"""select topic, partition, next_offset from {OFFSETS_TABLE}
+  where app = ? and next_offset is not null"""
 _MOVE: Final = f"update {OFFSETS_TABLE} set next_offset = ?, failed = ? where app = ? and topic = ? and partition = ?"
 _LOCKED_TIMEOUT_S = 5.0
 _MISSING: Final = ("no such table", "no such column", "has no column", "syntax error", "ON CONFLICT clause does not")
@@ -72,6 +74,10 @@ class Connection:
         self._execute(f"select {', '.join(map(_quoted, table.key)) or '*'} from {_quoted(table.name)} limit 0")
         if table.key:
             self._execute(f"explain {_write_statement(table, table.key)}", [None] * len(table.key))
+
+    def offsets(self, app: str) -> dict[Partition, int]:
+        found = self._execute(_OFFSETS, [app]).fetchall()
+        return {(topic, partition): next_offset for topic, partition, next_offset in found}
 
     def claim(self, app: str, owner: str, partitions: Collection[Partition]) -> dict[Partition, Stored]:
         self._execute("begin immediate")

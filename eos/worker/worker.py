@@ -147,7 +147,7 @@ class Worker(Listener):
             self.find_topics()
             if self._state_keeper is not None:
                 self._state_keeper.prepare()
-            prepare_writers(self.app, self._writers)
+            prepare_writers(self.app, self._writers, self.settings, self._world)
             hooks.start()
             session.start()
             if self._uses_time:
@@ -207,6 +207,8 @@ class Worker(Listener):
     def may_finish(self) -> bool:
         """Return whether the run may finish: functions that read topics of other functions have closed all windows that
         the whole input closes."""
+        if not all(writer.has_caught_up() for writer in self._writers.values()):
+            return False
         if self._reached_times is None:
             return True
         if any(self.session.find_end(partition) is None for partition in self.session.assignment):

@@ -27,6 +27,7 @@ from eos.errors import (
     Temporary,
     Unavailable,
 )
+from eos.kafka.admin import preflight
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Committed, Record, SendAll, format_position
@@ -58,21 +59,19 @@ class DatabaseWriter:
         self._rows: dict[Table, list[Row]] = {}  # of the open transaction, to be written at its end
         self._failed: dict[Partition, dict[int, str]] = {}  # the errors of records that went past, by offset
         self._offsets: Mapping[Partition, int] = {}  # that the open transaction commits to the group
+        self._behind: Mapping[Partition, int] = {}  # offsets of the group that the database must reach again
         self._is_begun = False  # the open transaction has begun one in the database
         self._careful = False  # each record has a savepoint
         self._is_stale = False  # the offsets in the database may differ from the known ones
         self._away_since: float | None = None
         self._wait_s = _FIRST_WAIT_S
 
-    def owns(self, topic: str) -> bool:
-        return topic in self._sources
-
     # ---- the start ----------------------------------------------------------------------------------------------
 
-    def prepare(self, targets: Iterable[SinkTarget]) -> None:
+    def prepare(self, targets: Iterable[SinkTarget], group: Mapping[Partition, int]) -> None:
         """Create the offsets table if it is missing, and check the tables.
 
-        Raises ConfigurationError, NotAuthorised, Unavailable.
+        `group`: the committed offsets of the group. Raises ConfigurationError, NotAuthorised, Unavailable.
         """
         try:
             connection = self._connect()
@@ -80,8 +79,21 @@ class DatabaseWriter:
             for target in targets:
                 if target.table is not None:
                     connection.check(target.table)
+            stored = connection.offsets(self._app_id)
+            self._behind = {p: offset for p, offset in group.items() if p in stored and stored[p] < offset}
         except DatabaseError as error:
             raise _start_error(error) from error
+
+    def has_caught_up(self) -> bool:
+        """Return whether the database, if it was behind the group at the start, has the group's offsets of then."""
+        if self._behind:
+            try:
+                stored = self._guarded(lambda connection: connection.offsets(self._app_id))
+            except DatabaseError as error:
+                self._note_away(error)
+                return False
+            self._behind = {p: offset for p, offset in self._behind.items() if stored.get(p, 0) < offset}
+        return not self._behind
 
     def _connect(self) -> Connection:
         if self._connection is None:
@@ -368,10 +380,19 @@ def make_writers(app: App, settings: Settings, world: World) -> dict[Database, D
     }
 
 
-def prepare_writers(app: App, writers: Mapping[Database, DatabaseWriter]) -> None:
+def prepare_writers(app: App, writers: Mapping[Database, DatabaseWriter], settings: Settings, world: World) -> None:
     """Check the tables of each database before the first record.
 
     Raises ConfigurationError, NotAuthorised, Unavailable.
     """
+    if not writers:
+        return
+
+    def query() -> Mapping[Partition, int]:
+        with world.admin(settings) as admin:
+            return {partition: offset for partition, (offset, _) in admin.committed_offsets(app.id).items()}
+
+    group = preflight.retry_while_unavailable(settings, query, world)
     for database, writer in writers.items():
-        writer.prepare([r.sink for r in app.functions if r.sink is not None and r.sink.database == database])
+        targets = [r.sink for r in app.functions if r.sink is not None and r.sink.database == database]
+        writer.prepare(targets, group)

@@ -127,9 +127,9 @@ class Sinks:
         return ended.stderr
 
     def start(self, log: Path, *arguments: str) -> contextlib.AbstractContextManager[Any]:
-        command = [sys.executable, "-m", *self.command(*arguments)]
-        stderr = log.open("wb")
-        return until_killed(psutil.Popen(command, cwd=self.folder, env=self.environment, stderr=stderr))
+        with log.open("wb") as stderr:
+            command = self.command(*arguments)
+            return until_killed(forked.Popen(command, cwd=self.folder, env=self.environment, stderr=stderr))
 
     def expected(self) -> tuple[dict[int, int], dict[int, int]]:
         orders: dict[int, int] = {}
@@ -243,9 +243,13 @@ def test_worker_waits_for_a_killed_database(kafka: LocalKafka, names: Names, tmp
             assert worker.wait(120) == 0, log.read_text()
         assert "database back" in log.read_text()
         sinks.require_exact()
-        sinks.load(10)
-        server.kill()
-        assert "the database has been away for" in sinks.run("-X", "eos.database.timeout.ms=1000", ends=75)
+        sinks.load(3_000)
+        with sinks.start(log, "-X", "eos.database.timeout.ms=1000") as worker:
+            wait_until("rows", lambda: "partitions assigned" in log.read_text(), 60)
+            server.kill()
+            assert worker.wait(60) == 75, log.read_text()
+        assert "the database has been away for" in log.read_text()
+        sinks.run(ends=69)
 
 
 def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:

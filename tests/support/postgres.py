@@ -10,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -143,8 +144,8 @@ class CommitLoss:
             wait_until("the next connection", lambda: self.connections > before, 30)
         if self._loss != "lost":
             server.sendall(request)
-            server.recv(1 << 16)
-        server.close()
+            time.sleep(0.2)  # the server commits; its answer is lost with the connection
+        server.shutdown(socket.SHUT_RDWR)
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
