@@ -28,6 +28,7 @@ from eos.state import notes
 from eos.state.full_reset import FullReset
 from eos.worker.loading import load_app
 from eos.worker.new_topics import require_topics, topic_names
+from eos.worker.writers import move_offsets
 
 _TIMEOUT_S = 5.0
 
@@ -101,6 +102,9 @@ def reset(
     if dry_run:
         return
     confirm(f"set {len(moves)} committed offsets of group {name}", yes)
+    # The database decides, so it comes first.
+    if app is not None and (count := move_offsets(app, {move.partition: move.after for move in moves})):
+        print(f"database: {count} offsets set; rows of records that are read again are written again")
     offsets.commit(moves)
     print(f"group {name}: {len(moves)} offsets set")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -75,6 +75,7 @@ class Engine(Protocol):
 
 class Lmdb:
     folder, files = "values", 2
+    get: Callable[[bytes], bytes | None]
 
     def __init__(self, path: Path, memory_bytes: int) -> None:
         options: dict[str, Any] = {"map_size": _MAX_BYTES, "max_dbs": 2, "sync": False, "metasync": False}
@@ -86,7 +87,11 @@ class Lmdb:
         except lmdb.Error as error:
             raise EngineFailed(str(error)) from error
         self._file = path / "data.mdb"
+        self._begin_reading()
+
+    def _begin_reading(self) -> None:
         self._reader = self._environment.begin(self._values)
+        self.get = self._reader.get  # without a call of ours in between
 
     @property
     def size_bytes(self) -> int:
@@ -96,9 +101,6 @@ class Lmdb:
 
     def __len__(self) -> int:
         return int(self._reader.stat(self._values)["entries"])
-
-    def get(self, name: bytes) -> bytes | None:
-        return self._reader.get(name)
 
     def get_all(self, names: list[bytes]) -> Mapping[bytes, bytes]:
         return dict(self._reader.cursor().getmulti(names))
@@ -148,7 +150,7 @@ class Lmdb:
         except (lmdb.Error, OSError) as error:
             raise EngineFailed(str(error)) from error
         self._reader.abort()
-        self._reader = self._environment.begin(self._values)
+        self._begin_reading()
 
     def sync(self) -> None:
         try:

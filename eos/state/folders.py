@@ -145,7 +145,7 @@ class InFolder:
 
     def get(self, cell: bytes) -> bytes | None:
         try:
-            return self._engine.get(_engine_key(cell))
+            return self._engine.get(cell if len(cell) <= _MAX_ROW_BYTES else _engine_key(cell))
         except Exception as error:  # RocksDB's errors have no class of their own
             raise self._damaged(error) from error
 

@@ -270,12 +270,12 @@ class DatabaseWriter:
                 )
 
     def note_failed(self, record: Record, error: BaseException) -> None:
-        """Note a record's error, in case its error policy goes on without it."""
+        """Keep a record's error, in case its error policy leaves the record out."""
         text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_MOST_ERROR_CHARACTERS].replace("\0", "")
         self._failed.setdefault((record.topic, record.partition), {})[record.offset] = text
 
     def note_written(self, record: Record) -> None:
-        """Note that a record did not fail this time."""
+        """Drop the error of a record that did not fail this time."""
         if (failed := self._failed.get((record.topic, record.partition))) is not None:
             failed.pop(record.offset, None)
 
@@ -396,3 +396,27 @@ def prepare_writers(app: App, writers: Mapping[Database, DatabaseWriter], settin
     for database, writer in writers.items():
         targets = [r.sink for r in app.functions if r.sink is not None and r.sink.database == database]
         writer.prepare(targets, group)
+
+
+def move_offsets(app: App, offsets: Mapping[Partition, int]) -> int:
+    """Set the next offsets in the databases of these input partitions, while no worker runs; return how many were set.
+
+    Raises ConfigurationError, NotAuthorised, Unavailable.
+    """
+    moved: dict[Database, dict[Partition, Stored]] = {}
+    owner = uuid.uuid4().hex
+    for partition, offset in offsets.items():
+        if (target := app.routes[partition[0]].sink) is not None:
+            moved.setdefault(target.database, {})[partition] = Stored(offset, owner, {})
+    for database, changes in moved.items():
+        try:
+            connection = database.connect()
+            connection.create_offsets()
+            connection.claim(app.id, owner, changes)
+            connection.begin(app.id, owner)
+            connection.move(app.id, changes)
+            connection.commit()
+            connection.close()
+        except DatabaseError as error:
+            raise _start_error(error) from error
+    return sum(map(len, moved.values()))

@@ -65,7 +65,8 @@ class Caller:
     ) -> None:
         self._function, self._kinds, self._ttls = function, stores.kinds, stores.ttls
         self._timers_at, self._names = timers_at, names
-        self._is_stateless = not self._kinds and timers_at is None
+        self.is_stateless = not self._kinds and timers_at is None
+        """Whether the function has neither states nor timers."""
 
     def __call__(
         self,
@@ -82,8 +83,6 @@ class Caller:
         `suffix`: the part of the row name derived from the key. `is_periodic`: see Timers.set. `cells`: used instead of
         the task's cells.
         """
-        if self._is_stateless:
-            return finish(record, self._function(given)), []
         if cells is None:
             cells = task
         if self._ttls:
@@ -101,6 +100,10 @@ class Caller:
             for one in states:
                 one._close()
         return outputs, states
+
+    def call_plainly(self, record: Record, given: Any, finish: Finish) -> Any:
+        """Return the outputs of a function without states and timers."""
+        return finish(record, self._function(given))
 
     def write(self, states: Sequence[Any], task: TaskCells) -> None:
         cells: Cells = UnexpiredCells(task, self._ttls, task.time_ms) if self._ttls else task
@@ -204,9 +207,10 @@ class TimedFunction:
         return record
 
     def _run_by_key(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
+        if self._call.is_stateless:
+            return self._call.call_plainly(record, given, finish)
         outputs, states = self._call(task, encode_key(key), record, given, finish)
-        if states:
-            self._call.write(states, task)
+        self._call.write(states, task)
         return outputs
 
     def _run_in_windows(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
