@@ -75,10 +75,7 @@ class DatabaseWriter:
         """
         try:
             connection = self._connect()
-            connection.create_offsets()
-            for target in targets:
-                if target.table is not None:
-                    connection.check(target.table)
+            _check_tables(connection, targets)
             stored = connection.offsets(self._app_id)
             self._behind = {p: offset for p, offset in group.items() if p in stored and stored[p] < offset}
         except DatabaseError as error:
@@ -369,6 +366,37 @@ def _start_error(error: DatabaseError) -> Exception:
     return Unavailable(str(error))
 
 
+def databases_of(app: App) -> dict[Database, list[SinkTarget]]:
+    """Return the databases that functions of the App write to, each with what they write there."""
+    found: dict[Database, list[SinkTarget]] = {}
+    for route in app.functions:
+        if route.sink is not None:
+            found.setdefault(route.sink.database, []).append(route.sink)
+    return found
+
+
+def check_database(database: Database, targets: Iterable[SinkTarget]) -> None:
+    """Create the offsets table if it is missing, and check the tables.
+
+    Raises ConfigurationError, NotAuthorised, Unavailable.
+    """
+    try:
+        connection = database.connect()
+        try:
+            _check_tables(connection, targets)
+        finally:
+            connection.close()
+    except DatabaseError as error:
+        raise _start_error(error) from error
+
+
+def _check_tables(connection: Connection, targets: Iterable[SinkTarget]) -> None:
+    connection.create_offsets()
+    for target in targets:
+        if target.table is not None:
+            connection.check(target.table)
+
+
 def make_writers(app: App, settings: Settings, world: World) -> dict[Database, DatabaseWriter]:
     sources: dict[Database, list[str]] = {}
     for topic, route in app.routes.items():
@@ -394,8 +422,7 @@ def prepare_writers(app: App, writers: Mapping[Database, DatabaseWriter], settin
 
     group = preflight.retry_while_unavailable(settings, query, world)
     for database, writer in writers.items():
-        targets = [r.sink for r in app.functions if r.sink is not None and r.sink.database == database]
-        writer.prepare(targets, group)
+        writer.prepare(databases_of(app)[database], group)
 
 
 def move_offsets(app: App, offsets: Mapping[Partition, int]) -> int:
