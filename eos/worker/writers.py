@@ -121,7 +121,8 @@ class DatabaseWriter:
             elif at is not None and at < start:
                 lowered[partition] = at
             if at is not None and start >= 0 and at != start:
-                log.info(
+                # After a crash between the two commits the database is ahead. Behind the group it was restored.
+                (log.info if at > start else log.warning)(
                     "group offset differs from the database, which decides",
                     partition=format_position(*partition),
                     group=start,
@@ -309,6 +310,11 @@ class DatabaseWriter:
         except (DatabaseError, TypeError, ValueError) as error:
             if isinstance(error, DatabaseError) and error.fault is not Fault.RECORD:
                 raise self._failure(error) from error
+            if self._careful:
+                raise ConfigurationError(
+                    f"the database refuses to commit, although it accepted each row: {error}",
+                    remedy="look for triggers and deferred constraints on the tables",
+                ) from error
             raise self._retry_carefully(error) from error
         self._stored |= changes
         self._careful = False

@@ -100,6 +100,11 @@ def test_wrong_definition_is_refused(function: Callable[..., Any], options: dict
     assert app.functions == []
 
 
+def test_pattern_of_topics_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="is a pattern"):
+        App("rows").sink("^orders.*", SQLite("rows.db"), table="orders")
+
+
 def test_object_that_is_no_database_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="is no database"):
         make_sink_target(returns_row, "postgresql://localhost", "orders", ())
