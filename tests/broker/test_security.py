@@ -274,7 +274,7 @@ def test_right_withdrawn_during_a_run_stops_the_worker_with_77(which: str, case:
         kind, name, sentence = resource(case, which)
         assert case.kafka.withdraw(kind, name) == 1
         wait_until("the worker's end", ended, 60)
-    last_line = log.read_text().splitlines()[-1]
+    last_line = last_line_of_eos(log.read_text())
     assert worker.returncode == 77, last_line
     assert sentence.split(":")[0] in last_line
 

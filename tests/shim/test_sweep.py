@@ -118,7 +118,7 @@ def test_pytest_summary_has_the_sweep_table(own_kafka: LocalKafka, tmp_path: Pat
 
 @pytest.mark.deep_for("one process")
 def test_pytest_summary_without_a_sweep_has_no_table(tmp_path: Path) -> None:
-    code, output = run_pytest(tmp_path, USERS_OWN, "-k", "something_else")
+    code, output = run_pytest(tmp_path, USERS_OWN, "-k", "without_a_sweep")
     assert code == 0, output
     assert "1 passed" in output
     assert "every fault" not in output
