@@ -178,7 +178,7 @@ class Action(Enum):
     UNAUTHORISED = "stop: not authorised"
     MISCONFIGURED = "stop: the configuration is wrong"
     FENCED = "stop: a newer instance took over"
-    LOOK = "stop if a topic of the session's own was deleted or recreated; else as REBUILD"
+    CHECK_TOPICS = "stop if a topic of the session's own was deleted or recreated; else as REBUILD"
     REJOIN = "find out who owns the transactional.id; if it is still ours, join the group with a new consumer"
     INTERRUPTED = "drop everything in progress, and start from the committed offsets with new clients"
     BUG = "stop: a call in the wrong order, which our own checks should have refused"

@@ -63,8 +63,8 @@ def check_note(app: str, route: Route, note: str) -> None:
         raise ConfigurationError(str(error.args[0]), remedy=_REMEDY) from error
     if kept["timed"] != now["timed"]:
         raise ConfigurationError(
-            f"{route.name} uses ttl=, once=, timers or windows now and did not when its state was stored, or the "
-            "reverse: Spark keeps such state by partition, and other state by key, so it would begin empty",
+            f"{route.name} uses ttl=, once=, timers or windows in another way than when its state was stored: Spark "
+            "keeps state that uses time by partition and all other state by key, so the state would begin empty",
             remedy=_REMEDY,
         )
 

@@ -483,14 +483,14 @@ class App:
                 )
         if cycle := _find_cycle(routes):
             raise ConfigurationError(
-                f"the App {self.id!r} reads and writes {' -> '.join(cycle)}: in this cycle records could return "
+                f"the App {self.id!r} reads and writes {' -> '.join(cycle)}: in this cycle records could loop "
                 "forever; use two Apps"
             )
         for pattern in patterns:
             if caught := [topic for topic in sorted(written) if _matches(pattern, topic)]:
                 raise ConfigurationError(
                     f"the pattern {pattern.pattern!r} matches {caught[0]!r}, a destination of the App {self.id!r}: its "
-                    "records could return forever; make the pattern narrower, or name the topics"
+                    "records could loop forever; make the pattern narrower, or name the topics"
                 )
 
     def __repr__(self) -> str:

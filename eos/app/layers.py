@@ -113,7 +113,9 @@ class Overlay(dict[bytes, X], Generic[X]):
         return found
 
     def merged_with(self, below: Iterator[tuple[bytes, Y]], span: Span) -> Iterator[tuple[bytes, X | Y]]:
-        """Yield fields and values in the order of the span, with the changes in place of the entries below.
+        """Yield the fields and values of this layer and of the layer `below` it, in the order of the span.
+
+        If both layers have a field, the value is this layer's.
 
         A change made during the iteration appears if its field comes later in the order.
         """

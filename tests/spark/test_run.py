@@ -272,7 +272,8 @@ def test_error_names_the_module_missing_on_the_executor(spark_runs: SparkRuns) -
     run = spark_runs.spark(copying(spark_runs, source, target), "--until-end", environment=environment)
     run.assert_ended(
         CONFIGURATION,
-        "the executors' Python lacks a package or has another version: No module named 'pyarrow': pip install",
+        "the executors' Python lacks a package, or its version is not the driver's: No module named 'pyarrow': "
+        "pip install",
     )
 
 

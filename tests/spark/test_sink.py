@@ -226,7 +226,7 @@ def test_rows_of_many_partitions_stay_in_order_in_few_tasks(
     assert all(values == sorted(values) for values in by_key.values())
 
 
-def test_driver_writes_small_batches_and_tasks_large_ones(
+def test_small_batches_by_driver_and_large_ones_by_tasks_keep_the_order(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare batches of the driver and of tasks: same order, same partitions, nothing twice.

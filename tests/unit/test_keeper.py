@@ -810,7 +810,7 @@ def test_folder_deleted_while_locked_never_has_two_owners(monkeypatch: pytest.Mo
     assert owned[0] == tmp_path / "t.0"
 
 
-def test_changelog_with_short_tombstone_retention_is_warned(
+def test_changelog_with_short_tombstone_retention_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(facts, "connect", lambda *_: None)

@@ -602,7 +602,7 @@ def test_wrong_window_is_refused(make: Any, message: str) -> None:
 def test_timer_function_cannot_send_to_an_input_of_its_app() -> None:
     app = App("circle")
     add = define(app, window=tumbling(MINUTE), grace=MINUTE)
-    for topic, message in (("in", "in this cycle records could return forever"), ("circle-add-changelog", "changelog")):
+    for topic, message in (("in", "in this cycle records could loop forever"), ("circle-add-changelog", "changelog")):
         with pytest.raises(ConfigurationError, match=message):
 
             @app.on_close(add, to=topic)

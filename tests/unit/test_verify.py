@@ -114,7 +114,7 @@ def test_aborted_counts_are_counted_again() -> None:
     assert (ledger.count(A, 1), ledger.tally(A)) == (1, Tally(0, 2, 2))
 
 
-def test_restarted_partition_drops_open_counts() -> None:
+def test_partition_that_begins_again_drops_uncommitted_counts() -> None:
     ledger = Ledger()
     ledger.begin(A, 0, None)
     ledger.count(A, 5)

@@ -96,11 +96,11 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
 CHANGELOG_TABLE: dict[int, Action] = {
     _K.MSG_SIZE_TOO_LARGE: Action.POISON,
     # The topic may have been deleted or recreated, or the client's metadata is older than its partitions.
-    _K._UNKNOWN_PARTITION: Action.LOOK,
-    _K._UNKNOWN_TOPIC: Action.LOOK,
-    _K.UNKNOWN_TOPIC_OR_PART: Action.LOOK,
-    _K.UNKNOWN_TOPIC_ID: Action.LOOK,
-    _K.INCONSISTENT_TOPIC_ID: Action.LOOK,
+    _K._UNKNOWN_PARTITION: Action.CHECK_TOPICS,
+    _K._UNKNOWN_TOPIC: Action.CHECK_TOPICS,
+    _K.UNKNOWN_TOPIC_OR_PART: Action.CHECK_TOPICS,
+    _K.UNKNOWN_TOPIC_ID: Action.CHECK_TOPICS,
+    _K.INCONSISTENT_TOPIC_ID: Action.CHECK_TOPICS,
     # The broker refuses every record like it.
     _K._INVALID_ARG: Action.MISCONFIGURED,
     _K.INVALID_MSG: Action.MISCONFIGURED,

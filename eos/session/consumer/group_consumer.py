@@ -78,11 +78,11 @@ class GroupConsumer:
         handover: Handover | None = None,
         changelogs: Collection[str] = (),
         on_unreadable: Callable[[str, int, int, str], None] = lambda topic, partition, offset, why: None,
-        lower_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
+        find_earlier_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
     ) -> None:
         """Create the consumer. `stopping` returns True once a stop was requested, which ends waits for the cluster.
         `with_ends`: report the ends of partitions to the positions. `changelogs`: see TopicIds. `on_unreadable`: see
-        Listener. `lower_starts`: see StartsEarlier."""
+        Listener. `find_earlier_starts`: see StartsEarlier."""
         self._settings, self._world = settings, world
         self._topics = list(topics)
         self._positions = positions
@@ -115,7 +115,12 @@ class GroupConsumer:
         self._lost_assignment = LostAssignment(settings, self.group, watcher, world)
         self.queries = ClusterQueries(self.consumer, settings, self._topics, pulse or Pulse(world.now), world, stopping)
         self.start_offsets = StartOffsets(
-            self.queries, settings, self._handover.from_beginning, self._handover.start_offsets, world, lower_starts
+            self.queries,
+            settings,
+            self._handover.from_beginning,
+            self._handover.start_offsets,
+            world,
+            find_earlier_starts,
         )
         self._unreadable = UnreadableInput(positions, self.queries)
         instance_id = configuration.get("group.instance.id")
@@ -183,7 +188,7 @@ class GroupConsumer:
         try:
             statistics = decode_statistics(text)
             self._lag.note(statistics)
-            self._lost_assignment.note(statistics.late_answers)
+            self._lost_assignment.note(statistics.timed_out_requests)
         except Exception as error:  # noqa: BLE001 - must not pass through C frames
             self._latch(error)
         if self._user_stats is not None:

@@ -102,7 +102,7 @@ class TransactionalIdOwnership:
             return Owner.MINE
         # Kept until it is settled: an exception here must not lead to a replacement, whose init would take the id.
         self._interrupted_settle = producer, reason, empty_transaction_is_ours
-        situation = producer.poll_situation()
+        situation = producer.describe_fenced()
         owner, answer = Owner.NEWER, None  # the safe answer if our own epoch is unknown
         if situation is not None:
             known = situation

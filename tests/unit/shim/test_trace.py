@@ -271,7 +271,7 @@ def test_history_keeps_only_the_last_transactions(wire: Wire) -> None:
     assert len(history.transactions) == 5
     assert history.counts["committed"] == 100
     assert len(history._current) <= 5
-    assert sum(map(len, history._of_producer.values())) <= 5
+    assert sum(map(len, history._by_producer_id.values())) <= 5
     assert len(history._last_of_identity) <= 5
 
 
