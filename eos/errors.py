@@ -184,8 +184,8 @@ class Action(Enum):
     BUG = "stop: a call in the wrong order, which our own checks should have refused"
 
 
-# Calls of the consumer and the producer, as the table of failures names them. "delivery" is the error of a delivery
-# report. Its three flags are always unset, so they are ignored there.
+# Calls of the consumer and the producer, as the table of failures names them. "delivery" stands for the error of a
+# delivery report, whose three flags are ignored because they are always unset.
 Call = Literal[
     "init",
     "begin",

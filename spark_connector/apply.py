@@ -32,7 +32,7 @@ OUTPUTS = (
     "topic string, partition int, key binary, value binary, headers array<struct<key: string, value: binary>>, "
     "timestamp_ms bigint"
 )
-_MOST_OUTPUTS = 10_000  # then due timers wait until these are yielded: there may be very many of them
+_MOST_OUTPUTS = 10_000  # after this many outputs of due timers, the outputs are yielded first
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 _SCHEMA = pa.schema(
     [
@@ -114,7 +114,7 @@ def handle(handler: Handler, records: list[Record], most: int) -> Iterator[Seque
         if outputs.sends:
             yield outputs.sends
         if halt is not None:
-            time.sleep(halt.pause_s or 0.0)  # a record that is retried
+            time.sleep(halt.pause_s or 0.0)  # the pause before a record is retried
 
 
 def read(batch: pa.RecordBatch) -> list[Record]:

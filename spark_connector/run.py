@@ -98,7 +98,7 @@ def run_app(run: Run, spark: SparkSession) -> None:
         query = _start(run, spark, batches)
         with StopSignals(batches, run.settings["eos.shutdown.timeout.ms"] / 1000):
             _follow(query, batches)
-    except (Py4JError, ConnectionError) as error:  # ConnectionError: from Py4J's attempt to reconnect
+    except (Py4JError, ConnectionError) as error:  # Py4J's attempt to reconnect raises ConnectionError
         raise Temporary(f"Spark's JVM is gone, or has stopped: {first_line(str(error))}") from error
     except ShutdownExpired as expired:
         # The signal may have interrupted a call to the JVM, so no further call is possible.
@@ -195,7 +195,7 @@ def _source(run: Run, spark: SparkSession, topics: list[str], most: int) -> Data
         starting_offsets=begin,
         max_records=most,
         settings=_client_settings(run.settings),
-        # The group ids that the cluster's ACLs grant to the query's readers.
+        # The cluster's ACLs can allow the query's readers to use groups with this prefix.
         options={"groupIdPrefix": f"{run.app.id}-spark", **options},
     )
 
@@ -271,8 +271,8 @@ class _Batches:
             self.failure = error
             if is_stop(rows, error):
                 raise
-            # Spark searches the whole traceback by a regular expression that recurses for each character
-            # (query.is_stop): a long one would overflow its stack.
+            # Spark searches the whole traceback with a regular expression that recurses for each character
+            # (query.is_stop). A long traceback would overflow its stack.
             raise BatchFailed(type(error).__name__) from None
         finally:
             self.is_writing = False
@@ -293,7 +293,8 @@ def _follow(query: StreamingQuery, batches: _Batches) -> None:
         ended, trace = error_of(error, batches.failure)
         print(trace, end="", file=sys.stderr)
         if isinstance(ended, Fenced) and batches.failure is None and not _is_replaced(batches.write):
-            # This run has fenced the other one, which exits with 79. If both runs exited, neither would continue.
+            # This run has fenced the other one, which exits with 79. If this run exited with 79 too, neither would
+            # continue.
             raise Temporary(f"{ended}; that one does not have the transactional.id") from None
         raise ended from None
 

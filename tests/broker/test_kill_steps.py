@@ -52,8 +52,8 @@ class Step:
 STEPS = [
     Step("after-begin", (), event="begun"),
     Step("after-produce", ONGOING, event="flush", offsets_registered=False),
-    # Counted from the third begin, because the number of Produce requests per transaction depends on the machine. The
-    # proxy holds one request, so that the flush, which begins after its step, cannot end.
+    # The event is counted from the third begin, because the number of Produce requests per transaction depends on the
+    # machine. The proxy holds one Produce, so that the flush cannot end.
     Step("in-flush", ONGOING, event="begun", api=ApiKey.Produce, then="flush", offsets_registered=False),
     Step("after-send-offsets", ONGOING, event="offsets sent", offsets_registered=True),
     Step("commit-before-it-arrives", ONGOING, api=ApiKey.EndTxn, offsets_registered=True),

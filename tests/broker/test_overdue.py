@@ -50,7 +50,7 @@ def test_only_an_overdue_transaction_is_ended(kafka: LocalKafka, names: Names) -
     name, began = names("id"), time.monotonic()
     with ClusterAdmin(
         Settings({"bootstrap.servers": kafka.bootstrap_servers})
-    ) as admin:  # created first, because it takes a while
+    ) as admin:  # created first, because that takes a while
         producer = open_transaction(kafka, names("t"), name)
         (before,) = admin.describe_transactions([name])
         assert not abort_if_overdue(admin, before, time.monotonic)

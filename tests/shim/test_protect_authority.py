@@ -109,7 +109,7 @@ def attack(shim: RunningShim, name: str, identity: Identity, topic: str) -> None
             assert 0 not in answered, (request, answered)
             examined += 1
     for request in requests(name, identity, topic):
-        # All copies are sent at once: the broker closes the connection at the first that it sees, and none may reach
+        # Send all copies at once: the broker closes the connection at the first one that it reads, and none may reach
         # it.
         with Wire(shim.bootstrap_servers) as unknown:
             unknown.send(request, request, request)

@@ -159,7 +159,7 @@ def test_app_on_spark_gives_the_outputs_of_the_worker(spark_runs: SparkRuns) -> 
         names = dict(zip(("numbers", "orders", "batches"), inputs, strict=True))
         target = spark_runs.app(EVERYTHING, f"on_{engine}.py", app=f"{spark_runs.prefix}-{engine}", to=to, **names)
         start = spark_runs.worker if engine == "worker" else spark_runs.spark
-        # Small micro-batches, so that there are several.
+        # Make the micro-batches small, so that there are several.
         run = start(target, "--until-end", "-X", "eos.transaction.max.records=5000")
         assert run.wait() == 0, run.log[-3_000:]
     compared = 0
@@ -295,7 +295,7 @@ def test_executors_get_the_app_and_the_package_from_the_driver(spark_runs: Spark
         to=target,
     )
     spark_runs.load(source, [b"%d" % n for n in range(600)])
-    # Two executors in separate processes and folders.
+    # Run two executors in separate processes and folders.
     run = spark_runs.spark(app, "--until-end", "--master", "local-cluster[2,1,1024]", "--conf", "spark.cores.max=2")
     assert run.wait() == 0, run.log[-3_000:]
     values = [(value or b"").decode().split() for value in values_of(spark_runs.settled(target))]

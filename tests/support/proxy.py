@@ -47,7 +47,7 @@ T = TypeVar("T")
 # How long a cut waits for the responses to earlier requests on the same connection, so that a rule about EndTxn does
 # not also lose the acknowledgement of a Produce. Limited, because a JoinGroup may have no response for minutes.
 DRAIN_S = 2.0
-# A limit for one exchange with a healthy broker; after it the test should fail instead of hanging.
+# A healthy broker answers within this time. After it the test should fail instead of hanging.
 EXCHANGE_S = 15.0
 
 _REQUEST_CLASSES = {

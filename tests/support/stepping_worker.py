@@ -58,7 +58,7 @@ class Orders:
     large_last: bool = False  # only the last of the large outputs is large
     reads: list[str] = dataclasses.field(default_factory=list)  # patterns that replace the sources of the function
     stateful: bool = False  # one function per source, which counts by key and adds the count to the stamp
-    keep_producer: bool = False  # even where the product replaces it: see tests/support/sessions.py
+    keep_producer: bool = False  # keeps the producer even where the product replaces it: see tests/support/sessions.py
     later: list[str] = dataclasses.field(
         default_factory=list
     )  # topics that may be created later and match the patterns, after `sources`
@@ -127,7 +127,7 @@ def build_app(orders: Orders, steps: Steps) -> App:
             raise ValueError("this record is poison")
         if is_poison(record.offset, orders.poison_every):
             raise ValueError("this record is one of many")
-        # Only now, because a record whose function raised was not part of this transaction.
+        # Note the attempt only now, because a record whose function raised was not part of this transaction.
         os.write(attempts, ATTEMPT.pack(time.monotonic_ns(), transaction, source, record.partition, record.offset))
         payload = bytes(orders.large_at[3]) if orders.large_at and at == tuple(orders.large_at[:3]) else b""
         last = len(orders.destinations) - 1

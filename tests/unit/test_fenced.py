@@ -209,7 +209,7 @@ def ownership_of(
     ), fenced
 
 
-# This answer does not show which instance has the next epoch.
+# This state does not show which instance has the next epoch.
 NEXT_EPOCH = TransactionalIdState("Empty", 1, 2)
 
 

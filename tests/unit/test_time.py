@@ -717,7 +717,7 @@ def test_window_after_rekeying_waits_for_all_input() -> None:
     [
         ({0: 50, 1: 90}, {0: 3, 1: 3}, 50),  # both have more records
         ({0: 50, 1: 90}, {0: 10, 1: 3}, 90),  # the first was read to its end
-        ({0: 50, 1: 90}, {0: 10, 1: 10}, 90),  # both were
+        ({0: 50, 1: 90}, {0: 10, 1: 10}, 90),  # both were read to their ends
         ({1: 90}, {1: 3}, 0),  # the first has records, but nothing of it is committed
         ({}, {}, 0),
     ],

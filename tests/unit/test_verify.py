@@ -534,7 +534,7 @@ def histories(draw: st.DrawFn) -> History:
 def remove_prefixes(history: History, draw: st.DrawFn) -> None:
     for output_partition in range(3):
         here = sum(history.output_partition(source) == output_partition for source in history.sources)
-        # Mostly a few: outputs must remain in all three partitions for a decision.
+        # Mostly cut a few outputs only: some must remain in all three partitions for a decision.
         history.cut(output_partition, draw(st.integers(0, min(here, 2)) | st.integers(0, here)))
     for place, at in history.committed.items():
         begin = history.begins[place] = draw(st.integers(0, at.offset))

@@ -39,7 +39,7 @@ from eos.session.consumer.start_offsets import StartOffsets
 from eos.session.consumer.unreadable import UnreadableInput
 
 _CLOSE_S = 10.0
-_STATISTICS_INTERVAL_MS = 1_000  # how old a lag may be
+_STATISTICS_INTERVAL_MS = 1_000  # the lag in metrics may be this old
 
 
 @dataclass
@@ -284,7 +284,7 @@ class GroupConsumer:
         try:
             if not self.assignment.all:
                 self.member.note_first_assignment()
-            # An empty assignment: reading starts in `start`, once the start offsets are known.
+            # Assign no partition yet. `start` assigns each partition when its start offset is known.
             (consumer.incremental_assign if self._incremental else consumer.assign)([])
             self.assignment.assign([(p.topic, p.partition) for p in partitions])
             add(self._handover.rebalances, "assigned")
@@ -347,8 +347,8 @@ class GroupConsumer:
         if not offsets:
             return None
         metadata = self.consumer.consumer_group_metadata()
-        # Read after the metadata, so it is not older. The broker skips its check for a member without an id
-        # (generation -1), so such a commit must not be sent.
+        # Read the member id after the metadata, so that the id is not older. For a member without an id (generation -1)
+        # the broker skips its check, so a commit of such a member must not be sent.
         member_id = self.member.refresh_id()
         if not member_id:
             raise _cannot_commit("this consumer is no longer a member of its group")

@@ -71,7 +71,8 @@ class StartOffsets:
         try:
             assignment.locate(self.find(sorted(assignment.unlocated)))
         except NotNow as error:
-            # The group must be polled meanwhile, and a stop must be noticed: a partition may lack a leader for hours.
+            # Do not wait here. A partition may lack a leader for hours, and meanwhile the session must poll the group
+            # and notice a stop.
             self._next_query = self._world.now() + _RETRY_S
             if self._waits.tick():
                 log.info(f"waiting for {error}", partitions=names_of(assignment.unlocated), group=self._group)
@@ -88,8 +89,8 @@ class StartOffsets:
         starts = self._committed(partitions)
         missing = [p for p, tp in starts.items() if tp.offset < 0]
         reset = str(self._settings.get("auto.offset.reset", "earliest"))
-        # Query the ends before the notes, whose reading needs separate clients: a partition may lack a leader for
-        # hours.
+        # Query the ends before the notes. A partition may lack a leader for hours, and each read of the notes needs
+        # clients of its own.
         ends = self._start_at_ends(missing) if reset == "latest" else {}
         try:
             found = call_client(read_notes, self._settings, self._group, missing, self._world)
