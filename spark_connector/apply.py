@@ -33,7 +33,7 @@ OUTPUTS = (
     "topic string, partition int, key binary, value binary, headers array<struct<key: string, value: binary>>, "
     "timestamp_ms bigint"
 )
-_MOST_OUTPUTS = 10_000  # after this many outputs of due timers, the outputs are yielded first
+_MOST_OUTPUTS = 10_000  # when due timers have made this many outputs, these are yielded before more timers fire
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 _SCHEMA = pa.schema(
     [

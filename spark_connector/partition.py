@@ -115,7 +115,7 @@ class PartitionWriter:
         self._sent.append(_Sent(batch, self._start(batch)))
         self.next_sequence += batch.records
         self.bytes += batch.size
-        self._wire.poll()  # send it now; nothing else drives the loop while rows are encoded
+        self._wire.poll()  # send the batch now, because nothing else drives the loop while rows are encoded
         self._take_answers(wait=False)
 
     def _start(self, batch: Batch) -> Any:

@@ -72,7 +72,8 @@ def spark_session(
         os.environ["JAVA_HOME"] = str(spark_java())
         jars = [*filter(None, [values.get("spark.jars")]), *map(str, connector_jars(console))]
         values["spark.jars"] = ",".join(jars)
-        if values["spark.master"].startswith("local"):  # local-cluster[...] too: it runs on the same machine
+        # Also for local-cluster[...], whose executors run on this machine.
+        if values["spark.master"].startswith("local"):
             # Without PYSPARK_PYTHON the executors run whatever `python3` is on their PATH.
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
             os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")

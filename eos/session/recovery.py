@@ -122,7 +122,8 @@ def plan_of(failure: CallFailed, failed_step: Step | None = None) -> list[Step]:
 # growing delay.
 MOST_REBUILDS = 5
 _ABORTS_TO_WARN_OF = 3  # rebalance aborts in a row; a member that comes or goes causes one or two
-# A timeout may have caused a failure with one of these actions, unless it came from one of these calls.
+# _BY_TIME has the actions of failures that a timeout may have caused. _NOT_BY_TIME has the calls whose failures a
+# timeout never causes.
 _BY_TIME = frozenset({Action.ABORT, Action.REBUILD, Action.SETTLE, Action.CHECK_TOPICS, Action.RETRY})
 _NOT_BY_TIME = frozenset({"abort", "consume"})
 _CAUSES = {

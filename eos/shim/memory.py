@@ -47,7 +47,7 @@ class MemoryBudget:
             self._evict_largest()
 
     def start_request(self, account: MemoryAccount) -> None:
-        self._large.pop(account, None)  # the next count adds it again, as the last one
+        self._large.pop(account, None)  # the next count adds the account again, as the last one
 
     def close(self, account: MemoryAccount) -> None:
         self._set(account, 0)

@@ -55,7 +55,7 @@ def merge_by_key(rows: Iterable[Row], key: Sequence[str]) -> list[Row]:
 
 
 def split_by_columns(rows: Iterable[Row]) -> Iterator[tuple[tuple[str, ...], list[Row]]]:
-    """Yield consecutive rows with the same columns together, because a write must not change columns that a row lacks."""
+    """Yield consecutive rows with the same columns together. A write must not change columns that a row lacks."""
     columns: tuple[str, ...] = ()
     run: list[Row] = []
     for row in rows:

@@ -477,8 +477,8 @@ def _last_header(message: Message, name: str) -> bytes | None:
 def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "log_level": 0,  # the client's lines would mix with the user's; its errors are raised anyway
-        # librdkafka's default of 1000 ms stops fetching for that long whenever its queue is full: 3.7x slower on a
-        # backlog.
+        # With librdkafka's default, fetching pauses for 1000 ms whenever the queue is full, and a backlog takes 3.7
+        # times as long.
         "fetch.queue.backoff.ms": 5,
         # A partition at its end delays the response of its whole broker by this time (librdkafka's default is 500 ms).
         "fetch.wait.max.ms": 20,

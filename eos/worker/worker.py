@@ -52,7 +52,7 @@ class Worker(Listener):
     def __init__(self, app: App, settings: Settings, *, until_end: bool = False, world: World = REAL) -> None:
         app.check()
         self._world = world
-        self.app = app = copy.copy(app)  # a copy, because it adds topics
+        self.app = app = copy.copy(app)  # a copy, because the worker adds topics to it
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )

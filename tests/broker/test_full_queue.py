@@ -9,7 +9,7 @@ import pytest
 from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 

@@ -20,7 +20,7 @@ from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy, Rule
 from tests.support.reading import wait_until
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
 pytest_plugins = ["tests.support.pipeline"]
 

@@ -22,7 +22,7 @@ from tests.support.reading import create_topic, visible_values, wait_until
 
 pytestmark = [pytest.mark.takes(69), pytest.mark.deep_for("3.9.2")]
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 

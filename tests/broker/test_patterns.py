@@ -26,7 +26,7 @@ from tests.support.reading import create_topic, settled_values, visible_values, 
 
 pytestmark = pytest.mark.takes(310)
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 

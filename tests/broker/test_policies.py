@@ -24,7 +24,7 @@ from tests.support import forked
 from tests.support.reading import configure, create_topics, settled_ends, wait_until
 from tests.support.stepping_worker import is_poison
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipeline, Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 

@@ -15,7 +15,7 @@ from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import TooSlow, wait_until
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -156,7 +156,7 @@ def test_revoked_partitions_end_their_transaction(protocol: str, kafka: LocalKaf
         "partitions of this transaction were revoked" not in first_end
     ):  # The rebalance may take longer than the transaction was open.
         raise TooSlow(f"no revocation reached the first transaction: {first_end}")
-    slow.terminate()  # Otherwise it would collect records for a minute.
+    slow.terminate()  # Otherwise the slow worker would collect records for a minute.
     assert slow.wait() == 0, slow.final_output
     pipeline.wait_handled(pipeline.loaded)
     stop_all(pipeline, joining)

@@ -145,7 +145,7 @@ def test_unauthorised_clients_do_not_change_transactions(secure: SecureKafka, sh
         else:
             owner.abort_transaction(30)
         found = transaction_of(plain, name)
-        if not commits:  # librdkafka took its next identity with it.
+        if not commits:  # At an abort, librdkafka takes its next identity.
             virtual = (found.producer_id, found.producer_epoch)
         assert (found.producer_id, found.producer_epoch) == (first.producer_id, first.producer_epoch + number + 1)
         with ClusterAdmin(Settings(settings)) as admin:

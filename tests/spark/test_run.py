@@ -20,7 +20,7 @@ from tests.support.pipeline import REPOSITORY, WorkerProcess
 from tests.support.reading import create_topic, transaction_of, wait_until
 from tests.support.spark_standalone import python_without
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.spark import SparkRuns
 pytest_plugins = ["tests.support.spark"]
 

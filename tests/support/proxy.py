@@ -443,7 +443,7 @@ class _Connection:
                 self.orphaned = self.orphaned or self.client_gone or self.closed_by_us
             if self.orphaned:
                 await self._send_for_nobody(request, rule)
-            elif not self.closed_by_us:  # Otherwise it was cut while the proxy held it, and the broker never sees it.
+            elif not self.closed_by_us:  # after a cut, the broker never sees the request that the proxy held
                 await self._send(request, rule)
 
     async def _send_for_nobody(self, request: Request, rule: Rule | None) -> None:

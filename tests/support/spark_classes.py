@@ -66,7 +66,7 @@ def make() -> None:
         try:
             psutil.Process(int(jvm[1])).wait(120)
         except psutil.NoSuchProcess:
-            pass  # The JVM has written all of it.
+            pass  # The JVM has written the whole archive.
         except psutil.TimeoutExpired:
             raise Unavailable("Spark's JVM did not end: what it wrote may not be whole") from None
         move_into_place(part, path)

@@ -50,7 +50,8 @@ class Orders:
     holds: list[tuple[str, int]] = dataclasses.field(default_factory=list)
     work_ms: float = 0.0  # duration of the function per record
     slow_at: tuple[str, int, int, float] | None = None  # extra seconds of work on this record
-    hold_at: tuple[str, int, int] | None = None  # the function waits for a line at this record, the first time
+    # When this record runs for the first time, the function waits for a line.
+    hold_at: tuple[str, int, int] | None = None
     raise_at: tuple[str, int, int] | None = None
     large_at: tuple[str, int, int, int] | None = None  # bytes of this record's outputs
     on_error: str = "stop"  # a name in POLICIES

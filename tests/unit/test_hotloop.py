@@ -808,5 +808,5 @@ def test_compiled_loop_of_other_source_is_reported_and_not_used(tmp_path: Path, 
     warned = done.stderr.splitlines()
     assert len(warned) == (0 if used else 1)
     assert used or warned[0].endswith("is not used: rebuild it with `pip install -e .`")
-    (tmp_path / "eos" / "hotloop" / "_native.c").unlink()  # as in a wheel without it
+    (tmp_path / "eos" / "hotloop" / "_native.c").unlink()  # as in a wheel without the compiled loop
     assert "True eos.hotloop._native" in imported().stdout

@@ -329,7 +329,7 @@ def _consumer(settings: Settings, isolation: str, topic_partitions: list[TopicPa
         {
             **settings.admin(),
             "logger": log.client_logger,
-            "group.id": "eos-topic-reader",  # librdkafka requires one; it is never joined
+            "group.id": "eos-topic-reader",  # librdkafka requires a group id, but the reader never joins the group
             "isolation.level": isolation,
             "enable.partition.eof": True,
             "enable.auto.commit": False,

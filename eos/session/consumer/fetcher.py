@@ -270,7 +270,7 @@ class Fetcher:
         try:
             self.group_consumer.poll(most, 0.0)
         except CallFailed as failure:
-            self._failure = failure  # the next poll raises it: the transaction ends first
+            self._failure = failure  # the next poll raises the failure, after the transaction has ended
         return len(self.positions) > before
 
 

@@ -46,7 +46,8 @@ class _PendingEnd(NamedTuple):
     end: End
     number: int | None
     opened: bool  # whether the transaction was open before EndTxn was sent
-    act: Callable[[], object] | None  # applies the request after the response, if it could not act before
+    # Changes the machine's state after the response, for a request that may not do so before.
+    act: Callable[[], object] | None
 
 
 class _Pending(NamedTuple):

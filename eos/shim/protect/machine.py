@@ -337,10 +337,10 @@ class Machine:
         self._require_move(known, Event.WRITES, NOT_ENOUGH_REPLICAS)
         kind = ("produce", broker)
         if not known.renews:
-            # A challenge refuses a request once, so that only a live client repeats it. A client that renews needs
-            # none: its late Produce has an expired identity or sequence. And the refusal would do harm: librdkafka
-            # requeues the record, and a record requeued while abort_transaction waits for it is neither sent nor
-            # dropped until message.timeout.ms.
+            # A challenge refuses a request once, so that only a live client repeats it. A client that requests its next
+            # identity after every abort (librdkafka) needs no challenge: its late Produce has an expired identity or
+            # sequence. A challenge would even do harm. librdkafka requeues a refused record, and a record requeued
+            # while abort_transaction waits for it is neither sent nor dropped until message.timeout.ms.
             marks = [(batch.partition, batch.first) for batch in batches]
             self._challenge(name, known, kind, connection, marks, NOT_ENOUGH_REPLICAS, authority)
         bases = dict[Partition, int]()
