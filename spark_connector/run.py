@@ -125,6 +125,12 @@ def check(run: Run) -> None:
             f"the App {run.app.id!r} reads topics by the pattern {next(iter(run.app.patterns)).pattern!r}: on Spark a "
             "query reads topics by their names; name them, or use `eos run`"
         )
+    for route in run.app.functions:
+        if route.sink is not None:
+            raise ConfigurationError(
+                f"{route.name} writes rows into a database, which a Spark query does not do: send them to a topic as "
+                "records, and write them into the database with an App for `eos run`"
+            )
     if not run.app.destinations:
         raise ConfigurationError(
             f"no function of the App {run.app.id!r} names a destination with to=: there is nothing to send exactly once"

@@ -303,6 +303,8 @@ class App:
         `process`. The decorator returns the function unchanged.
         """
         sources, _, policy = _check_definition(topics, (), on_error)
+        if found := [source for source in sources if is_pattern(source)]:
+            raise ConfigurationError(f"a function that writes rows must name its topics, but {found[0]!r} is a pattern")
         if name is not None:
             _check_name(name, "the name of a function")
         keys = tuple(_to_list(key))

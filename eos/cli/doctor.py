@@ -24,6 +24,7 @@ from eos.state import changelog, notes
 from eos.worker import chains
 from eos.worker.loading import load_app
 from eos.worker.new_topics import explain_unread, find_missing_dead_letter_topics, require_topics, topic_names
+from eos.worker.writers import check_database, databases_of
 
 _TIMEOUT_S = 5.0
 _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow", Level.FAILED: "red"}
@@ -66,7 +67,9 @@ def _findings(loaded: Settings, app: App | None) -> list[Finding]:
     except (Unavailable, NotAuthorised) as error:
         check = "brokers" if isinstance(error, Unavailable) else "authorised"
         return [Finding(check, Level.FAILED, str(error.args[0]), error.remedy, type(error))]
-    states = [] if app is None else [*_state_findings(loaded, app), *_chain_findings(loaded, app)]
+    states = (
+        [] if app is None else [*_state_findings(loaded, app), *_chain_findings(loaded, app), *_database_findings(app)]
+    )
     return [*preflight.judge(need, known), *by_pattern, *states, *_transactions(loaded, need, known)]
 
 
@@ -99,6 +102,20 @@ def _chain_findings(loaded: Settings, app: App) -> list[Finding]:
     except (ConfigurationError, Unavailable, NotAuthorised) as error:
         return [Finding("between", Level.FAILED, str(error.args[0]), error.remedy, type(error))]
     return [Finding("between", Level.OK, f"{', '.join(sorted(app.chained))}: written by this App only, or empty")]
+
+
+def _database_findings(app: App) -> list[Finding]:
+    """Return a finding about each database that functions of the App write to."""
+    found: list[Finding] = []
+    for database, targets in databases_of(app).items():
+        tables = ", ".join(target.table.name for target in targets if target.table is not None) or "its own SQL"
+        try:
+            check_database(database, targets)
+        except (ConfigurationError, Unavailable, NotAuthorised) as error:
+            found.append(Finding("database", Level.FAILED, str(error.args[0]), error.remedy, type(error)))
+        else:
+            found.append(Finding("database", Level.OK, f"{database}: {tables}"))
+    return found
 
 
 def _add_matching_topics(loaded: Settings, app: App) -> list[Finding]:

@@ -62,7 +62,7 @@ def _text(app: App) -> list[str]:
     for route in app.functions:
         lines.append(f"  {route.name}")
         lines.append(f"    reads   {', '.join(_sources(app, route))}")
-        lines.append(f"    writes  {', '.join(route.all_destinations) or '-'}")
+        lines.append(f"    writes  {_target(route) or ', '.join(route.all_destinations) or '-'}")
         if letters := _dead_letter_topics(app, route):
             lines.append(f"    failed  {', '.join(letters)}")
         if route.has_state:
@@ -70,6 +70,14 @@ def _text(app: App) -> list[str]:
             lines.append(f"    state   {stores}, by key, in {changelog_of(app.id, route)}")
         lines += [f"    {what:<7} {of}" for what, of in _describe_timing(route)]
     return lines
+
+
+def _target(route: Route) -> str:
+    """Return where a function's rows go; "" for a function that writes to Kafka."""
+    if route.sink is None:
+        return ""
+    what = "its own SQL" if route.sink.table is None else f"table {route.sink.table.name}"
+    return f"{what} in {route.sink.database}"
 
 
 def _flowchart(app: App) -> list[str]:

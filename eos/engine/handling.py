@@ -410,6 +410,9 @@ class Handler:
         """Fire the timers that are due before a record that moves the time of its task to `now_ms`."""
         timed, place = self._timed[route], (record.topic, record.partition)
         task = self._tasks_of(timed)[place]
+        # Timers that were set to a time already past first: they must not see the time of this record.
+        if (halt := self._fire(txn, timed, place, task, task.timers, task.time_ms)) is not None:
+            return halt
         task.time_ms = now_ms
         return self._fire(txn, timed, place, task, task.timers, now_ms)
 

@@ -112,7 +112,12 @@ def route_of(app: App, topic: str, function: str | None) -> Route:
 
 
 def _without_state(route: Route) -> Route:
-    """Return the route, or raise UsageError if it has state: a replay owns no partition, and so no state."""
+    """Return the route, or raise UsageError if it has state or a database: a replay owns no partition."""
+    if route.sink is not None:
+        raise UsageError(
+            f"{route.name} writes rows into a database, which has the offsets of the worker's partitions only",
+            remedy="send the record to its topic again",
+        )
     if route.has_state:
         raise UsageError(
             f"{route.name} has state, which only the worker that owns the partition may change",

@@ -79,10 +79,7 @@ class DatabaseWriter:
         """
         try:
             connection = self._connect()
-            connection.create_offsets()
-            for target in targets:
-                if target.table is not None:
-                    connection.check(target.table)
+            _check_tables(connection, targets)
             stored = connection.offsets(self._app_id)
             self._behind = {p: offset for p, offset in group.items() if p in stored and stored[p] < offset}
         except DatabaseError as error:
@@ -129,7 +126,8 @@ class DatabaseWriter:
             elif at is not None and at < start:
                 earlier[partition] = at
             if at is not None and start >= 0 and at != start:
-                log.info(
+                # A crash between the two commits leaves the database ahead of the group. A restore leaves it behind.
+                (log.info if at > start else log.warning)(
                     "group offset differs from the database, which decides",
                     partition=format_position(*partition),
                     group=start,
@@ -319,6 +317,11 @@ class DatabaseWriter:
         except (DatabaseError, TypeError, ValueError) as error:
             if isinstance(error, DatabaseError) and error.fault is not Fault.RECORD:
                 raise self._failure(error) from error
+            if self._uses_savepoints:
+                raise ConfigurationError(
+                    f"the database refuses to commit, although it accepted each row: {error}",
+                    remedy="look for triggers and deferred constraints on the tables",
+                ) from error
             raise self._abort_and_use_savepoints(error) from error
         self._stored |= changes
         self._uses_savepoints = False
@@ -376,6 +379,37 @@ def _start_error(error: DatabaseError) -> Exception:
     return Unavailable(str(error))
 
 
+def databases_of(app: App) -> dict[Database, list[SinkTarget]]:
+    """Return the databases that functions of the App write to, each with what they write there."""
+    found: dict[Database, list[SinkTarget]] = {}
+    for route in app.functions:
+        if route.sink is not None:
+            found.setdefault(route.sink.database, []).append(route.sink)
+    return found
+
+
+def check_database(database: Database, targets: Iterable[SinkTarget]) -> None:
+    """Create the offsets table if it is missing, and check the tables.
+
+    Raises ConfigurationError, NotAuthorised, Unavailable.
+    """
+    try:
+        connection = database.connect()
+        try:
+            _check_tables(connection, targets)
+        finally:
+            connection.close()
+    except DatabaseError as error:
+        raise _start_error(error) from error
+
+
+def _check_tables(connection: Connection, targets: Iterable[SinkTarget]) -> None:
+    connection.create_offsets()
+    for target in targets:
+        if target.table is not None:
+            connection.check(target.table)
+
+
 def make_writers(app: App, settings: Settings, world: World) -> dict[Database, DatabaseWriter]:
     sources: dict[Database, list[str]] = {}
     for topic, route in app.routes.items():
@@ -401,8 +435,7 @@ def prepare_writers(app: App, writers: Mapping[Database, DatabaseWriter], settin
 
     group = preflight.retry_while_unavailable(settings, query, world)
     for database, writer in writers.items():
-        targets = [r.sink for r in app.functions if r.sink is not None and r.sink.database == database]
-        writer.prepare(targets, group)
+        writer.prepare(databases_of(app)[database], group)
 
 
 def move_offsets(app: App, offsets: Mapping[Partition, int]) -> int:

@@ -173,7 +173,10 @@ def on_postgres(kafka: LocalKafka, names: Names, tmp_path: Path, server: Postgre
     return Sinks(kafka, names, tmp_path, server)
 
 
-@pytest.mark.deep_for("sqlite-commit-behind", "sqlite-move-before", "postgres-send_offsets-before")
+@pytest.mark.deep_for(
+    *("postgres-move-before", "postgres-send_offsets-before"),
+    *("sqlite-move-before", "sqlite-commit-behind", "sqlite-send_offsets-before"),
+)
 @pytest.mark.parametrize(
     ("step", "when"), [("move", "before"), ("commit", "behind"), ("send_offsets", "before"), ("flush", "behind")]
 )
@@ -258,6 +261,7 @@ def test_worker_waits_for_a_killed_database(kafka: LocalKafka, names: Names, tmp
         sinks.run(ends=69)
 
 
+@pytest.mark.deep_for("sqlite")
 def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
     """D11: the tables of an earlier moment come back; the group's offset is ahead of them."""
     sinks.load(200)
@@ -278,6 +282,7 @@ def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
     assert dict(sinks.execute("select id, balance from accounts")) == balances
 
 
+@pytest.mark.deep_for("postgres")
 def test_group_offset_moved_back_writes_nothing_twice_but_reset_does(sinks: Sinks) -> None:
     """D12, D13: a group that was rewound by hand, `eos reset`, and a second App with the same table of offsets."""
     sinks.load(100)
@@ -298,15 +303,16 @@ def test_group_offset_moved_back_writes_nothing_twice_but_reset_does(sinks: Sink
     assert dict(sinks.execute("select id, balance from accounts")) == {i: 2 * b for i, b in balances.items()}
 
 
+@pytest.mark.deep
 def test_stopped_record_can_be_skipped(on_postgres: Sinks) -> None:
     sinks = on_postgres
     sinks.policy = "stop"
     sinks.define()
     sinks.load(100)
     skips = 0
-    while "skips it" in (log := sinks.run(ends=None)):
+    while "skips it" in (log := sinks.run("-X", "session.timeout.ms=6000", ends=None)):
         (record,) = re.findall(r"--skip '([^']+)'", log)
-        sinks.eos("reset", "sinking:app", "--skip", record, "--yes")
+        sinks.eos("reset", "sinking:app", "--skip", record, "--yes", "--wait", "30")
         skips += 1
     orders, balances = sinks.expected()
     assert dict(sinks.execute("select id, balance from accounts")) == balances
@@ -314,6 +320,7 @@ def test_stopped_record_can_be_skipped(on_postgres: Sinks) -> None:
     assert skips == 2
 
 
+@pytest.mark.deep_for("sqlite")
 def test_missing_table_column_or_key_exits_with_78(sinks: Sinks) -> None:
     sinks.load(10)
     sinks.execute("alter table orders rename to orders_old")

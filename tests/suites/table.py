@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 class Suite:
     """Describe one suite.
 
-    `processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores, 800 in all; `commands`: run in parallel
+    `processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores, 830 in all; `commands`: run in parallel
     with the tests, without pytest; `stateful`: the functions of every pipeline have state, and tests that another suite
     has too are deep; `shares`: its tests use the shared brokers of each process.
     """
@@ -52,7 +52,7 @@ SUITES = (
     ),
     Suite("unit", 60, ("tests/unit",), 4),
     # Most of these wait for a broker's clock; each process has its own brokers.
-    Suite("broker", 220, ("tests/broker",), 8, shares=True),
+    Suite("broker", 250, ("tests/broker", "tests/database"), 8, shares=True),
     # Every kind of fault again, with state.
     Suite(
         "state",
@@ -62,7 +62,6 @@ SUITES = (
         stateful=True,
         shares=True,
     ),
-    Suite("database", 40, ("tests/database",), 3, shares=True),
     Suite("shim", 120, ("tests/shim",), 6, shares=True),
     # Clusters of three that tests break: containers if an engine answers, else local JVMs.
     Suite("containers", 140, ("tests/containers",), 4),
@@ -84,11 +83,11 @@ DEEP: dict[str, frozenset[str]] = {
     "eos/probes.py": frozenset({"broker", "shim"}),
     "eos/app/": _CORE | {"spark", "state"},
     "eos/encoding/": _CORE | {"spark", "state"},
-    "eos/session/": _CORE | {"database", "spark", "state"},
+    "eos/session/": _CORE | {"spark", "state"},
     "eos/state/": frozenset({"spark", "state"}),
-    "eos/worker/": _CORE | {"database", "spark", "state"},
+    "eos/worker/": _CORE | {"spark", "state"},
     "eos/shim/": frozenset({"shim"}),
-    "eos/sql/": frozenset({"database"}),
+    "eos/sql/": frozenset({"broker"}),
     "eos/testing/": _CORE,
     "eos/": _CORE | {"spark"},
     "spark_connector/": frozenset({"spark"}),
@@ -96,7 +95,7 @@ DEEP: dict[str, frozenset[str]] = {
     "examples/": frozenset({"broker"}),
     "tests/broker/": frozenset({"broker"}),
     "tests/containers/": frozenset({"containers"}),
-    "tests/database/": frozenset({"database"}),
+    "tests/database/": frozenset({"broker"}),
     "tests/shim/": frozenset({"shim"}),
     "tests/spark/": frozenset({"spark"}),
     "tests/state/": frozenset({"state"}),

@@ -288,6 +288,22 @@ def test_timer_in_the_past_fires_after_its_function(monkeypatch: pytest.MonkeyPa
     assert texts(ran) == [("b", "remind 30 at 100: 2", 30)]
 
 
+def test_timer_in_the_past_sees_the_time_of_its_record_not_of_the_next() -> None:
+    """The result must not depend on whether the next record is in the same slice."""
+    app = App("past")
+
+    @app.process("in", to="out")
+    def start(value: int, due: Timers) -> None:
+        if value == 1:
+            due.set("late", at=0)
+
+    @app.on_timer(start, "late")
+    def late(timer: Timer) -> str:
+        return f"at {timer.now_ms // SECOND}"
+
+    assert texts(run(app, records((0, "a", 50, 1), (0, "a", 90, 2)))) == [("a", "at 50", 0)]
+
+
 def test_periodic_timer_fires_once_after_a_gap() -> None:
     """T13: it keeps its rhythm."""
     app = App("ticks")

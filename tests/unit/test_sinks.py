@@ -1,0 +1,140 @@
+"""Rows, definitions and commands of functions that write into a database, without a broker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from eos import App
+from eos.app.routes.sink import make_sink_target
+from eos.cli.doctor import _database_findings
+from eos.errors import ConfigurationError
+from eos.sql import Cursor, SQLite
+from eos.sql.rows import check_key, merge_by_key, split_by_columns, to_row
+from eos.testing import run
+from tests.support import forked
+
+
+class Order(msgspec.Struct):
+    id: int
+    cents: int = 0
+
+
+@dataclass
+class Payment:
+    account: int
+
+
+@pytest.mark.parametrize(
+    ("result", "row"),
+    [
+        (None, None),
+        ({"id": 1}, {"id": 1}),
+        (Order(1, 2), {"id": 1, "cents": 2}),
+        (Payment(7), {"account": 7}),
+    ],
+)
+def test_results_become_rows(result: object, row: object) -> None:
+    assert to_row(result, "f") == row
+
+
+@pytest.mark.parametrize("result", ["text", 1, [1], Order, {}, {1: 2}, {"a": 1, b"b": 2}])
+def test_other_results_are_refused_with_the_function(result: object) -> None:
+    with pytest.raises(TypeError, match=r"^f returned "):
+        to_row(result, "f")
+
+
+def test_row_without_its_key_is_refused() -> None:
+    check_key({"shop": 0, "id": ""}, ("shop", "id"), "f")
+    for row in ({"shop": 1}, {"shop": 1, "id": None}):
+        with pytest.raises(ValueError, match="without a value for id"):
+            check_key(row, ("shop", "id"), "f")
+
+
+def test_rows_of_a_key_merge_as_statements_in_order_would() -> None:
+    rows = [{"id": 1, "a": 1}, {"id": 2, "a": 2}, {"id": 1, "b": 3}, {"id": 2, "a": 4}]
+    assert merge_by_key(rows, ("id",)) == [{"id": 1, "a": 1, "b": 3}, {"id": 2, "a": 4}]
+
+
+def test_rows_are_split_where_their_columns_change() -> None:
+    rows = [{"a": 1}, {"a": 2}, {"a": 1, "b": 2}, {"b": 1, "a": 2}, {"a": 3}]
+    assert [(columns, len(run)) for columns, run in split_by_columns(rows)] == [
+        (("a",), 2),
+        (("a", "b"), 2),
+        (("a",), 1),
+    ]
+    assert list(split_by_columns([])) == []
+
+
+def returns_row(order: Order) -> Order:
+    return order
+
+
+def gets_cursor(order: Order, db: Cursor) -> None: ...
+
+
+async def is_async(order: Order) -> Order:
+    return order
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (returns_row, {}, "two parameters, the value and a cursor"),
+        (returns_row, {"key": "id"}, "has key= but no table="),
+        (gets_cursor, {"table": "orders"}, "remove its other parameters, or table="),
+        (returns_row, {"table": ""}, "must be the name of a table"),
+        (returns_row, {"table": "orders", "key": [1]}, "must be the name of a column"),
+        (is_async, {"table": "orders"}, "must be an ordinary def"),
+    ],
+)
+def test_wrong_definition_is_refused(function: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+    app = App("rows")
+    with pytest.raises(ConfigurationError, match=message):
+        app.sink("orders", SQLite("rows.db"), **options)(function)
+    assert app.functions == []
+
+
+def test_pattern_of_topics_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="is a pattern"):
+        App("rows").sink("^orders.*", SQLite("rows.db"), table="orders")
+
+
+def test_object_that_is_no_database_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="is no database"):
+        make_sink_target(returns_row, "postgresql://localhost", "orders", ())
+
+
+def test_offline_run_of_a_function_that_writes_rows_is_refused() -> None:
+    app = App("rows")
+    app.sink("orders", SQLite("rows.db"), table="orders")(returns_row)
+    with pytest.raises(ConfigurationError, match="needs its database"):
+        run(app, [("orders", b'{"id": 1}')])
+
+
+def test_doctor_checks_the_tables(tmp_path: Path) -> None:
+    app, database = App("rows"), SQLite(str(tmp_path / "rows.db"))
+    app.sink("orders", database, table="orders", key="id")(returns_row)
+    (finding,) = _database_findings(app)
+    assert (finding.check, finding.level.value) == ("database", "failed")
+    assert "no such table: orders" in finding.sentence
+    connection = database.connect()
+    connection.cursor().execute("create table orders (id integer primary key)")
+    connection.close()
+    (finding,) = _database_findings(app)
+    assert finding.level.value == "ok"
+
+
+def test_topology_shows_where_rows_go(tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(
+        "from eos import App\nfrom eos.sql import SQLite\napp = App('rows')\n"
+        "@app.sink('orders', SQLite('rows.db'), table='orders', key='id')\n"
+        "def row(order: dict) -> dict:\n    return order\n"
+    )
+    printed = forked.run(["eos", "topology", "rows.py"], cwd=tmp_path).stdout
+    assert "writes  table orders in SQLite(path='rows.db')" in printed
