@@ -178,14 +178,14 @@ class Action(Enum):
     UNAUTHORISED = "stop: not authorised"
     MISCONFIGURED = "stop: the configuration is wrong"
     FENCED = "stop: a newer instance took over"
-    LOOK = "stop if a topic of the session's own was deleted or recreated; else as REBUILD"
+    CHECK_TOPICS = "stop if a topic of the session's own was deleted or recreated; else as REBUILD"
     REJOIN = "find out who owns the transactional.id; if it is still ours, join the group with a new consumer"
     INTERRUPTED = "drop everything in progress, and start from the committed offsets with new clients"
     BUG = "stop: a call in the wrong order, which our own checks should have refused"
 
 
-# Calls of the consumer and the producer, as the table of failures names them. "delivery" is the error of a delivery
-# report. Its three flags are always unset, so they are ignored there.
+# Calls of the consumer and the producer, as the table of failures names them. "delivery" stands for the error of a
+# delivery report, whose three flags are ignored because they are always unset.
 Call = Literal[
     "init",
     "begin",

@@ -241,9 +241,9 @@ class Transactions:
             except CallFailed as failure:
                 if failure.action not in (Action.ABORT, Action.REBUILD, Action.RETRY):
                     raise self._to_public_error(failure) from failure  # fenced: we have no transaction left to abort
-                # Nothing will commit it: the next begin's new producer aborts it, or the broker at its timeout. This
-                # error must not hide why the block ended. (An abort right after the first send is refused if the
-                # coordinator does not know the transaction yet.)
+                # Nothing will commit the transaction: the next begin's new producer aborts it, or the broker does at
+                # its timeout. Only log the failed abort, so that it does not hide why the block ended. (The coordinator
+                # refuses an abort right after the first send if it does not know the transaction yet.)
                 log.warning("abort failed", error=str(failure), **self._producer.who())
 
     def _to_public_error(self, failure: CallFailed, topic: str = "") -> EosError:

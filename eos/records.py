@@ -110,8 +110,8 @@ class Keep(enum.Enum):
 KEEP: Final = Keep.KEEP
 
 
-# One Record per message at millions per second: positional, and invisible to the cyclic collector (gc=False).
-# Frozen: a function must not be able to change a record whose outputs keep its key and timestamp.
+# Millions of Records are made per second, so their fields are positional, and the cyclic garbage collector ignores them
+# (gc=False). They are frozen, because a function must not change a record whose outputs keep its key and timestamp.
 @final
 class Record(msgspec.Struct, Generic[V], frozen=True, gc=False):
     """Holds a record as it was read.
@@ -148,7 +148,7 @@ class Record(msgspec.Struct, Generic[V], frozen=True, gc=False):
             topic,
             headers,
             partition,
-            timestamp if timestamp > 0 else 0,  # unknown: the time when it is sent
+            timestamp if timestamp > 0 else 0,  # 0 for an unknown timestamp: the time when the output is sent
         )
 
 

@@ -43,7 +43,7 @@ class Handlers:
 
     def restore(self) -> None:
         for number, handler in self._before.items():
-            if handler is not None:  # None: it was not set from Python, so it cannot be restored
+            if handler is not None:  # a handler that was not set from Python is None, and cannot be restored
                 signal.signal(number, handler)
         self._before.clear()
 

@@ -22,7 +22,7 @@ class Answer(Enum):
 
 
 _ROWS: dict[Answer, tuple[int, ...]] = {
-    # 46 DUPLICATE_SEQUENCE_NUMBER: the batch was appended, but the broker no longer remembers its offset.
+    # 46 DUPLICATE_SEQUENCE_NUMBER means that the batch was appended, but the broker no longer remembers its offset.
     Answer.DONE: (0, 46),
     Answer.RETRY: (
         3,  # UNKNOWN_TOPIC_OR_PARTITION: this broker does not know the topic yet

@@ -26,13 +26,14 @@ from eos.records import Header, Record, Send
 from spark_connector.failures import to_line
 from spark_connector.workers import begin_task
 
-# The columns that mapInArrow yields. `timestamp_ms` null: the time when it is sent; `partition` null: the partitioner
-# decides. A task reads a range of one partition of one topic in order; the sink keeps the order of each task's rows.
+# The columns that mapInArrow yields. A null in `timestamp_ms` means the time when the row is sent, and a null in
+# `partition` leaves the choice to the partitioner. A task reads a range of one partition of one topic in order, and the
+# sink keeps the order of each task's rows.
 OUTPUTS = (
     "topic string, partition int, key binary, value binary, headers array<struct<key: string, value: binary>>, "
     "timestamp_ms bigint"
 )
-_MOST_OUTPUTS = 10_000  # then due timers wait until these are yielded: there may be very many of them
+_MOST_OUTPUTS = 10_000  # when due timers have made this many outputs, these are yielded before more timers fire
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 _SCHEMA = pa.schema(
     [
@@ -47,7 +48,7 @@ _SCHEMA = pa.schema(
 
 
 class OnSpark:
-    """One App on an executor, pickled with its functions.
+    """Holds an App for the executors, pickled with its functions.
 
     `batch_most`, `concurrent_most`: the settings `eos.batch.max.records` and `eos.async.max.records`. `passing`: the
     header names of `eos.headers.pass`.
@@ -67,13 +68,13 @@ class OnSpark:
 
 
 class Apply(OnSpark):
-    """The function for `mapInArrow`; the App's hooks run around each task."""
+    """Implements the function for `mapInArrow`. The App's hooks run before and after each task."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield the outputs of the rows.
 
-        Raises ExecutorFailure for an error that ends the run: a record at which its policy stops, a wrong App, a failed
-        hook.
+        Raises ExecutorFailure for an error that ends the run: a record whose policy is to stop, an invalid App, or a
+        hook that failed.
         """
         prepare()
         handler = self._handler_of()
@@ -92,7 +93,7 @@ class Apply(OnSpark):
 
 
 def prepare() -> None:
-    """Prepare the Python worker for a task; call this before the task's first record."""
+    """Prepare the Python worker for a task, before the task's first record."""
     begin_task()
     if not log.logger.handlers:
         log.configure(level="warning")  # skipped records and dead letters appear in the executor's stderr
@@ -114,11 +115,11 @@ def handle(handler: Handler, records: list[Record], most: int) -> Iterator[Seque
         if outputs.sends:
             yield outputs.sends
         if halt is not None:
-            time.sleep(halt.pause_s or 0.0)  # a record that is retried
+            time.sleep(halt.pause_s or 0.0)  # the pause before a record is retried
 
 
 def read(batch: pa.RecordBatch) -> list[Record]:
-    """Return rows of Spark's Kafka source as Records; an unknown timestamp is -1."""
+    """Return the Records of the rows of Spark's Kafka source; an unknown timestamp is -1."""
     columns = [
         batch.column("topic"),
         batch.column("partition"),
@@ -143,7 +144,7 @@ def _milliseconds(column: pa.Array) -> pa.Array:
 
 
 def write(sends: Sequence[Send]) -> pa.RecordBatch:
-    """Return outputs as rows, in order."""
+    """Return the outputs as rows of the sink, in the same order."""
     topics, values, keys, partitions, timestamps, headers = zip(*sends, strict=True)
     columns: list[Any] = [
         pa.array(topics, pa.string()),

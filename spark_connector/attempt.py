@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 T = TypeVar("T")
-_PACKERS_PER_CORE = 4  # tasks; with only one per core, the slowest would delay the batch
-_LONGEST_PAUSE = 64  # batches
-_DRIVER_SHARES = 16  # all tasks together may bring this many times the bytes of one task to the driver
+_PACKERS_PER_CORE = 4  # with one packing task per core, the slowest would delay the batch
+_LONGEST_PAUSE = 64  # longest pause before the driver tries to write a batch again, in batches
+_DRIVER_SHARES = 16  # the driver fetches a batch of at most this many times the bytes that one task may return
 _MAX_RESULT = "spark.driver.maxResultSize"
 
 
@@ -171,7 +171,8 @@ class Attempt:
             raise ConfigurationError(self._describe_error(error)) from None
         except Unreachable as error:
             if self._commit_sent:
-                # Unknown: the next init ends the transaction either way, and the marker shows the outcome.
+                # The outcome is unknown. The next init ends the transaction if it is open, and then the marker shows
+                # the outcome.
                 raise self._settle(Exception(f"the commit's answer never came ({error})")) from error
             self._abort()
             raise Unavailable(self._describe_error(error)) from error
@@ -297,7 +298,7 @@ class Attempt:
         return results
 
     def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:
-        # the driver calls its claims directly, since it may not be reachable at the address for executors
+        # The driver calls its claims directly, because it may not be able to connect to the address that executors use.
         job = replace(self._job(targets, 1), claims_client=self._server.claims)
         result = write_rows(job, iter([rows]), lambda: self._connection.wire)
         return [] if result is None else [result]

@@ -1,8 +1,8 @@
 """Notes in a checkpoint how each function keeps its state there, and refuses functions that no longer fit.
 
-Spark compares none of this: the state of another window or unit would be decoded as something else, or begin empty. A
-note is a file of the checkpoint for each source topic, written before the first micro-batch that reads the topic. This
-module must never change anything else in the checkpoint.
+Spark does not compare functions with the state in its checkpoint. A function with another window or time unit would
+misread its state, or begin empty. So the checkpoint has a file with a note for each source topic, written before the
+first micro-batch that reads the topic. This module must never change anything else in the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REMEDY: Final = "change it back, or begin with another --instance and --checkpo
 
 
 def require_same_state(spark: SparkSession, app: App, location: str) -> None:
-    """Write the notes of the App's functions, after a check of those that are there.
+    """Check the notes in the checkpoint against the App's functions, and write the notes that are missing.
 
     Raises ConfigurationError for a function that does not fit, Unavailable if the checkpoint cannot be used.
     """
@@ -46,13 +46,13 @@ def require_same_state(spark: SparkSession, app: App, location: str) -> None:
 
 
 def make_note(app: str, route: Route) -> str:
-    """Return the note of a function: its header, and the stores whose values begin with a time."""
+    """Return the note of a function as JSON: its header, and the names of the stores whose values begin with a time."""
     header = notes.current_header(app, route).encoded().decode()
     return json.dumps({"header": header, "timed": sorted(store.decode() for store in route.timed_stores)})
 
 
 def check_note(app: str, route: Route, note: str) -> None:
-    """Raise ConfigurationError if the function keeps its state in another way than the note says."""
+    """Raise ConfigurationError if the function does not keep its state as the note says."""
     kept, now = json.loads(note), json.loads(make_note(app, route))
     had_state = bool(json.loads(kept["header"])["stores"] or kept["timed"])
     if not had_state and not route.has_state:
@@ -63,14 +63,14 @@ def check_note(app: str, route: Route, note: str) -> None:
         raise ConfigurationError(str(error.args[0]), remedy=_REMEDY) from error
     if kept["timed"] != now["timed"]:
         raise ConfigurationError(
-            f"{route.name} uses ttl=, once=, timers or windows now and did not when its state was stored, or the "
-            "reverse: Spark keeps such state by partition, and other state by key, so it would begin empty",
+            f"{route.name} uses ttl=, once=, timers or windows in another way than when its state was stored: Spark "
+            "keeps state that uses time by partition and all other state by key, so the state would begin empty",
             remedy=_REMEDY,
         )
 
 
 class _Files:
-    """The files of a checkpoint, on any file system that Spark reads."""
+    """Reads and writes files of a checkpoint, on any file system that Spark supports."""
 
     def __init__(self, spark: SparkSession, location: str) -> None:
         context: Any = spark.sparkContext
@@ -89,7 +89,7 @@ class _Files:
             stream.close()
 
     def write(self, name: str, text: str) -> None:
-        """Replace the file as a whole, so that a killed driver leaves no part of it."""
+        """Replace the file as a whole, so that a killed driver leaves no incomplete file."""
         path, new = self._path(self._root, name), self._path(self._root, f"{name}.new")
         stream = self._system.create(new, True)
         try:

@@ -1,10 +1,11 @@
 """Runs functions with state over groups of records: the executor code for `applyInPandasWithState`.
 
-A group is the unit that has its own state. Without time that is one key in one partition of a topic, so that Spark can
-distribute the keys. A function that uses time (timers, windows, `once=`, `ttl=`) needs the time of the partition, so
-its group is the whole partition, as on a worker. Spark keeps the cells of a group (eos/app/cells.py) as one value in
-its checkpoint. Records are packed into one binary column before the shuffle, and outputs are unpacked after it, because
-each column of each group costs pandas more than a record does. The prohibitions of apply.py apply here too.
+Each group has its own state. Usually a group is one key in one partition of a topic, so that Spark can distribute the
+keys. A function that uses time (timers, windows, `once=`, `ttl=`) needs the time of the partition, so its group is the
+whole partition, as on a worker. Spark keeps the cells of a group (eos/app/cells.py) as one value in its checkpoint.
+Each record is packed into one binary column before the shuffle, and the outputs are unpacked afterwards, because each
+column of each group costs pandas more than a record does. This module too must never import a Kafka client, open a
+connection or decide the outcome of a micro-batch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _sends: Final = msgspec.msgpack.Decoder(list[Send]).decode
 
 
 def with_state(source: DataFrame, keyed: Keyed) -> DataFrame:
-    """Return the outputs of the App's functions with state, as Apply yields them, for rows of Spark's Kafka source."""
+    """Return the outputs of the functions with state for rows of Spark's Kafka source, in the columns of Apply."""
     timed = keyed.timed_topics
     groups = source.mapInArrow(lambda rows: pack(rows, timed), "place binary, record binary").groupBy("place")
     made = groups.applyInPandasWithState(keyed, "sends binary", "cells binary", "append", "NoTimeout")
@@ -51,7 +52,7 @@ def with_state(source: DataFrame, keyed: Keyed) -> DataFrame:
 
 
 def pack(batches: Iterator[pa.RecordBatch], timed: Collection[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the records with the places of their groups. `timed`: see Keyed.timed_topics."""
+    """Yield each record with the encoded key of its group (`place`). `timed`: see Keyed.timed_topics."""
     for batch in batches:
         records = read(batch)
         places = [
@@ -78,7 +79,7 @@ def unpack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 class _Task(Task):
-    """The task of a group. Its clock is the start of the micro-batch, which Spark keeps for a repetition."""
+    """Holds the task of a group. Its clock is the start of the micro-batch, which a repeated batch keeps."""
 
     def set_timer(self, cell: bytes, due_ms: int | None) -> None:
         if due_ms is not None and cell.startswith(_CLOCK_TIMERS):
@@ -92,24 +93,24 @@ class _Task(Task):
 
 
 class Keyed(OnSpark):
-    """The function for `applyInPandasWithState`; the App's `on_start` functions run in each task."""
+    """Implements the function for `applyInPandasWithState`. The App's `on_start` functions run in each task."""
 
-    _task: Task  # of the current group
+    _task: Task  # the task of the current group
     _at: Partition
     _handler: Handler | None = None
 
     @property
     def timed_topics(self) -> frozenset[str]:
-        """Return the topics of the functions that need the time of a partition, so that it is their group."""
+        """Return the topics whose functions use time, so that their groups are whole partitions."""
         return frozenset(topic for topic, route in self._app.routes.items() if route.timed_stores)
 
     def __call__(
         self, place: tuple[bytes], frames: Iterator[pd.DataFrame], state: GroupState
     ) -> Iterator[pd.DataFrame]:
-        """Yield the outputs of one group's rows, in order. Raise ExecutorFailure as Apply does."""
+        """Yield the outputs of one group's rows, in the order of the offsets. Raises ExecutorFailure, as Apply does."""
         import pandas as pd
 
-        # After a shuffle the rows come in any order.
+        # Sort the rows, because a shuffle changes their order.
         ordered = sorted(packed for frame in frames for packed in frame["record"])
         topic, number, *_ = _place(place[0])
         route = self._app.routes[topic]

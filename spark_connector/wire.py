@@ -63,8 +63,8 @@ class Wire:
         request_timeout_ms: int = _REQUEST_TIMEOUT_MS,
     ) -> None:
         config = admin_configuration(Settings(dict(connection)), request_timeout_ms)
-        # The sink has at most five requests per partition in flight, and task.py bounds those of many partitions;
-        # metadata requests must not wait for them.
+        # The sink has at most five requests per partition in flight, and task.py bounds those of many partitions.
+        # Metadata requests must not wait for them.
         config["max_in_flight_requests_per_connection"] = MOST_IN_FLIGHT
         self._selector = NetworkSelector(**config)
         self._manager = KafkaConnectionManager(self._selector, receive_message_max_bytes=100_000_000, **config)

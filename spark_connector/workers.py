@@ -15,7 +15,7 @@ _modules_frozen = 0
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# glibc's dynamic thresholds grow with freed memory up to these values; here they start there.
+# glibc raises its thresholds up to these values as memory is freed. Here they have these values from the start.
 _KEPT_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 

@@ -24,8 +24,8 @@ from tests.suites.marks import (  # noqa: F401 - hooks
 )
 from tests.support.brokers import local_kafka
 
-# The duration of an example depends on the machine. Other settings keep their defaults (in CI: the same examples each
-# time).
+# Set no deadline, because the duration of an example depends on the machine. Other settings keep their defaults (in CI:
+# the same examples each time).
 hypothesis.settings.register_profile("untimed", parent=hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("untimed")
 
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # C2 does not pay off for brokers that live for minutes, nor for the commands that tests start.
     os.environ.setdefault("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:+UseSerialGC -XX:TieredStopAtLevel=1")
     node.PORT_RANGE = (first + _WORKER * share, first + (_WORKER + 1) * share)
-    # A shell starts pytest in the background with SIGINT ignored, and all its children inherit this.
+    # If a shell starts pytest in the background, SIGINT is ignored, and all children inherit this.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -107,8 +107,8 @@ def names(request: pytest.FixtureRequest) -> Callable[[str], str]:
 
 
 def _single_node(request: pytest.FixtureRequest, version: str) -> Iterator[LocalKafka]:
-    # No test kills it, so it must not fence itself after a pause of some seconds on a loaded machine. It is one of many
-    # on two cores, so it must be idle between tests.
+    # No test kills this broker, so it must not fence itself after a pause of some seconds on a loaded machine. Many
+    # brokers share two cores, so it must be idle between tests.
     config = {
         "broker.session.timeout.ms": 30_000,
         "broker.heartbeat.interval.ms": 5_000,

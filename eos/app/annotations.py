@@ -61,7 +61,8 @@ def resolve_annotation(function: Callable[..., object], annotation: Any, frame: 
 
     def holder() -> None: ...
 
-    # Only the parameter: a return annotation may name something imported under TYPE_CHECKING.
+    # Evaluate only the parameter's annotation, because the return annotation may name something imported under
+    # TYPE_CHECKING.
     holder.__annotations__ = {"value": annotation}
     try:
         hints = typing.get_type_hints(
@@ -107,8 +108,8 @@ def _allows_none(annotation: Any) -> bool:
 
 
 def _defining_locals(code_owner: Callable[..., object], frame: types.FrameType | None) -> dict[str, Any]:
-    # Only if this frame really defined the function: a decorator applied elsewhere, to an imported function, must not
-    # resolve that function's names among unrelated ones.
+    # Use the frame's names only if the frame defined the function. A decorator may be applied elsewhere to an imported
+    # function, whose annotations must not be resolved with unrelated names.
     code = getattr(code_owner, "__code__", None)
     if frame is None or code is None or code not in frame.f_code.co_consts:
         return {}

@@ -60,8 +60,8 @@ def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
             raise fatal from None
         except (SystemExit, KeyboardInterrupt) as error:
             raise_if_interrupted(error)
-            # A task or callback that a function started raised one of these two. asyncio stops its loop for them; code
-            # that awaits the task gets the exception too.
+            # A task or callback that a function started raised SystemExit or KeyboardInterrupt, which stops asyncio's
+            # event loop. Code that awaits the task gets the exception too.
             log.warning("async task stopped the event loop", error=f"{type(error).__name__}: {safe_str(error)}")
             coroutine = _wait_for(running[0])
 
@@ -90,7 +90,7 @@ def _get_runner() -> asyncio.Runner:
         runner = asyncio.Runner()
         try:
             runner.get_loop().set_exception_handler(_on_exception)
-        except OSError as error:  # no file descriptor is left for its selector
+        except OSError as error:  # no file descriptor is left for the event loop
             raise Temporary(f"no event loop for async functions could be created: {error}") from error
         _thread_loop.runner = runner
     return _thread_loop.runner

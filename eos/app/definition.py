@@ -35,7 +35,7 @@ from eos.errors import ConfigurationError
 from eos.records import Record, is_pattern, is_topic_name
 from eos.sql.database import Database
 
-# One record, or the part of it that its annotation names; then its state.
+# A function gets one record, or the part of it that its annotation names, and then its state.
 Function = TypeVar("Function", bound=Callable[Concatenate[Any, ...], object])
 
 
@@ -106,7 +106,8 @@ class App:
     def match_topics(self, there: Iterable[str]) -> dict[str, Route]:
         """Return the topics among `there` that `add_topics` would add, sorted, with their functions."""
         found: dict[str, Route] = {}
-        # This never includes a destination of the App: a pattern that matches one is refused at its definition.
+        # None of these topics is a destination of the App, because a pattern that matches a destination is refused when
+        # it is defined.
         for topic in sorted(set(there) - self.routes.keys() - self.changelogs):
             routes = list(dict.fromkeys(r for p, r in self.patterns.items() if _matches(p, topic)))
             if len(routes) > 1:
@@ -236,7 +237,7 @@ class App:
             more: dict[str, Any] = {"stores": stores, "name": name, "with_record": with_record, "timing": timing}
             route = Route(function, annotation, sources, destinations, False, policy, *coders, **more)
             if timing.windows is not None:
-                route.handlers[""] = make_window_cleaner(route)  # until on_close names another function
+                route.handlers[""] = make_window_cleaner(route)  # on_close may name another function later
             self._add(route)
             return function
 
@@ -485,14 +486,14 @@ class App:
                 )
         if cycle := _find_cycle(routes):
             raise ConfigurationError(
-                f"the App {self.id!r} reads and writes {' -> '.join(cycle)}: in this cycle records could return "
+                f"the App {self.id!r} reads and writes {' -> '.join(cycle)}: in this cycle records could loop "
                 "forever; use two Apps"
             )
         for pattern in patterns:
             if caught := [topic for topic in sorted(written) if _matches(pattern, topic)]:
                 raise ConfigurationError(
                     f"the pattern {pattern.pattern!r} matches {caught[0]!r}, a destination of the App {self.id!r}: its "
-                    "records could return forever; make the pattern narrower, or name the topics"
+                    "records could loop forever; make the pattern narrower, or name the topics"
                 )
 
     def __repr__(self) -> str:
@@ -642,7 +643,7 @@ def _find_stores(
     return stores
 
 
-# Return annotations of a function that may send nothing, as objects and as text.
+# The return annotations that do not show whether a function sends anything, as objects and as text.
 _MAY_SEND_NOTHING: Final = (inspect.Signature.empty, None, types.NoneType, Any, object, typing.NoReturn, typing.Never)
 
 

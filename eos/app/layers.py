@@ -17,7 +17,7 @@ Y = TypeVar("Y")
 Value = bytes | None
 """None: the entry is deleted."""
 
-# greater than any field: the fields of int keys have 8 bytes, others begin with a zero byte
+# This bound is greater than any field: the fields of int keys have 8 bytes, and all others begin with a zero byte.
 AFTER_FIELDS: Final = b"\xff" * 9
 _SORT_EACH_TIME: Final = 32  # up to this many names are sorted at each scan, which is faster than keeping them sorted
 
@@ -113,7 +113,9 @@ class Overlay(dict[bytes, X], Generic[X]):
         return found
 
     def merged_with(self, below: Iterator[tuple[bytes, Y]], span: Span) -> Iterator[tuple[bytes, X | Y]]:
-        """Yield fields and values in the order of the span, with the changes in place of the entries below.
+        """Yield the fields and values of this layer and of the layer `below` it, in the order of the span.
+
+        If both layers have a field, the value is this layer's.
 
         A change made during the iteration appears if its field comes later in the order.
         """
@@ -146,7 +148,7 @@ class Layer:
     def __init__(self, below: LowerCells) -> None:
         self._lower_cells = below
         self.changed: dict[bytes, Value] = {}
-        # `changed` by row and field, after a row has been read in order.
+        # The entries of `changed` by row and field; None until a row has been read in order.
         self._rows: dict[bytes, Overlay[Value]] | None = None
         self._bounds: dict[bytes, Bounds] = {}  # the bounds of rows that were read in order
 

@@ -33,7 +33,8 @@ class Ledger:
         self._committed_counts[partition] = tally_of(metadata) or Tally(offset)
         self._open_counts.pop(partition, None)
 
-    def forget(self, gone: Collection[TopicPartition]) -> None: ...  # the counts of a revoked partition are never read
+    # Nothing to drop: the counts of a revoked partition are never read.
+    def forget(self, gone: Collection[TopicPartition]) -> None: ...
 
     def restore(
         self, starts: Mapping[TopicPartition, Committed], uncommitted: Collection[TopicPartition]

@@ -80,7 +80,7 @@ def retry(
     for kind in kinds:
         if not isinstance(kind, type) or not issubclass(kind, Exception):
             raise ConfigurationError(
-                f"retry: on={kind!r} is no exception class: name those that may pass the next time"
+                f"retry: on={kind!r} is no exception class: name the exceptions after which a retry may succeed"
             )
     return replace(last, retries=n, backoff_ms=backoff_ms, backoff_max_ms=backoff_max_ms, on=kinds)
 

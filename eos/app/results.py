@@ -34,7 +34,7 @@ def hot_loop_target(
     def value_of(value: object) -> bytes | None:
         kind = type(value)
         try:
-            # The same as `value_bytes`, in one Python call instead of three.
+            # This does the same as `value_bytes`, in one Python call instead of three.
             return json(value) if IS_JSON[kind] and kind not in NEVER_SENT else value_bytes(value, name)
         except TypeError:
             return value_bytes(value, name)  # raises an error that explains the problem
@@ -53,7 +53,7 @@ def encode_result(encode: Encode, result: Any) -> Any:
             return None
         value = item.value if type(item) is Out else item
         if type(value) is Record or type(value) is Out:
-            return item  # the common rules for results refuse it
+            return item  # the rules for all results refuse this item
         return msgspec.structs.replace(item, value=encode(value)) if type(item) is Out else encode(value)
 
     return [one(item) for item in result] if HOLDS_SEVERAL[type(result)] else one(result)
@@ -83,7 +83,8 @@ def make_normaliser(name: str, destinations: tuple[str, ...], hints: Hints, pass
             return ()
         if not HOLDS_SEVERAL[type(result)]:
             return (one(record, result),)
-        # A list, not a generator: all outputs or none, even if the user's generator raises in the middle.
+        # Make a list first, so that either all outputs are sent or none, even if the user's generator raises in the
+        # middle.
         items: list[Any] = result if type(result) is list else list(cast("Iterable[Any]", result))
         if type(result) is tuple and looks_like_a_pair(items, Out):
             hints.warn_pair(record)
@@ -103,7 +104,7 @@ def _with_passed_headers(send: Send, headers: Sequence[Header], passing: frozens
     return (*send[:5], passed + own) if passed else send
 
 
-# Keyed by where a function is defined, not by the function: a pickled copy is the same function.
+# A key says where a function is defined. The function itself is no key, because its pickled copy is another object.
 _warned: set[tuple[object, ...]] = set()
 
 _TOMBSTONE = (

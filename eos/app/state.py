@@ -122,7 +122,7 @@ class CompiledStore:
         self.store = store
         self.decode, self.encode, self.exact_type, self.unordered = codec(store.annotations[-1])
         self.begin = store_prefix(store.stored_name)
-        # setting an equal value is a change too, because it extends the value's life
+        # With a time-to-live, setting an equal value is a change too, because it extends the value's life.
         self.renews = store.ttl_ms is not None
         self.field, self.decode_key = FIELDS[store.annotations[0] if store.kind is MapState else int]
 
@@ -401,8 +401,8 @@ class MapState(_KeyedState, MutableMapping[K, V]):
             passed = field if back else after
             if value is not _ABSENT:
                 yield unfield(field), value
-                # Check before the cells are read: after the function has returned they may belong to another
-                # transaction.
+                # Check now that this state is still open, and not when the cells are read. Once the function has
+                # returned, the cells may belong to another transaction.
                 self._open()
         self._bounds = self._bounds.at_end(passed, start if back else stop, back)
 
@@ -554,7 +554,8 @@ def _int_field(key: int) -> bytes:
 
 
 FIELDS: Final[Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]]] = {
-    # None is empty, which is no field.
+    # A str or bytes key gets a zero byte in front. Otherwise the empty key would be empty bytes, and those are no
+    # field.
     str: (lambda key: _check_length(b"\0" + _check_type(key, str).encode()), lambda field: field[1:].decode()),
     bytes: (lambda key: _check_length(b"\0" + _check_type(key, bytes)), lambda field: field[1:]),
     int: (_int_field, lambda field: int.from_bytes(field, "big") - (1 << 63)),

@@ -306,9 +306,10 @@ class Stores:
     def concurrent(
         self, function: Callable[..., Awaitable[Any]]
     ) -> Callable[[Record, Any, Finish, Layer, int], Awaitable[tuple[Any, list[Any]]]]:
-        """Return a function that calls an async function with one record and its state, at a time of the record's task.
-        It returns the changes with the outputs and does not write them. The function that it returns takes `seen`, the
-        cells with the changes of the key's earlier records.
+        """Return a coroutine function that calls an async function with one record and its state.
+
+        The coroutine returns the outputs and the states with their changes, and writes no change. Its argument `seen`
+        holds the cells with the changes of the key's earlier records, and `now` is the time of the record's task.
         """
 
         async def run(record: Record, given: Any, finish: Finish, seen: Layer, now: int) -> tuple[Any, list[Any]]:

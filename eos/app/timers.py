@@ -111,15 +111,17 @@ class Timers:
     object: it raises IllegalState once its function has returned.
     """
 
-    __slots__ = ("_base_ms", "_changes", "_is_open", "_is_periodic", "_names", "_suffix", "_task")
+    __slots__ = ("_base_ms", "_changes", "_in_timer_function", "_is_open", "_names", "_suffix", "_task")
 
-    def __init__(self, names: Collection[str], task: TimedTask, suffix: bytes, base_ms: int, is_periodic: bool) -> None:
+    def __init__(
+        self, names: Collection[str], task: TimedTask, suffix: bytes, base_ms: int, in_timer_function: bool
+    ) -> None:
         """Create the timers of one key.
 
-        `base_ms`: the time from which `after=` counts. `is_periodic`: a timer function gets these timers, so `base_ms`
-        is a due time.
+        `base_ms`: the time from which `after=` counts. `in_timer_function`: whether the timers are passed to a timer
+        function. Then `base_ms` is the due time of the timer that fired.
         """
-        self._names, self._suffix, self._base_ms, self._is_periodic = names, suffix, base_ms, is_periodic
+        self._names, self._suffix, self._base_ms, self._in_timer_function = names, suffix, base_ms, in_timer_function
         self._task, self._is_open = task, True
         self._changes: dict[str, tuple[bool, int] | None] = {}
 
@@ -149,10 +151,12 @@ class Timers:
         if not isinstance(after, timedelta):
             raise TypeError(f"after= of the timer {name} must be a timedelta, not {after!r}")
         step = after // _MS
-        if step < 0 or (step == 0 and self._is_periodic):
-            least = "at least a millisecond, or the timer would fire forever" if self._is_periodic else "not negative"
+        if step < 0 or (step == 0 and self._in_timer_function):
+            least = (
+                "at least a millisecond, or the timer would fire forever" if self._in_timer_function else "not negative"
+            )
             raise ValueError(f"after= of the timer {name} is {after}: it must be {least}")
-        if self._is_periodic:
+        if self._in_timer_function:
             passed = (task.clock_ms() if clock else task.time_ms) - self._base_ms
             return self._base_ms + step * max(1, passed // step + 1)
         return (task.clock_ms() if clock else self._base_ms) + step

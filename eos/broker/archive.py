@@ -106,5 +106,5 @@ def _write_archive(version: str, part: Path) -> None:
         producer.send_offsets_to_transaction(read, consumer.consumer_group_metadata())
         producer.commit_transaction()
         consumer.close()
-        # Stop the node cleanly: the JVM writes the archive at its end.
+        # Stop the node cleanly, because the JVM writes the archive when it ends.
         kafka.stop(0)

@@ -94,7 +94,8 @@ def maven_jars(
     if known is not None:
         return known
     record.parent.mkdir(parents=True, exist_ok=True)
-    # One lock for all versions: they share most files of the local repository, and the resolver writes in place.
+    # All versions share one lock, because they share most files of the local repository, and the resolver overwrites
+    # these files.
     with locked(record.parent / "lock"):
         known = _read_record(record, wanted)
         if known is not None:
@@ -194,7 +195,8 @@ def _download_jar(artifact: Artifact) -> Path:
     """Return this artifact's file, and download it again if an earlier download was incomplete."""
     jar = artifact.resolve()
     if not zipfile.is_zipfile(jar):
-        # A zip's directory is at its end, so an incomplete file is not a zip. The resolver checks only that it exists.
+        # The resolver checks only that the file exists. A zip's directory is at its end, so an incomplete file is not a
+        # valid zip.
         jar.unlink()
         jar = artifact.resolve()
         if not zipfile.is_zipfile(jar):

@@ -69,7 +69,7 @@ class LocalKafka:
                 node.launch(heap_for(self._count), die_with_parent=True)
             wait_until_ready(self._nodes, set(range(self._count)))
         except BaseException:
-            # Keep the directory: the error names a log in it.
+            # Keep the directory, because the error names a log file in it.
             self._end(keep=True)
             raise
         return self

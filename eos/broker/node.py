@@ -41,8 +41,9 @@ _POLL_S = 0.05
 JVM_OPTIONS = "KAFKA_JVM_PERFORMANCE_OPTS"
 META = "meta.properties"
 
-# Below the range that Linux (32768-) and macOS (49152-) use for outgoing connections. Otherwise a client's socket could
-# take the port of a node that is down for a while, even the socket of a client that reconnects to it.
+# These ports are below the range that Linux (32768-) and macOS (49152-) use for outgoing connections. Otherwise a
+# client's socket could take the port of a node that is down for a while, even the socket of a client that reconnects to
+# it.
 PORT_RANGE = (15000, 32000)
 
 
@@ -192,7 +193,8 @@ class Node:
 
     def _end_watcher(self) -> None:
         if self._watcher is not None:
-            # Kill it before its pipe closes: the watched pid may belong to another process now.
+            # Kill the watcher before its pipe closes. The end of the pipe makes the watcher kill the pid of the node,
+            # which another process may have by now.
             self._watcher.kill()
             self._watcher.wait()
             if self._watcher.stdin is not None:
@@ -214,7 +216,7 @@ class Node:
         lines = _lines(self.log_path, self._log_start)
         for number, line in enumerate(lines):
             if (" ERROR " in line or " FATAL " in line) and " EventPerformanceMonitor: " not in line:
-                # The exception's own message is on the line after.
+                # The next line contains the exception's message.
                 after = lines[number + 1] if number + 1 < len(lines) else ""
                 cause = f": {after.strip()}" if re.match(r"[\w.]+(Exception|Error)\b", after) else ""
                 return f"{line.strip()}{cause}"[:600]
@@ -288,7 +290,8 @@ def _kill_with_parent(pid: int) -> subprocess.Popen[bytes]:
 
 def is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # Set as by the JVM, so that a killed node's connections in TIME_WAIT do not count.
+        # The JVM sets this option too. Without it, a killed node's connections in TIME_WAIT would make its port look
+        # used.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))

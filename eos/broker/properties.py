@@ -97,7 +97,7 @@ def _small_and_fast() -> dict[str, object]:
         "auto.create.topics.enable": "false",
         "offsets.topic.num.partitions": 8,
         "transaction.state.log.num.partitions": 8,
-        # No further members are about to join the group.
+        # The first rebalance of a group need not wait for further members.
         "group.initial.rebalance.delay.ms": 0,
         # Allow clients to notice a dead member within about a second, with either group protocol.
         "group.min.session.timeout.ms": 500,
@@ -105,7 +105,8 @@ def _small_and_fast() -> dict[str, object]:
         "group.consumer.min.heartbeat.interval.ms": 500,
         # Abort a transaction within half a second after its timeout, instead of ten seconds.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": 500,
-        # For three JVMs on two cores: few threads, and less than 128 MB of heap for the log cleaner's map.
+        # Three JVMs may share two cores, so each gets few threads, and less than 128 MB of heap for the log cleaner's
+        # map.
         "num.network.threads": 2,
         "num.io.threads": 4,
         "background.threads": 4,
@@ -156,7 +157,7 @@ _LEVELS = dict.fromkeys(_NOISY, "WARN") | {_VERY_NOISY: "ERROR"}
 
 _PATTERN = "%d %-5p [%t] %c{1}: %m%n"
 
-# The properties format, because YAML would need a parser that log4j does not contain.
+# This is log4j's properties format, because YAML would need a parser that log4j does not contain.
 _LOG4J_2 = f"""\
 status = warn
 appender.file.type = File

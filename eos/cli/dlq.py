@@ -210,7 +210,7 @@ def _load_replay_settings(
     if from_ not in (None, "earliest"):
         raise UsageError(f"--from {from_}: must be `earliest`")
     if from_ and not selection.selects_all:
-        # The dead letters that are not selected would count as not replayed.
+        # Dead letters that are not selected would count as not replayed.
         raise UsageError(
             "--from earliest takes all dead letters: it cannot be used with --letter, --exception or --file"
         )
@@ -294,7 +294,8 @@ def _group_by_exception(topic: str, found: Iterable[DeadLetter]) -> list[LetterG
     copies: Counter[tuple[str, str]] = Counter()
     for letter in found:
         origin = letter.app, letter.source
-        # A replay that failed replaces the earlier dead letter. Without a replay a record may have two dead letters.
+        # Count the dead letters of each record. The dead letter of a failed replay replaces the earlier one and does
+        # not count again.
         copies[origin] += not (letter.replays and copies[origin])
         at = letter.record.partition, letter.record.offset
         newest[*origin, copies[origin]] = (

@@ -94,7 +94,7 @@ def until_output_closed() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout again at exit, which would fail too.
+        # Python flushes stdout again at exit, which would fail too. So stdout becomes the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

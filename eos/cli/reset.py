@@ -102,7 +102,7 @@ def reset(
     if dry_run:
         return
     confirm(f"set {len(moves)} committed offsets of group {name}", yes)
-    # The database decides, so it comes first.
+    # Move the database's offsets first, because they take precedence over those of the group.
     if app is not None and (count := move_offsets(app, {move.partition: move.after for move in moves})):
         print(f"database: {count} offsets set; rows of records that are read again are written again")
     offsets.commit(moves)

@@ -232,7 +232,7 @@ async def _serve(
     server: Chain, html: _Page | None, health: Address | None, sources: Callable[[Chain], Sources]
 ) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    # Do not use the loop's own handlers: a forked child would wake this process through their pipe.
+    # Do not use the loop's own signal handlers, because a forked child would wake this process through their pipe.
     with Handlers(lambda *_: loop.call_soon_threadsafe(stop.set)):
         await _serve_until(stop, server, html, health, sources)
 
@@ -245,7 +245,7 @@ async def _serve_until(
     sources: Callable[[Chain], Sources],
 ) -> None:
     with ExitStack() as around:
-        # Health comes first: a shim that waits for its brokers is live and not ready.
+        # Start the health endpoint first, because a shim that waits for its brokers is live and not ready.
         if health is not None:
             loop = asyncio.get_running_loop()
             http = around.enter_context(serve_health(health, loop, lambda: server.not_ready_reason, sources(server)))

@@ -24,7 +24,7 @@ from eos.worker.loading import load_app, refuse_ids
 
 app = typer.Typer(no_args_is_help=True)
 
-# For a run on one machine. A cluster has its own configuration.
+# The configuration of a run on one machine. A cluster has its own.
 _LOCAL_CONFIG = {
     "spark.ui.enabled": "false",
     # State has this many partitions, each a task of every micro-batch. A checkpoint keeps the number it began with.

@@ -51,7 +51,7 @@ def verify(
         raise UsageError("eos verify needs either MODULE:APP, or --input, --output and --group")
     loaded = load_settings(bootstrap_servers, set_)
     app = None if target is None else load_app(target)
-    # Reading waits as long as a killed broker may need to restart. This check fails sooner if no broker answers at all.
+    # Check now whether any broker answers. A read would wait as long as a killed broker may need to restart.
     facts.connect(loaded, loaded["eos.startup.timeout.ms"] / 1000)
     inputs, outputs, group_id = (input or [], output or [], group or "") if app is None else _topics(loaded, app)
     console = Console(stderr=True)

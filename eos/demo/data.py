@@ -20,7 +20,7 @@ from pathlib import Path
 
 from eos.errors import Unavailable
 
-FLIGHTS = 336_776  # in the file
+FLIGHTS = 336_776  # number of flights in the file
 LATE_MINUTES = 15  # a flight is late if its delay exceeds this
 _NUMBERS = ("flight", "distance", "dep_delay", "arr_delay")
 _TEXTS = ("time_hour", "carrier", "tailnum", "origin", "dest")
@@ -34,7 +34,7 @@ class Expectation:
 
     keys: list[bytes] = field(default_factory=list)
     late: set[bytes] = field(default_factory=set)
-    minutes: Counter[str] = field(default_factory=Counter)  # by carrier
+    minutes: Counter[str] = field(default_factory=Counter)  # minutes of delay by carrier
 
 
 def records(limit: int, by_day: bool = False) -> Iterator[tuple[bytes, bytes, int]]:

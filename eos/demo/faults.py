@@ -159,8 +159,8 @@ def kill_in_a_transaction(worker: Child, witness: Witness) -> Hit:
         worker.kill()
         if hit := witness.find_open_transaction(worker.name, attempt):
             return hit
-        # A transaction without records may be left. It stays open until the first action of the next process ends it,
-        # and does not belong to that process.
+        # The killed worker may have left a transaction without records. It stays open until the first request of the
+        # next process ends it, so `other_than` keeps it from counting as that process's.
         left = witness.find_ongoing(worker.name)
         worker.start()
     raise NotProven(f"{MAX_ATTEMPTS} SIGKILLs did not hit an open transaction of worker {worker.name}")

@@ -39,7 +39,7 @@ class Child:
                 stderr=output,
                 cwd=self._directory,
                 env=environment,
-                start_new_session=True,  # the demo handles a Ctrl-C in the terminal
+                start_new_session=True,  # a Ctrl-C in the terminal must reach only the demo
             )
 
     @property

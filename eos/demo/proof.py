@@ -2,7 +2,7 @@
 
 Owns the verdicts. It compares with the expectation from the CSV (keys, counts, sums), and lets eos.testing.checker
 judge the lineage of every record (by its key, which names one flight). It must never read the App, and a row that
-examined nothing does not hold.
+examined nothing has failed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from eos.testing.history import Log, committed_offsets, end_offsets, read_topic
 
 @dataclass(frozen=True)
 class Row:
-    """Holds one line of the table; `why` names the error if it does not hold."""
+    """Holds one line of the table; `why` names the error if the check failed."""
 
     check: str
     expected: str
     seen: str
-    holds: bool
+    passed: bool
     why: str = ""
 
 

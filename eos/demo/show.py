@@ -97,11 +97,11 @@ class Show:
         table = Table("check", "expected", "seen", "verdict", title_justify="left")
         table.columns[1].justify = table.columns[2].justify = "right"
         for row in rows:
-            verdict = "[bold green]ok[/]" if row.holds else "[bold red]WRONG[/]"
+            verdict = "[bold green]ok[/]" if row.passed else "[bold red]WRONG[/]"
             table.add_row(escape(row.check), row.expected, row.seen, verdict)
         self.console.print(table)
         for row in rows:
-            if not row.holds:
+            if not row.passed:
                 self.console.print(f"[bold red]WRONG[/] {escape(row.check)}: {escape(row.why)}", soft_wrap=True)
 
 

@@ -253,9 +253,9 @@ def _prove(show: Show, servers: str, flights: int, faults: Faults, loop: contras
 
 
 def _print_verdict(show: Show, rows: list[Row], faults: Faults, loop: contrast.Contrast) -> None:
-    wrong = [row.check for row in rows if not row.holds]
+    wrong = [row.check for row in rows if not row.passed]
     if wrong:
-        raise NotProven(f"not exactly once, or not shown to be: {'; '.join(wrong)}")
+        raise NotProven(f"exactly-once was violated or could not be verified: {'; '.join(wrong)}")
     show.console.print(
         f"[bold green]Exactly once[/], shown in {show.total_s:.0f} s. Attempts until each fault hit an open "
         f"transaction: {_times(faults.kill.attempts, 'SIGKILL')}, {_times(faults.pause.attempts, 'SIGSTOP')} "

@@ -68,7 +68,7 @@ def split_headers(headers: Sequence[Header]) -> tuple[list[Header], dict[str, st
     return list(headers[:first]), notes
 
 
-# Keeps the names in dead letters stable although these classes have moved to other modules.
+# These classes have moved to other modules. Dead letters keep naming their first module.
 _STORED_NAMES = {
     "eos.encoding.serde.DecodeError": "eos.serde.DecodeError",
     "eos.engine.handling.RecordRefused": "eos.handling.RecordRefused",

@@ -76,7 +76,7 @@ def make_send(
     )
 
 
-# Structs and an enum that a user never means to encode as JSON.
+# These types are no values, although JSON could encode them.
 NEVER_SENT: Final = frozenset({Record, Out, Keep})
 
 
@@ -96,7 +96,7 @@ def key_bytes(key: object, name: str) -> bytes | None:
 
 
 def _check_integer(number: object, end: int, what: str, name: str) -> int:
-    # Checked here, where the record is known. In the producer the error could not name the record.
+    # Check here, because the producer could not name the record in its error.
     try:
         result = operator.index(number)  # type: ignore[arg-type]
     except TypeError:

@@ -41,8 +41,8 @@ Position = tuple[str, int, int]  # topic, partition and offset of a record
 
 _TIMERS_AT_ONCE = 500
 _LINES, _LINES_INTERVAL_S = 10, 10.0  # maximum number of log lines about single records per interval
-# The maximum number of lines of the user's code whose failures are logged with frames. A function created for each
-# record would have endlessly many.
+# Failures are logged with frames for at most this many lines of the user's code. The limit bounds memory, because a
+# program may create a function for each record.
 _MOST_TRACES = 100
 # Errors in which the operating system reports its own state, not the request: no handles, memory, disk space or
 # processes left; a disk that cannot be read or written.
@@ -201,12 +201,12 @@ class Handler:
                 if app.follows(route):
                     self._downstream.add(made)
                 self._feeds |= {handler: handler.feed for handler in made.handlers.values()}
-        # The failures of each record. Kept until its offset is committed, because an abort hands the
-        # record out again.
+        # The number of failures of each record. A number is kept until the record's offset is committed, because an
+        # abort hands the record out again.
         self._failures: dict[Position, int] = {}
-        # Records that run alone when they are handed out again. A refused record has its error, until
-        # its offset is committed: two refused records in one transaction must both be remembered. A record that is
-        # retried has None. While there are any, records take the slower path.
+        # Records that run alone when they are handed out again, until their offsets are committed. The value of a
+        # refused record is its error, so that two refused records in one transaction are both remembered. The value of
+        # a retried record is None. While there are any, all records take the slower path.
         self._isolated: dict[Position, BaseException | None] = {}
         self._dead_lettered: set[Position] = set()  # records whose dead letters the last call of `handle` sent
         self._record_log = _RecordLog(now)
@@ -344,7 +344,7 @@ class Handler:
                 if len(part) > 1 and route.batch and not isinstance(error, EosError):
                     if self._policy_of(route) == stop:
                         return Halt(at, _poison_batch(route, part, error))
-                    most = 1  # record by record from here on, to find the one that failed
+                    most = 1  # handle the records one by one, to find the one that failed
                     continue
             halt = self._apply_policy(txn, route, records[at], error)
             if halt is not None:
@@ -598,7 +598,7 @@ class _RecordLog:
         self._now = now
         self._interval_began, self._lines = 0.0, 0
         self._traced: set[tuple[object, ...]] = set()
-        self._suppressed_counts: dict[str, int] = {}  # by event
+        self._suppressed_counts: dict[str, int] = {}  # number of suppressed log lines by event
         self._last_suppressed: tuple[Record, str] | None = None  # the last record that was not logged, and its error
 
     def line(self, event: str, record: Record, error: BaseException, frames: list[Frame], **more: object) -> None:

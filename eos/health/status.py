@@ -129,7 +129,7 @@ def _add_by_cause(before: dict[str, int], now: dict[str, int]) -> dict[str, int]
 
 
 def _add_distributions(before: Distribution, now: Distribution) -> Distribution:
-    if before.bounds != now.bounds:  # an earlier process that never reported
+    if before.bounds != now.bounds:  # `before` or `now` is empty, because its process has never reported
         return now if now.bounds else before
     counts = tuple(a + b for a, b in zip(before.counts, now.counts, strict=True))
     return Distribution(now.bounds, counts, before.total + now.total)

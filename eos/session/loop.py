@@ -31,7 +31,7 @@ from eos.session.consumer.group_consumer import GroupConsumer
 from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.outcomes import Commit, Outcome
 from eos.session.parts import Parts
-from eos.session.recovery import Recovery, Trouble
+from eos.session.recovery import FailedTransaction, Recovery
 from eos.session.transaction import Phase, Transaction
 
 _CLOSE_ABORT_S = 5.0
@@ -55,7 +55,7 @@ class Loop:
         )
         self._failure: CallFailed | None = None  # the failure of a send in the open transaction
         self._commit: Commit | None = None  # a started commit whose outcome is not noted yet
-        self._is_in_turn = False  # see _turn
+        self._is_turn_running = False  # true while a turn runs, and after an exception has interrupted it
 
     @property
     def _consumer(self) -> GroupConsumer:
@@ -92,7 +92,7 @@ class Loop:
     @property
     def _is_stopping_in_turn(self) -> bool:
         """Return True if a turn was interrupted and a stop was requested. Nothing is recovered then: `close` aborts."""
-        return self._stopping() and self._is_in_turn
+        return self._stopping() and self._is_turn_running
 
     def _next(self) -> Transaction | None:
         if self._open is not None:
@@ -264,8 +264,8 @@ class Loop:
         assert transaction is not None
         transaction.finish_handling(self._world.now())
         with self._recovering():
-            # 1. Choose the offsets. Records of a lost partition must not be committed, so a failed send does not count
-            # then.
+            # 1. Choose the offsets. A lost partition is reported before a failed send, because its records must not be
+            # committed.
             offsets = self._offsets.offsets_to_commit(self._consumer.start_offsets.uncommitted)
             self._consumer.raise_if_lost()
             if self._failure is not None:
@@ -275,7 +275,7 @@ class Loop:
                 participant.before_flush(self._send_all, offsets)
             if self._failure is not None:
                 raise self._failure
-            # 3. Flush; raises the first delivery error.
+            # 3. Flush, which raises the first delivery error.
             self._world.step("flush")
             self._producer.flush(lambda: self._fetcher.prefetch(self._positions.taken))
             self._world.step("flushed")
@@ -330,7 +330,7 @@ class Loop:
 
         The exception may be a signal handler's, or one that the application caught. The interrupted turn may have taken
         effect in part without any note of it."""
-        was_interrupted, self._is_in_turn, in_body = self._is_in_turn, True, self._open
+        was_interrupted, self._is_turn_running, in_body = self._is_turn_running, True, self._open
         if was_interrupted:
             self._ownership.raise_if_lost()  # a session that lost its transactional.id must not initialise it again
             with self._recovering():
@@ -341,9 +341,9 @@ class Loop:
         try:
             yield
         except PoisonRecord:
-            self._is_in_turn = False  # the transaction is aborted and noted: an application may catch this and continue
+            self._is_turn_running = False  # aborted and noted: an application may catch this and continue
             raise
-        self._is_in_turn = False
+        self._is_turn_running = False
 
     def _recover(self, failure: CallFailed) -> None:
         """Do what the failed call requires. Return if the loop can go on, raise if it must stop."""
@@ -359,9 +359,9 @@ class Loop:
     ) -> None:
         now, taken = self._world.now(), self._positions.taken
         if transaction is None:
-            trouble = Trouble(failure, taken, self._positions.last_taken, offsets)
+            failed = FailedTransaction(failure, taken, self._positions.last_taken, offsets)
         else:
-            trouble = Trouble(
+            failed = FailedTransaction(
                 failure,
                 taken,
                 self._positions.last_taken,
@@ -371,4 +371,4 @@ class Loop:
                 delivered=self._producer.delivered,
             )
             transaction.mark_aborted()
-        self._recovery.carry_out(trouble)
+        self._recovery.carry_out(failed)

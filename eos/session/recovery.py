@@ -27,7 +27,7 @@ class Step(Enum):
     ASK_OWNER = "find out who owns the transactional.id; stop if a newer instance does"
     REPLACE = "a new producer, whose init ends the open transaction"
     RESOLVE = "the group's stable committed offsets show how the transaction ended; the consumer continues after them"
-    LOOK = "find out whether a topic was deleted or recreated; stop if one was"
+    CHECK_TOPICS = "find out whether a topic was deleted or recreated; stop if one was"
     REJOIN = "a new consumer joins the group and starts at the committed offsets; the producer is new as well"
 
 
@@ -36,7 +36,7 @@ PLAN: Mapping[Action, tuple[Step, ...]] = {
     Action.ABORT: (Step.ABORT, Step.REWIND),
     Action.POISON: (Step.ABORT, Step.REWIND, Step.ISOLATE),
     Action.REBUILD: (Step.REPLACE, Step.RESOLVE),
-    Action.LOOK: (Step.LOOK, Step.REPLACE, Step.RESOLVE),
+    Action.CHECK_TOPICS: (Step.CHECK_TOPICS, Step.REPLACE, Step.RESOLVE),
     Action.SETTLE: (Step.ASK_OWNER, Step.REPLACE, Step.RESOLVE),
     Action.REJOIN: (Step.ASK_OWNER, Step.REJOIN),
     Action.INTERRUPTED: (Step.REJOIN,),
@@ -50,7 +50,7 @@ INSTEAD: Mapping[Step, tuple[Step, ...]] = {
 
 
 @dataclass
-class Trouble:
+class FailedTransaction:
     """Holds a failed call, and the transaction in which it failed."""
 
     failure: CallFailed
@@ -68,7 +68,7 @@ class Trouble:
     delivered: float = 1.0
     """The share of its outputs that arrived."""
     first: CallFailed = field(init=False)
-    """The failure with which the trouble began."""
+    """The first failure, which no failed step replaces."""
     owner: str = ""
     """The coordinator's answer about the transactional.id."""
     is_counted: bool = False
@@ -91,35 +91,40 @@ class Trouble:
         return f"{self.owner} ({self.failure})" if self.owner else str(self.failure)
 
 
-def carry_out(trouble: Trouble, steps: Mapping[Step, Callable[[Trouble], None]]) -> None:
-    """Take the steps that the failure requires. A step that fails replaces the failure, but the search for a refused
-    record continues. Raises the error that stops the session."""
-    plan = plan_of(trouble.failure)
+def carry_out(failed: FailedTransaction, steps: Mapping[Step, Callable[[FailedTransaction], None]]) -> None:
+    """Take the steps that the failure requires. Raises the error that stops the session.
+
+    If a step fails, the plan of its failure replaces the remaining steps, except for the search for a refused
+    record."""
+    plan = plan_of(failed.failure)
     while plan:
         step, *plan = plan
         try:
-            steps[step](trouble)
+            steps[step](failed)
         except CallFailed as worse:
-            trouble.failure = worse
+            failed.failure = worse
             plan = [*(INSTEAD.get(step) or plan_of(worse, step)), *(left for left in plan if left is Step.ISOLATE)]
 
 
-def plan_of(failure: CallFailed, failed: Step | None = None) -> list[Step]:
-    """Return the steps for a failure; `failed` is the step in which it happened, if any. Raises the error that stops
-    the session if there is no plan."""
+def plan_of(failure: CallFailed, failed_step: Step | None = None) -> list[Step]:
+    """Return the steps for a failure. Raises the error that stops the session if there is no plan.
+
+    `failed_step`: the step in which the failure happened, if any."""
     action = failure.action
-    if failed is Step.ABORT and action is Action.ABORT:
-        action = Action.REBUILD  # aborting again would not help
+    if failed_step is Step.ABORT and action is Action.ABORT:
+        action = Action.REBUILD  # a second abort would fail too
     if action not in PLAN:
         raise stop_error(failure) from failure
     return list(PLAN[action])
 
 
-# Rebuilds without a commit in between; after that, a supervisor's back-off is the better place to wait.
+# After this many rebuilds in a row, without a commit in between, the session stops: a supervisor restarts it with a
+# growing delay.
 MOST_REBUILDS = 5
 _ABORTS_TO_WARN_OF = 3  # rebalance aborts in a row; a member that comes or goes causes one or two
-# Actions and calls by which a transaction shows that it was open for too long.
-_BY_TIME = frozenset({Action.ABORT, Action.REBUILD, Action.SETTLE, Action.LOOK, Action.RETRY})
+# _BY_TIME has the actions of failures that a timeout may have caused. _NOT_BY_TIME has the calls whose failures a
+# timeout never causes.
+_BY_TIME = frozenset({Action.ABORT, Action.REBUILD, Action.SETTLE, Action.CHECK_TOPICS, Action.RETRY})
 _NOT_BY_TIME = frozenset({"abort", "consume"})
 _CAUSES = {
     Action.POISON: "refused",
@@ -146,7 +151,7 @@ class Recovery:
             Step.ISOLATE: self._isolate,
             Step.ASK_OWNER: self._ask_owner,
             Step.REPLACE: self._replace,
-            Step.LOOK: self._look,
+            Step.CHECK_TOPICS: self._check_topics,
             Step.RESOLVE: self._resolve,
             Step.REJOIN: self._rejoin,
         }
@@ -154,105 +159,106 @@ class Recovery:
     def _committed(self, _: Commit) -> None:
         self.rebuilds_in_a_row = 0
 
-    def carry_out(self, trouble: Trouble) -> None:
+    def carry_out(self, failed: FailedTransaction) -> None:
         """Return if the loop can go on, raise if it must stop."""
-        if self._has_timed_out(trouble):
-            trouble.too_slow = self._explain_slowness(trouble)
+        if self._has_timed_out(failed):
+            failed.too_slow = self._explain_slowness(failed)
             # Records that were handled too slowly may not have been sent yet, so they do not show how many can be sent.
-            trouble.next_is_smaller = self._pacing.timed_out(
-                trouble.taken, None if trouble.is_slow_handling else trouble.delivered
+            failed.next_is_smaller = self._pacing.timed_out(
+                failed.taken, None if failed.is_slow_handling else failed.delivered
             )
             at_most = self._pacing.limit
-            log.warning("transaction timed out", why=trouble.too_slow, next_at_most=at_most, **self._producer.who())
-        carry_out(trouble, self.steps)
+            log.warning("transaction timed out", why=failed.too_slow, next_at_most=at_most, **self._producer.who())
+        carry_out(failed, self.steps)
 
-    def _has_timed_out(self, trouble: Trouble) -> bool:
+    def _has_timed_out(self, failed: FailedTransaction) -> bool:
         """Return whether the transaction failed because its records, or the transaction itself, ran out of time. The
         clock decides, because the client raises a different error in each call that can detect it."""
-        failure, timeout_ms = trouble.failure, self._settings.transaction_timeout_ms
+        failure, timeout_ms = failed.failure, self._settings.transaction_timeout_ms
         limit_ms = min(int(self._settings.get("message.timeout.ms", timeout_ms)), timeout_ms)
-        return failure.action in _BY_TIME and failure.call not in _NOT_BY_TIME and trouble.open_s * 1000 >= limit_ms
+        return failure.action in _BY_TIME and failure.call not in _NOT_BY_TIME and failed.open_s * 1000 >= limit_ms
 
-    def _explain_slowness(self, trouble: Trouble) -> str:
+    def _explain_slowness(self, failed: FailedTransaction) -> str:
         """Return a sentence that names the slow part and the settings that change it."""
         limit = f"transaction.timeout.ms={self._settings.transaction_timeout_ms}"
-        if trouble.is_slow_handling:
-            return f"handling {_records(trouble.taken)} took {trouble.handling_s:.1f} s, longer than {limit}: raise it"
+        if failed.is_slow_handling:
+            return f"handling {_records(failed.taken)} took {failed.handling_s:.1f} s, longer than {limit}: raise it"
         return (
-            f"sending the outputs of {_records(trouble.taken)} took longer than {limit} "
-            f"({trouble.delivered:.0%} of them arrived): raise it, or lower eos.transaction.max.records"
+            f"sending the outputs of {_records(failed.taken)} took longer than {limit} "
+            f"({failed.delivered:.0%} of them arrived): raise it, or lower eos.transaction.max.records"
         )
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
-    def _abort(self, trouble: Trouble) -> None:
+    def _abort(self, failed: FailedTransaction) -> None:
         self._producer.abort()
         self._outcomes.ended(Outcome.ABORTED)
 
-    def _rewind(self, trouble: Trouble) -> None:
+    def _rewind(self, failed: FailedTransaction) -> None:
         self._fetcher.group_consumer.seek(self._fetcher.positions.rewind())
         self._pacing.aborted(self._world.now())
-        self._counters.count_abort(_cause(trouble.failure))
-        rebalance = describe_rebalance(trouble.failure)
+        self._counters.count_abort(_cause(failed.failure))
+        rebalance = describe_rebalance(failed.failure)
         if rebalance:
-            log.debug("refused", error=trouble.reason, group=self._group)
+            log.debug("refused", error=failed.reason, group=self._group)
         usual = rebalance and self._pacing.aborts_in_a_row < _ABORTS_TO_WARN_OF
         (log.info if usual else log.warning)(
-            "transaction aborted", reason=rebalance or trouble.reason, **self._producer.who()
+            "transaction aborted", reason=rebalance or failed.reason, **self._producer.who()
         )
 
-    def _isolate(self, trouble: Trouble) -> None:
-        failure, last = trouble.first, trouble.last
-        record = failure.record or (last if trouble.taken == 1 else None)
+    def _isolate(self, failed: FailedTransaction) -> None:
+        failure, last = failed.first, failed.last
+        record = failure.record or (last if failed.taken == 1 else None)
         if record is not None:
             self._pacing.stop_search()
             self._listener.on_refused(record, failure)
-        elif not trouble.taken:
+        elif not failed.taken:
             self._listener.on_refused_without_record(failure)
         else:
-            self._pacing.search_refused(trouble.taken)
+            self._pacing.search_refused(failed.taken)
 
-    def _ask_owner(self, trouble: Trouble) -> None:
-        trouble.owner = self._ownership.settle(self._producer, str(trouble.failure)).value
+    def _ask_owner(self, failed: FailedTransaction) -> None:
+        failed.owner = self._ownership.settle(self._producer, str(failed.failure)).value
 
-    def _look(self, trouble: Trouble) -> None:
+    def _check_topics(self, failed: FailedTransaction) -> None:
         self._fetcher.group_consumer.topic_ids.check_now()
 
-    def _replace(self, trouble: Trouble) -> None:
-        self._count_rebuild(trouble)
-        self._ownership.replace(self._producer, f"failure: {trouble.reason}")
+    def _replace(self, failed: FailedTransaction) -> None:
+        self._count_rebuild(failed)
+        self._ownership.replace(self._producer, f"failure: {failed.reason}")
 
-    def _resolve(self, trouble: Trouble) -> None:
+    def _resolve(self, failed: FailedTransaction) -> None:
         consumer, positions = self._fetcher.group_consumer, self._fetcher.positions
-        stable = consumer.queries.stable_committed(list(trouble.offsets))
-        outcome = self._offsets.outcome_of(trouble.offsets, stable)
+        stable = consumer.queries.stable_committed(list(failed.offsets))
+        outcome = self._offsets.outcome_of(failed.offsets, stable)
         self._outcomes.ended(outcome)
         consumer.seek(positions.resolve({p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}))
         consumer.start_offsets.resolve(stable)
         self._pacing.rebuilt()
         who = self._producer.who()
-        log.warning("rebuilt from the committed offsets", reason=trouble.reason, outcome=outcome.value, **who)
+        log.warning("rebuilt from the committed offsets", reason=failed.reason, outcome=outcome.value, **who)
 
-    def _rejoin(self, trouble: Trouble) -> None:
-        self._count_rebuild(trouble)
-        self._ownership.confirm(self._producer, trouble.reason)
-        self._outcomes.ended(Outcome.UNKNOWN)  # notify while the assignment is known
+    def _rejoin(self, failed: FailedTransaction) -> None:
+        self._count_rebuild(failed)
+        self._ownership.confirm(self._producer, failed.reason)
+        self._outcomes.ended(Outcome.UNKNOWN)  # report the outcome while the old assignment is known
         self._fetcher.replace_consumer()
-        self._producer.replace(f"failure: {trouble.reason}")
+        self._producer.replace(f"failure: {failed.reason}")
         self._fetcher.rejoin()
-        log.warning("rejoined the group", reason=trouble.reason, group=self._group, **self._producer.who())
+        log.warning("rejoined the group", reason=failed.reason, group=self._group, **self._producer.who())
 
-    def _count_rebuild(self, trouble: Trouble) -> None:
+    def _count_rebuild(self, failed: FailedTransaction) -> None:
         """Count a rebuild; raise Temporary after too many without a commit in between."""
-        if trouble.is_counted:
+        if failed.is_counted:
             return
-        trouble.is_counted = True
-        self.rebuilds_in_a_row += not trouble.next_is_smaller  # a smaller transaction deserves its own chance
-        self._counters.count_rebuild(_cause(trouble.failure))
+        failed.is_counted = True
+        # A transaction with fewer records may succeed, so it does not count.
+        self.rebuilds_in_a_row += not failed.next_is_smaller
+        self._counters.count_rebuild(_cause(failed.failure))
         if self.rebuilds_in_a_row > MOST_REBUILDS:
-            rebuilds = f"{self.rebuilds_in_a_row} rebuilds without one commit, the last because of: {trouble.reason}"
-            if trouble.too_slow:
-                raise Temporary(f"{rebuilds}; {trouble.too_slow}")
+            rebuilds = f"{self.rebuilds_in_a_row} rebuilds without one commit, the last because of: {failed.reason}"
+            if failed.too_slow:
+                raise Temporary(f"{rebuilds}; {failed.too_slow}")
             raise Temporary(
                 f"{rebuilds}. If two processes share {self._settings['transactional.id']}, give each its own --instance"
             )

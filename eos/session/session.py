@@ -148,7 +148,7 @@ class TransactSession:
         old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
         producer.start(deadline, end, alternate=old_brokers)
         if not old_brokers:
-            # A predecessor that was started before the brokers were upgraded may use it.
+            # A predecessor that was started before the brokers were upgraded may use the alternate id.
             producer.fence(alternate_transactional_id(producer.transactional_id), deadline, end)
 
     def close(self, leave_group: bool = False) -> None:
@@ -270,7 +270,7 @@ def _check(settings: Settings, topics: Sequence[str], may_be_set_later: bool) ->
     if not topics and not may_be_set_later:
         raise ConfigurationError("a session needs topics: TransactSession(settings, [...]) or eos.input.topics")
     if patterns := [topic for topic in topics if is_pattern(topic)]:
-        # librdkafka would add and remove topics at its own times.
+        # Reject a pattern, because librdkafka would add and remove its topics at times of its own.
         raise ConfigurationError(
             f"a session reads topics by their names, not by the pattern {patterns[0]!r}: patterns are for an App's "
             "functions"

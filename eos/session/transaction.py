@@ -70,8 +70,8 @@ class Transaction:
     __slots__ = (
         "_hand_out_until",
         "_loop",
+        "_not_handed_out",
         "_records",
-        "_taken_ahead",
         "began_at",
         "dead_letters",
         "duplicates",
@@ -96,14 +96,14 @@ class Transaction:
         self.handling_s: float | None = None  # set once all records of the transaction are handled; see handling_until
         self.waited_before = waited_before  # `waited_s` when the transaction began
         self._records: Iterator[Record] | None = None
-        self._taken_ahead = 0  # number of records taken by `records` but not handed out yet
+        self._not_handed_out = 0  # number of records taken by `records` but not handed out yet
         self.sent = self.skipped = self.dead_letters = self.late = self.duplicates = 0
 
     # ---- used by the loop --------------------------------------------------------------------------------------
 
     def finish_handling(self, now: float) -> None:
         """Give back records that were not handed out; note that all others are handled."""
-        self._give_back_ahead()
+        self._give_back_not_handed_out()
         self.handling_s = self.handling_until(now)
 
     def handling_until(self, now: float) -> float:
@@ -145,23 +145,23 @@ class Transaction:
     def _hand_out(self) -> Iterator[Record]:
         now = self._loop.now
         while batch := self.take(64):
-            self._taken_ahead = len(batch)
+            self._not_handed_out = len(batch)
             for record in batch:
-                self._taken_ahead -= 1
+                self._not_handed_out -= 1
                 yield record
                 if now() >= self._hand_out_until:
-                    self._give_back_ahead()
+                    self._give_back_not_handed_out()
                     return
 
-    def _give_back_ahead(self) -> None:
-        self._loop.give_back(self._taken_ahead)
-        self._taken_ahead = 0
+    def _give_back_not_handed_out(self) -> None:
+        self._loop.give_back(self._not_handed_out)
+        self._not_handed_out = 0
 
     def take(self, most: int) -> list[Record]:
         """Return at most `most` next records; none if no record is left, the interval is over or a send failed."""
         if not self._loop.is_open(self):
             return []
-        self._give_back_ahead()
+        self._give_back_not_handed_out()
         if self._loop.taken and self._loop.now() >= self._hand_out_until:
             return []
         return self._loop.take(most)
@@ -169,7 +169,7 @@ class Transaction:
     def give_back(self, count: int) -> None:
         """Hand out the last `count` taken records again in the next transaction, because they were not handled."""
         if self._loop.is_open(self):
-            self._give_back_ahead()
+            self._give_back_not_handed_out()
             self._loop.give_back(count)
 
     def send(

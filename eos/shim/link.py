@@ -47,11 +47,11 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 # A side with more unsent bytes than this is full. The limit is small because the sockets' own buffers hold megabytes
 # and are not empty when reading resumes.
 _WRITE_BUFFER_BYTES = 32 * 1024
-# The smallest safe read size. When a TLS connection ends, asyncio reads its two 256 KiB buffers once and drops the
+# The smallest safe read size: when a TLS connection ends, asyncio reads its two 256 KiB buffers once and drops the
 # rest.
 _READ_BYTES = 512 * 1024
-# The read size while memory is tight, because a paused side holds the bytes of its last read. TLS keeps _READ_BYTES,
-# for the reason above.
+# The read size while memory is tight, because a paused side holds the bytes of its last read. TLS connections keep
+# _READ_BYTES as the smallest safe size.
 _TIGHT_READ_BYTES = 16 * 1024
 # The size in memory of a request that waits for its response.
 _EXCHANGE_BYTES = 320
@@ -340,8 +340,8 @@ class Link:
             self._account.close()
             self._pipeline.connection_closed(self.connection)
             self.shim.link_closed(self)
-            # These objects refer back to the link. Without the reference cycle, the link's memory is freed now and not
-            # by the garbage collector.
+            # These objects refer back to the link. Deleting them breaks the reference cycle, so that the link's memory
+            # is freed now and not by the garbage collector.
             del self.connection, self._requests, self._responses, self._account, self.timeout_check
 
 
@@ -362,7 +362,8 @@ class PauseReason:
     CONNECTING = 1  # the other side is not connected yet
     FULL = 2  # the other side's write buffer is full
     UNREAD = 4  # this side's own write buffer is full
-    UNANSWERED = 8  # too many requests, or responses by jobs, wait for the broker
+    # Too many unanswered requests, or too many responses by jobs that must wait for the broker's earlier ones.
+    UNANSWERED = 8
     STOPPED = 16  # the shim is draining
 
 
@@ -382,7 +383,7 @@ class _Side(asyncio.BufferedProtocol):
         self._raw_transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         self._keeps_buffer = False  # unsent bytes may be a view of a read buffer
-        self._has_ended_writing = False  # true after `write_end`
+        self._has_ended_writing = False  # true after `write_eof`
         self._pause_reasons = 0
         self._unhandled: Piece | None = None  # bytes read and not handled yet
         self._turn: asyncio.Handle | None = None  # the callback that handles `_unhandled`
@@ -429,7 +430,7 @@ class _Side(asyncio.BufferedProtocol):
             transport.writelines(self._unsent)
             self._unsent = []
         if self._has_ended_writing:
-            self.write_end()
+            self.write_eof()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         view = self._buffer.view
@@ -453,7 +454,7 @@ class _Side(asyncio.BufferedProtocol):
             self._link.failed(self, error)
             return None
         except Exception as error:
-            # After a defect in a job the connection must not stay open with half of a frame sent.
+            # Close the connection after a defect in a job, because it may have sent half of a frame.
             self._link.failed(self, error)
             raise
         return rest if self._is_reading else None
@@ -497,13 +498,13 @@ class _Side(asyncio.BufferedProtocol):
             # A broker ends both directions at once: asyncio closes this side, and the link then closes the client's
             # side.
             return False
-        self.other.write_end()
+        self.other.write_eof()
         # A client that has stopped sending may still read. TLS has no such state.
         return self._transport is not None and self._transport.get_extra_info("sslcontext") is None
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._unhandled is not None and (error is None or self is self._link.upstream):
-            # The last bytes are still handled, in turns as usual.
+            # Handle the bytes that arrived before the end, a turn at a time.
             self._has_disconnected = True
             self.clear_pause(PauseReason.UNREAD)
             self._continue()
@@ -545,7 +546,7 @@ class _Side(asyncio.BufferedProtocol):
                 self._buffer.keep()
                 self._keeps_buffer = True
 
-    def write_end(self) -> None:
+    def write_eof(self) -> None:
         """End this direction at once, even while frames are held: no later event would report the client's end.
 
         Nothing is written after it. A fault that releases a held request then sends it on a separate connection.

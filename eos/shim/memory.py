@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# Added to the size of the largest frame.
+# The memory that connections share beyond the size of the largest frame.
 SHARED_BYTES = 32 * 1024 * 1024
-# Above the limit, this many bytes below it are freed too (or an eighth of the limit if that is less), so that all
-# connections are not measured again soon.
+# If the limit is exceeded, memory is freed until this many bytes below the limit are free (or an eighth of the limit if
+# that is less). So all connections are not measured again soon.
 _FREED_BYTES = SHARED_BYTES // 2
 
 
@@ -47,7 +47,7 @@ class MemoryBudget:
             self._evict_largest()
 
     def start_request(self, account: MemoryAccount) -> None:
-        self._large.pop(account, None)  # the next count adds it again, as the last one
+        self._large.pop(account, None)  # the next count adds the account again, as the last one
 
     def close(self, account: MemoryAccount) -> None:
         self._set(account, 0)

@@ -13,16 +13,17 @@ from eos.errors import ConfigurationError
 
 Address = tuple[str, int]
 
-# Kafka's own socket.request.max.bytes
+# The same as Kafka's socket.request.max.bytes.
 LARGEST_FRAME_BYTES = 100 * 1024 * 1024
-# For requests that are read whole, except Produce. A TxnOffsetCommit of 50,000 partitions, the shim's maximum,
+# The limit of requests that are read whole, except Produce. A TxnOffsetCommit of 50,000 partitions, the shim's maximum,
 # takes 0.9 MB.
 CONTROL_BYTES = 2 * 1024 * 1024
-# An idle connection takes 20 KB here, with TLS up to 280 KB, and two descriptors.
+# An idle connection takes two descriptors and 20 KB here, or up to 280 KB with TLS.
 MOST_CONNECTIONS = 2_000
 # The time until a broker answers a request that needs a login. Logins take seconds.
 LOGIN_TIMEOUT_S = 30.0
-# As on brokers (connections.max.idle.ms); Java clients close theirs after nine minutes.
+# Brokers close idle connections after the same time (connections.max.idle.ms). Java clients close theirs after nine
+# minutes.
 IDLE_TIMEOUT_S = 600.0
 
 

@@ -1,8 +1,8 @@
-"""Defines what eos needs of a database, and what it keeps there: the offsets table.
+"""Defines the interface to a database, and the offsets table that eos keeps in it.
 
-The next offset of each partition lies in the database, in the transaction that writes the rows. It is compared before
-each change, so rows are written once, whatever happens between the database and Kafka. The group's committed offset
-follows it. This module must never do I/O.
+The transaction that writes rows also writes the next offset of each partition into that table. A worker compares these
+offsets before each change, so rows are written once, whatever happens between the database and Kafka. The group's
+committed offsets follow those in the database. This module must never do I/O.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Cursor(Protocol):
 
 @dataclass(frozen=True)
 class Table:
-    """Names the table that gets the rows, and the columns of its key; without a key all rows are inserted."""
+    """Names the table that gets the rows, and the columns of its key. Without a key every row is inserted."""
 
     name: str
     key: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Fault(Enum):
 
 
 class DatabaseError(Exception):
-    """Reports an error of a database with its meaning; it never contains a password."""
+    """Reports an error of a database, with its meaning for a sink. The message never contains a password."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
@@ -61,9 +61,9 @@ class Stored(NamedTuple):
     """Holds the offsets row of one partition."""
 
     next_offset: int | None
-    """The offset after the last record whose rows are written; None: no record of this partition yet."""
+    """The offset after the last record whose rows are written; None if the partition has no such record yet."""
     owner: str
-    """The token of the worker that took the partition over last."""
+    """The token of the worker that last took over the partition."""
     failed: Mapping[int, str]
     """The errors of records that an error policy left out, by offset, until the group has committed past them."""
 
@@ -89,26 +89,27 @@ class Connection(Protocol):
         """Return the next offsets of all partitions of an App that have one."""
 
     def claim(self, app: str, owner: str, partitions: Collection[Partition]) -> dict[Partition, Stored]:
-        """Take partitions over, in a transaction of its own, and return their rows. Wait for the transaction of the
-        worker that had them."""
+        """Take over partitions in a separate transaction, and return their rows of the offsets table.
+
+        Waits until the open transaction of the previous owner has ended."""
 
     def begin(self, app: str, owner: str) -> dict[Partition, Stored]:
-        """Begin a transaction, and return the locked rows of this owner."""
+        """Begin a transaction, lock this owner's rows of the offsets table, and return them."""
 
     def write(self, table: Table, rows: Sequence[Row]) -> None:
-        """Insert rows, or insert and update them by the table's key, which differs in all of them."""
+        """Insert the rows; if the table has a key, update the rows that exist. No two rows have the same key."""
 
     def cursor(self) -> Cursor: ...
 
     def savepoint(self) -> None: ...
 
     def release_savepoint(self) -> None:
-        """Keep the changes after the savepoint. Deferred constraints are checked before."""
+        """Check deferred constraints, and keep the changes since the savepoint."""
 
     def roll_back_to_savepoint(self) -> None: ...
 
     def move(self, app: str, moved: Mapping[Partition, Stored]) -> None:
-        """Change the rows of these partitions."""
+        """Change the next offsets and the errors of these partitions in the offsets table."""
 
     def commit(self) -> None: ...
 
@@ -117,19 +118,19 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
     def translate(self, error: BaseException) -> DatabaseError | None:
-        """Return the meaning of a foreign error; None if it does not come from the database."""
+        """Return the driver's exception as a DatabaseError, or None if the database did not cause it."""
 
 
 class Database(Protocol):
-    """Describes a database that gets rows. Two equal databases share one connection of a worker."""
+    """Describes a database that gets rows. Objects that are equal share one connection of a worker."""
 
     def connect(self) -> Connection:
-        """Raise DatabaseError, or ConfigurationError for a missing package."""
+        """Open a connection. Raises DatabaseError, and ConfigurationError if the driver is not installed."""
 
 
 @dataclass(frozen=True)
 class SinkTarget:
-    """Says where the rows of a function go. Without a table, the function runs its own SQL with a cursor."""
+    """Names the database and table for a function's rows. Without a table, the function runs its own SQL."""
 
     database: Database
     table: Table | None = None

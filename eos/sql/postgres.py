@@ -1,8 +1,8 @@
-"""Writes rows into PostgreSQL with psycopg 3. Owns the SQL, and what its errors mean.
+"""Writes rows into PostgreSQL with psycopg 3. Owns the SQL, and the meaning of PostgreSQL's errors.
 
-A batch of rows is one JSON parameter: the table's own columns say what its values mean, so that each row may leave out
-other columns, and one statement writes thousands of rows. Nothing depends on the connection between two transactions,
-so a pooler may give each transaction to another one (pgbouncer's transaction pooling).
+One statement writes thousands of rows, passed as one JSON parameter. PostgreSQL converts their values to the types of
+the table's columns. Rows that leave out columns are written by a statement of their own. A connection keeps no state
+between two transactions, so a pooler may run each transaction on another one (pgbouncer's transaction pooling).
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _to_json(rows: Sequence[Row]) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value whose JSON PostgreSQL reads as the value itself: bytes in its hex form, NaN as text."""
+    """Return a JSON value that PostgreSQL reads as the given value: bytes as hexadecimal text, NaN as text."""
     kind = type(value)
     if kind is float and not math.isfinite(value):
         return str(value)

@@ -1,4 +1,4 @@
-"""Makes rows of what functions return, and merges the rows of one batch. Pure functions."""
+"""Turns the results of functions into rows, and merges the rows of one batch. Must never do I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 def to_row(result: object, function: str) -> Row | None:
-    """Return the row that a function returned: a dict, a msgspec Struct or a dataclass; None: no row.
+    """Return a function's result as a row; it is a dict, a msgspec Struct, a dataclass, or None for no row.
 
     Raises TypeError for everything else.
     """
@@ -55,7 +55,7 @@ def merge_by_key(rows: Iterable[Row], key: Sequence[str]) -> list[Row]:
 
 
 def split_by_columns(rows: Iterable[Row]) -> Iterator[tuple[tuple[str, ...], list[Row]]]:
-    """Yield runs of rows that have the same columns, in order: columns that a row lacks must stay as they are."""
+    """Yield consecutive rows with the same columns together. A write must not change columns that a row lacks."""
     columns: tuple[str, ...] = ()
     run: list[Row] = []
     for row in rows:

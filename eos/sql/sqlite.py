@@ -1,5 +1,5 @@
-"""Writes rows into SQLite with Python's own module: for tutorials, tests and small services. Owns the SQL, and what its
-errors mean."""
+"""Writes rows into SQLite with Python's sqlite3, for tutorials, tests and small services. Owns the SQL, and the meaning
+of SQLite's errors."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def join(inputs: Inputs, outputs: Outputs, fan_out: int | ArrayLike = 1) -> Join
         cell = np.where(expected, starts[row] + outputs.copy, -1)
     else:
         cell = np.full(len(outputs), -1, np.int64)
-    # Outputs without an input are counted in an extra first cell, which is cut off. This avoids a second pass.
+    # Count outputs without an input in an extra first cell, and cut that cell off. This avoids a second pass.
     times = np.bincount(cell + 1, minlength=int(starts[-1]) + 1)[1:]
     return Joined(inputs, outputs, per_input, starts, row, cell, times)
 
@@ -644,7 +644,7 @@ class _Index:
         total = int(spans.sum())
         self._sorted: Int64s | None = None
         if total <= max(_TABLE_SLOTS_PER_RECORD * len(records), _SMALL_TABLE_SLOTS):
-            # 32 bits if they suffice: lookups wait for memory, and this halves it
+            # Use 32 bits if they suffice. Lookups wait for memory, and 32 bits halve it.
             dtype = np.int32 if len(records) < 1 << 31 else np.int64
             self._table = np.full(total, -1, dtype)
             self._table[slots] = np.arange(len(slots), dtype=dtype)
@@ -655,7 +655,8 @@ class _Index:
         """Return the row of each record in sorted order, or -1 if the record does not exist."""
         if not self._part_count or not self._lasts.max(initial=-1) >= 0:
             return np.full(len(offset), -1, np.int64)
-        # Compared before it is multiplied: a nonexistent partition must not map to another topic's number.
+        # Compare the numbers before the multiplication, so that a nonexistent partition cannot become another topic's
+        # number.
         known = (topic >= 0) & (topic < self._part_count // self._partitions)
         known &= (partition >= 0) & (partition < self._partitions)
         part = topic * np.int32(self._partitions) + partition

@@ -218,7 +218,7 @@ def end_offsets(
     admin = _admin(bootstrap, config)
     partitions = _partitions(admin, names, timeout_s)
 
-    # The stable ends first: ends only grow, so the later result can never be below the earlier one.
+    # Query the stable ends first. Ends only grow, so the later result is never below the earlier one.
     stable = _offsets(admin, partitions, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED, timeout_s)  # type: ignore[no-untyped-call]
     log_end = _offsets(admin, partitions, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED, timeout_s)  # type: ignore[no-untyped-call]
     return Ends(stable, log_end)
@@ -389,7 +389,8 @@ class _Reading:
         if self._targets is not None:
             inside = [offset < self._targets[partition] for partition, offset in zip(partitions, offsets, strict=True)]
             if not all(inside):
-                # Written after the read began: not part of it, but proof that all earlier records were read.
+                # These records were written after the read began. They are not part of the result, but show that all
+                # earlier records were read.
                 self.positions |= {
                     partition: self._targets[partition] for partition in compress(partitions, map(not_, inside))
                 }
@@ -412,7 +413,7 @@ class _Reading:
         if error.code() != KafkaError._PARTITION_EOF:
             self._raise_unless_temporary(error)
             return False
-        # The end as the consumer saw it: every earlier record was delivered, or is aborted or a marker.
+        # The consumer reached this end, so every earlier record was delivered, was aborted or is a marker.
         partition, end = cast("tuple[Partition, int]", ((message.topic(), message.partition()), message.offset()))
         before = self.positions.get(partition, -1)
         self.positions[partition] = max(end, before)
@@ -476,13 +477,13 @@ def _last_header(message: Message, name: str) -> bytes | None:
 def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "log_level": 0,  # the client's lines would mix with the user's; its errors are raised anyway
-        # librdkafka's default of 1000 ms stops fetching for that long whenever its queue is full: 3.7x slower on a
-        # backlog.
+        # With librdkafka's default, fetching pauses for 1000 ms whenever the queue is full, and a backlog takes 3.7
+        # times as long.
         "fetch.queue.backoff.ms": 5,
         # A partition at its end delays the response of its whole broker by this time (librdkafka's default is 500 ms).
         "fetch.wait.max.ms": 20,
         "reconnect.backoff.max.ms": 1_000,
-        # librdkafka requires it even for assign(); the reader never joins the group, and never commits.
+        # librdkafka requires a group id even for assign(). The reader never joins the group, and never commits.
         "group.id": "eos-history-reader",
         **(config or {}),
         "bootstrap.servers": bootstrap,

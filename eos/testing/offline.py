@@ -133,7 +133,8 @@ def run(app: App, steps: Iterable[Record | tuple[Any, ...] | Advance], *, order:
             given += _internal_records(app, kept.sends[before:], offsets)
             latest_ms = max(latest_ms, *(record.timestamp for record in part))
             if not given:
-                # All input is handled, so functions that read what others write have reached its time.
+                # All input is handled, so functions that read the outputs of other functions have reached the same
+                # time.
                 before = len(kept.sends)
                 ran.retries += _settle(functools.partial(handler.advance, kept, latest_ms, only_downstream=True))
                 given += _internal_records(app, kept.sends[before:], offsets)

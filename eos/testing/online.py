@@ -60,7 +60,7 @@ def run_on(
         wanted[record.topic] = max(wanted[record.topic], record.partition + 1)
     with _temporary_topics(loaded, wanted, app.chained, [*app.changelogs, places]) as client:
         _load(loaded, app.id, given)
-        # wait, because the worker treats the readable end at its start as the end of the input
+        # Wait, because the worker treats the readable end at its start as the end of the input.
         _wait_for_ends(client, loaded, app.topics)
         worker = Worker(app, loaded, until_end=True)
         worker.run()

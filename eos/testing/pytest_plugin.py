@@ -184,7 +184,7 @@ def _skip_if_not_supported() -> Generator[None, object, object]:
     try:
         return (yield)
     except Exception as error:
-        # the exception's class can only come from a module that is imported already
+        # Look only in modules that are imported already, because the exception's class can come from no other.
         clusters = sys.modules.get("eos.testing.clusters.base")
         if clusters is None or not isinstance(error, clusters.NotSupported):
             raise
@@ -218,7 +218,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _sweep_results() -> list[tuple[Any, ...]]:
-    # only a module that is imported already can have run
+    # Sweeps have run only if their module is imported already.
     sweeping = sys.modules.get("eos.testing.sweeping")
     return sweeping.recorded_outcomes() if sweeping is not None else []
 

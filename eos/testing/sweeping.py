@@ -104,7 +104,7 @@ ERRORS: Mapping[str, tuple[str, ...]] = {
 }
 # Errors that brokers return for a request that is in the log already.
 _AFTER_APPLY = ("REQUEST_TIMED_OUT", "NOT_ENOUGH_REPLICAS_AFTER_APPEND", "DUPLICATE_SEQUENCE_NUMBER")
-# When the late copy of a step arrives: during a following step. A late FindCoordinator changes nothing.
+# The later step during which the late copy of a step arrives. A late FindCoordinator changes nothing.
 _LATE: Mapping[str, Event] = {
     "InitProducerId": Event("Produce"),
     "AddPartitionsToTxn": Event("EndTxn"),
@@ -294,7 +294,7 @@ class Sweeper:
     @property
     def _mode(self) -> str:
         mode = f"protected, {self._side} side" if self._protect else "unprotected"
-        # show none of the client's settings, which include passwords
+        # Show no settings of the client, because they include passwords.
         own = {name: value for name, value in sorted(self._more.items()) if name.startswith("eos.")}
         return ", ".join([mode, *(f"{name}={value}" for name, value in own.items())])
 

@@ -328,7 +328,8 @@ def _decidable_from(
         row = first.get(topic_partition)
         if row is None or topic_partition[0] in compacted:
             return tally.outputs
-        # An output from before the counting precedes all counted ones, so none of these was removed.
+        # An output from before the counting precedes all counted outputs. If the topic still has it, no counted output
+        # was removed.
         if marks.fields["offset"][row] >= tally.begin:
             floor = max(floor, int(marks.fields["number"][row]))
     return min(floor, tally.outputs) if missing[0] < floor else 0

@@ -144,7 +144,7 @@ class Done:
     def contains(self, offset: int) -> bool:
         if offset < self.offset:
             return True
-        # this runs for every dead letter, and there may be many
+        # Use a binary search, because this runs for every dead letter, and there may be many.
         after = bisect.bisect(self.runs, offset, key=itemgetter(0))
         return after > 0 and offset <= self.runs[after - 1][1]
 

@@ -37,7 +37,7 @@ class IdlePartitions:
         self._lock = threading.Lock()
         self._partitions_to_query: set[Partition] = set()  # the partitions for the next query
         self._is_queried = False
-        self._error: Exception | None = None  # a permanent one
+        self._error: Exception | None = None  # a permanent error of the query
         self._ends: Mapping[Partition, int] = {}
         self._known_at = -math.inf  # World.unix() when the query of `_ends` began
 

@@ -153,8 +153,8 @@ class Settling:
         self._interval_s = self._settings["eos.transaction.interval.ms"] / 1000
 
     def __enter__(self) -> Settling:
-        # First, so that a predecessor's open transaction is aborted, and a running one is fenced, before its offsets
-        # are read.
+        # Initialise the producer first. The init aborts a predecessor's open transaction and fences a running one, so
+        # that its offsets can be read.
         self._transactions.__enter__()
         try:
             self._progress = ReplayProgress(self._settings, self._group, self._world)

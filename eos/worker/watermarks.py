@@ -164,7 +164,8 @@ class Watermarks:
     def _query(self, admin: ClusterAdmin) -> float:
         began = self._world.now()
         self._client = self._client or facts.connect(self._settings, _TIMEOUT_S, self._world)
-        # In this order: outputs of the transactions that committed these times are below the ends read afterwards.
+        # Read the committed times first, so that the outputs of their transactions are below the ends that are read
+        # afterwards.
         committed = admin.committed_offsets(self._group)
         reached = {place: _time_in(metadata) for place, (_, metadata) in committed.items()}
         offsets = {place: offset for place, (offset, _) in committed.items()}

@@ -52,7 +52,7 @@ class Worker(Listener):
     def __init__(self, app: App, settings: Settings, *, until_end: bool = False, world: World = REAL) -> None:
         app.check()
         self._world = world
-        self.app = app = copy.copy(app)  # a copy, because it adds topics
+        self.app = app = copy.copy(app)  # a copy, because the worker adds topics to it
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
@@ -335,8 +335,8 @@ class Worker(Listener):
         return min(len(run), self._slice_sizes.size_for_route(route, 1))
 
     def _resume_pause(self) -> None:
-        """Wait for the rest of a pause before a retry, which an abort or a stop ended early. A stop must not use up a
-        retry."""
+        """Wait until the failed record may be retried, if an abort ended the pause early. Return at once after a stop
+        request."""
         if not self.session.stop_requested:
             self.session.pause(self._retry_at - self._world.now())
 

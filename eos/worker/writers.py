@@ -1,13 +1,14 @@
 """Writes the rows of an App into its databases, as participants in the transactions of a worker's session.
 
-The database's offset is the truth, and the group's follows. In one Kafka transaction: the functions make rows; the
-database gets them together with the next offsets, if it still has the offsets and the owner that this writer knows;
-then Kafka commits the group's offsets and dead letters. A worker that stops in between finds its records in Kafka
-again, and the database's offset shows that their rows are written.
+The offsets in the database decide, and the group's offsets follow. In each Kafka transaction the functions first make
+rows. Then one database transaction writes the rows and the next offsets, provided that the database still has the
+offsets and the owner that this writer knows. At last Kafka commits the group's offsets and the dead letters. If a
+worker stops between the two commits, its records are handed out again, and the database's offsets show that their rows
+are written.
 
-Rows are written together. If the database refuses them, everything is handed out again, and each record is written
-within a savepoint of its own, so that the error is known to be that of its record. After a lost connection nothing is
-assumed: the offsets are read again, which waits for a COMMIT that the database may still be busy with.
+All rows of a transaction are written together. If the database refuses them, the records are handed out again, and each
+is written within a savepoint of its own. The error then belongs to that record. After a lost connection, it is unknown
+whether the last COMMIT succeeded. So the writer reads the offsets again, which waits until that COMMIT has ended.
 """
 
 from __future__ import annotations
@@ -39,14 +40,17 @@ _MOST_ERROR_CHARACTERS = 300
 
 
 class FailedBefore(Exception):
-    """Stands for the error of a record that was left out when the rows of its transaction were written."""
+    """Stands for the error of a record whose rows are missing because an error policy left the record out."""
 
 
 class DatabaseWriter:
-    """Writes into one database. `topics`: the sources of the functions whose rows go there. `timeout_s`: how long the
-    database may be away."""
+    """Writes into one database.
 
-    topics: Collection[str] = ()  # it writes no topics
+    `sources`: the topics of the functions whose rows go into the database. `timeout_s`: how long the database may be
+    unavailable.
+    """
+
+    topics: Collection[str] = ()  # a writer writes to no topics
 
     def __init__(
         self, app_id: str, database: Database, sources: Collection[str], timeout_s: float, world: World
@@ -56,12 +60,12 @@ class DatabaseWriter:
         self._owner = uuid.uuid4().hex
         self._connection: Connection | None = None
         self._stored: dict[Partition, Stored] = {}
-        self._rows: dict[Table, list[Row]] = {}  # of the open transaction, to be written at its end
-        self._failed: dict[Partition, dict[int, str]] = {}  # the errors of records that went past, by offset
-        self._offsets: Mapping[Partition, int] = {}  # that the open transaction commits to the group
-        self._behind: Mapping[Partition, int] = {}  # offsets of the group that the database must reach again
-        self._is_begun = False  # the open transaction has begun one in the database
-        self._careful = False  # each record has a savepoint
+        self._rows: dict[Table, list[Row]] = {}  # the rows of the open transaction, which its end writes
+        self._failed: dict[Partition, dict[int, str]] = {}  # by offset: the errors of records that failed
+        self._offsets: Mapping[Partition, int] = {}  # the offsets that the open transaction commits to the group
+        self._behind: Mapping[Partition, int] = {}  # the group's offsets at the start that the database has not reached
+        self._is_begun = False  # a transaction is open in the database
+        self._uses_savepoints = False  # each record is written within a savepoint of its own
         self._is_stale = False  # the offsets in the database may differ from the known ones
         self._away_since: float | None = None
         self._wait_s = _FIRST_WAIT_S
@@ -82,7 +86,7 @@ class DatabaseWriter:
             raise _start_error(error) from error
 
     def has_caught_up(self) -> bool:
-        """Return whether the database, if it was behind the group at the start, has the group's offsets of then."""
+        """Return whether the database has reached the offsets that the group had at the start."""
         if self._behind:
             try:
                 stored = self._guarded(lambda connection: connection.offsets(self._app_id))
@@ -97,11 +101,11 @@ class DatabaseWriter:
             self._connection = self._database.connect()
         return self._connection
 
-    def lower_starts(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
-        """Take over those of these partitions that belong to this writer; return the ones that must start earlier.
+    def find_earlier_starts(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
+        """Take over the partitions of this writer's sources, and return the earlier offsets at which some must start.
 
         `starts`: the offsets at which the group starts, negative without a committed offset. A database that was
-        restored from a backup is behind the group: its rows are written again from there. Raises Unavailable.
+        restored from a backup is behind the group, so its missing rows are written again. Raises Unavailable.
         """
         mine = [partition for partition in starts if partition[0] in self._sources]
         if not mine:
@@ -112,23 +116,24 @@ class DatabaseWriter:
             self._note_away(error)
             raise Unavailable(str(error)) from error
         self._stored |= claimed
-        lowered: dict[Partition, int] = {}
+        earlier: dict[Partition, int] = {}
         for partition, stored in claimed.items():
             self._failed[partition] = dict(stored.failed)
             at, start = stored.next_offset, starts[partition]
             if at is not None and start < 0:
-                lowered[partition] = min([at, *stored.failed])  # their dead letters may not be committed yet
+                # The dead letters of failed records may not be committed yet.
+                earlier[partition] = min([at, *stored.failed])
             elif at is not None and at < start:
-                lowered[partition] = at
+                earlier[partition] = at
             if at is not None and start >= 0 and at != start:
-                # After a crash between the two commits the database is ahead. Behind the group it was restored.
+                # A crash between the two commits leaves the database ahead of the group. A restore leaves it behind.
                 (log.info if at > start else log.warning)(
                     "group offset differs from the database, which decides",
                     partition=format_position(*partition),
                     group=start,
                     database=at,
                 )
-        return lowered
+        return earlier
 
     def _guarded(self, call: Callable[[Connection], Any]) -> Any:
         """Return the call's result; drop the connection if it fails. Raises DatabaseError."""
@@ -139,7 +144,7 @@ class DatabaseWriter:
             raise
 
     def _drop_connection(self) -> None:
-        """Close the connection, which rolls back: whatever it was doing is not assumed to have happened or not."""
+        """Close the connection, which rolls back. Whether its last statement or commit took effect remains unknown."""
         connection, self._connection = self._connection, None
         self._is_stale = True
         if connection is not None:
@@ -150,7 +155,7 @@ class DatabaseWriter:
     def wait_s(self) -> float:
         """Return 0 if records can be handled now, otherwise the seconds until the next attempt.
 
-        Raises Temporary once the database has been away for too long, Fenced, NotAuthorised, ConfigurationError.
+        Raises Temporary once the database has been unavailable for too long, Fenced, NotAuthorised, ConfigurationError.
         """
         if not self._is_stale:
             return 0.0
@@ -197,7 +202,9 @@ class DatabaseWriter:
     # ---- records ------------------------------------------------------------------------------------------------
 
     def is_written(self, record: Record) -> bool:
-        """Return whether the database has the rows of this record already. Raise FailedBefore if it was left out."""
+        """Return whether the database has the rows of this record already.
+
+        Raise FailedBefore if they were written without those of this record, because the record failed."""
         partition = record.topic, record.partition
         at = self._stored[partition].next_offset
         if at is None or record.offset >= at:
@@ -208,15 +215,15 @@ class DatabaseWriter:
         return True
 
     def add(self, table: Table, row: Row) -> None:
-        """Take a row of the open transaction. Raises CallFailed; in careful mode an error of the row."""
-        if self._careful:
+        """Add a row to the open transaction. Raises CallFailed, and with savepoints the row's own error."""
+        if self._uses_savepoints:
             self._within_savepoint(lambda connection: connection.write(table, [row]))
         else:
             self._rows.setdefault(table, []).append(row)
 
     def run(self, call: Callable[[Cursor], object]) -> None:
-        """Run a user's function with a cursor. Raises CallFailed; in careful mode the function's own error."""
-        if self._careful:
+        """Run a user's function with a cursor. Raises CallFailed, and with savepoints the function's own error."""
+        if self._uses_savepoints:
             self._within_savepoint(lambda connection: call(connection.cursor()))
             return
         try:
@@ -224,7 +231,7 @@ class DatabaseWriter:
         except CallFailed:
             raise
         except Exception as error:
-            raise self._retry_carefully(error) from error
+            raise self._abort_and_use_savepoints(error) from error
 
     def _within_savepoint(self, call: Callable[[Connection], object]) -> None:
         connection = self._begin()
@@ -310,14 +317,14 @@ class DatabaseWriter:
         except (DatabaseError, TypeError, ValueError) as error:
             if isinstance(error, DatabaseError) and error.fault is not Fault.RECORD:
                 raise self._failure(error) from error
-            if self._careful:
+            if self._uses_savepoints:
                 raise ConfigurationError(
                     f"the database refuses to commit, although it accepted each row: {error}",
                     remedy="look for triggers and deferred constraints on the tables",
                 ) from error
-            raise self._retry_carefully(error) from error
+            raise self._abort_and_use_savepoints(error) from error
         self._stored |= changes
-        self._careful = False
+        self._uses_savepoints = False
         self._clear()
 
     def _is_ahead(self, partition: Partition, offset: int) -> bool:
@@ -328,15 +335,15 @@ class DatabaseWriter:
         return {at: error for at, error in self._failed.get(partition, {}).items() if at < offset}
 
     def _failure(self, error: DatabaseError) -> Exception:
-        """Return what ends the transaction because of this error."""
+        """Return the exception that ends the transaction or the worker because of this error."""
         self._drop_connection()
         if error.fault in (Fault.AWAY, Fault.AGAIN):
             return CallFailed("database", Action.ABORT, error)
         return _start_error(error)
 
-    def _retry_carefully(self, error: Exception) -> CallFailed:
-        """Return what ends the transaction, so that its records come again, each with a savepoint."""
-        self._careful = True
+    def _abort_and_use_savepoints(self, error: Exception) -> CallFailed:
+        """Return the exception that aborts the transaction. Its records are handed out again, then with savepoints."""
+        self._uses_savepoints = True
         self._drop_connection()
         return CallFailed("database", Action.ABORT, error)
 
@@ -364,7 +371,7 @@ class DatabaseWriter:
 
 
 def _start_error(error: DatabaseError) -> Exception:
-    """Return the error that ends a run because of an error of the database that waiting does not mend."""
+    """Return the exception for an error of the database that ends the run, because a later attempt would fail too."""
     if error.fault is Fault.DENIED:
         return NotAuthorised(str(error))
     if error.fault is Fault.DEFINITION:
@@ -432,7 +439,9 @@ def prepare_writers(app: App, writers: Mapping[Database, DatabaseWriter], settin
 
 
 def move_offsets(app: App, offsets: Mapping[Partition, int]) -> int:
-    """Set the next offsets in the databases of these input partitions, while no worker runs; return how many were set.
+    """Set the next offsets of these input partitions in their databases, and return how many were set.
+
+    No worker may run meanwhile.
 
     Raises ConfigurationError, NotAuthorised, Unavailable.
     """

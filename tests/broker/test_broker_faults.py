@@ -20,7 +20,7 @@ from tests.support.reading import coordinator_of, wait_until
 
 pytestmark = pytest.mark.takes(313)
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipeline, Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 

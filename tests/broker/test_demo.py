@@ -165,8 +165,8 @@ def expected() -> Expectation:
 
 def wrong(rows: list[Row]) -> set[str]:
     assert len(rows) >= 4
-    assert all(row.why for row in rows if not row.holds), "a failed row has no reason"
-    return {row.check for row in rows if not row.holds}
+    assert all(row.why for row in rows if not row.passed), "a failed row has no reason"
+    return {row.check for row in rows if not row.passed}
 
 
 def judged(outputs: list[tuple[int, int, int, bytes, bytes]]) -> set[str]:

@@ -9,7 +9,7 @@ import pytest
 from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -32,7 +32,8 @@ def test_queue_that_stays_full_aborts_without_losing_records(kafka: LocalKafka, 
         held = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, nth=3, match=lambda r: r.transactional_id in ids)
         worker = pipeline.worker(servers=kafka.proxied_servers, settings=SMALL)
         held.wait(30)
-        worker.wait_log("producer replaced")  # The broker or the worker aborted it: their timeouts are equal.
+        # The broker or the worker aborted the transaction: their timeouts are equal.
+        worker.wait_log("producer replaced")
         held.release()
         pipeline.wait_handled(pipeline.loaded)
         worker.terminate()

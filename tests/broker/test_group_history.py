@@ -14,7 +14,7 @@ from eos.testing.checker import check
 from eos.testing.history import read_topic
 from tests.support.reading import wait_until
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipeline, Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 

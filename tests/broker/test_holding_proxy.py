@@ -91,7 +91,7 @@ def test_commit_survives_a_cut_around_end_txn(
     cut = proxy.on(ApiKey.EndTxn, fault, transactional_id=raw.transactional_id)
     raw.commit_one(topic, "one")
     cut.wait()
-    # More than one request: until the markers are written, the coordinator asks the client to retry its commit.
+    # There may be several requests: until the markers are written, the coordinator asks the client to retry its commit.
     first, *retries = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
     assert retries
     assert first.connection not in {retry.connection for retry in retries}
@@ -180,7 +180,7 @@ def test_retried_call_takes_at_least_the_backoff(
         return raw.durations_s[call][-1]
 
     consume_and_produce()  # The first call also finds the coordinators.
-    # The fastest of several: other load on the machine sometimes slows a healthy call.
+    # Take the fastest of several calls, because other load on the machine sometimes slows a healthy call.
     fastest_s = min(consume_and_produce() for _ in range(5))
     assert fastest_s < at_least_s, "a healthy call is not faster than a retried one, so its duration shows nothing"
     late = proxy.on(api, Fault.LATE_COPY, transactional_id=raw.transactional_id)

@@ -20,7 +20,7 @@ from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy, Rule
 from tests.support.reading import wait_until
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -52,8 +52,8 @@ class Step:
 STEPS = [
     Step("after-begin", (), event="begun"),
     Step("after-produce", ONGOING, event="flush", offsets_registered=False),
-    # Counted from the third begin, because the number of Produce requests per transaction depends on the machine. The
-    # proxy holds one request, so that the flush, which begins after its step, cannot end.
+    # The event is counted from the third begin, because the number of Produce requests per transaction depends on the
+    # machine. The proxy holds one Produce, so that the flush cannot end.
     Step("in-flush", ONGOING, event="begun", api=ApiKey.Produce, then="flush", offsets_registered=False),
     Step("after-send-offsets", ONGOING, event="offsets sent", offsets_registered=True),
     Step("commit-before-it-arrives", ONGOING, api=ApiKey.EndTxn, offsets_registered=True),

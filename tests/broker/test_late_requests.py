@@ -216,7 +216,7 @@ def test_lost_acknowledgement_loses_a_record_unless_producer_is_replaced(
         "bootstrap.servers": scenario.kafka.proxied_servers,
         "transactional.id": scenario.transactional_id,
         "linger.ms": 0,
-        # A Produce is retried after 5 s, which leaves time to abort first. The abort waits for it and must not be late.
+        # The client repeats the Produce only after 5 s, so that the abort begins before that.
         "retry.backoff.ms": 5_000,
         "retry.backoff.max.ms": 5_000,
         "transaction.timeout.ms": 30_000,

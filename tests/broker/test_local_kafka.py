@@ -89,9 +89,9 @@ def test_start_on_a_used_port_names_it_and_leaves_nothing(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        # Refused before there is a log, by the tool that formats the storage, ...
+        # The tool that formats the storage refuses this setting, before there is a log.
         ({"num.network.threads": -1}, "could not be formatted.*num.network.threads"),
-        # ... and by the broker, which logs the reason.
+        # The broker refuses this setting, and logs the reason.
         ({"metric.reporters": "no.such.Reporter"}, "stopped while starting.*no.such.Reporter.*server.log"),
     ],
 )
@@ -114,7 +114,7 @@ def test_failed_block_keeps_and_copies_the_logs(
     kafka = LocalKafka()
     started = "Kafka Server started"
     with pytest.raises(RuntimeError, match="the broker of the test"), kafka:
-        # The broker answers a moment before it logs this.
+        # The broker answers clients a moment before it logs its start.
         wait_until("the log reports the start", lambda: started in kafka.log_path(0).read_text(), DEADLINE_S)
         raise RuntimeError("the broker of the test")
     assert not alive(kafka.pid(0))

@@ -22,7 +22,7 @@ from tests.support.reading import create_topic, visible_values, wait_until
 
 pytestmark = [pytest.mark.takes(69), pytest.mark.deep_for("3.9.2")]
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -50,7 +50,7 @@ def test_only_an_overdue_transaction_is_ended(kafka: LocalKafka, names: Names) -
     name, began = names("id"), time.monotonic()
     with ClusterAdmin(
         Settings({"bootstrap.servers": kafka.bootstrap_servers})
-    ) as admin:  # created first, because it takes a while
+    ) as admin:  # created first, because that takes a while
         producer = open_transaction(kafka, names("t"), name)
         (before,) = admin.describe_transactions([name])
         assert not abort_if_overdue(admin, before, time.monotonic)

@@ -49,7 +49,8 @@ class Loop:
         with eos.transaction({"bootstrap.servers": self.servers, "transactional.id": self._load}) as txn:
             for number in numbers:
                 txn.send(self.source, str(number))
-        settled_ends(self.servers, [self.source])  # A session with `until_end` would not wait for them.
+        # A session with `until_end` would not wait for the transaction's markers.
+        settled_ends(self.servers, [self.source])
 
     def session(
         self, listener: Listener | None = None, world: World = REAL, *, until_end: bool = True, **more: object
@@ -84,7 +85,8 @@ ALL = [b"%d" % number for number in range(COUNT)]
 def test_loop_commits_at_the_end_of_its_body(loop: Loop) -> None:
     loop.finish()
     assert loop.copied() == ALL
-    assert stable_offset(loop.servers, loop.group, loop.source) == COUNT + 1  # including the marker after them
+    # The offset after the records and their marker.
+    assert stable_offset(loop.servers, loop.group, loop.source) == COUNT + 1
 
 
 def test_records_not_taken_before_a_break_are_redelivered(loop: Loop) -> None:
@@ -365,7 +367,7 @@ def test_backlog_is_fetched_during_a_commit(loop: Loop) -> None:
     waiting: list[int] = []
 
     def hold(step: str) -> None:
-        # On the committing thread, because the loop's own thread does what this test looks for.
+        # Wait on the committing thread, because the loop's own thread must be free to fetch.
         if step == "offsets sent" and len(waiting) == 1:
             wait_until("records to be fetched", lambda: len(session._parts.positions) > waiting[0])
             waiting.append(len(session._parts.positions))

@@ -85,7 +85,7 @@ def values_of(servers: str, topic: str) -> list[bytes | None]:
 
 
 def test_tests_shown_on_pages_pass(kafka: LocalKafka, tmp_path: Path) -> None:
-    servers = kafka.bootstrap_servers  # without these topics, because eos_run creates its own
+    servers = kafka.bootstrap_servers  # has none of these topics, because eos_run creates its own
     pages = ("functions", "state", "time", "joins", "own-loop")
     for page in pages:
         assert any(name.startswith("test_") for name in written(page, tmp_path / page, servers))

@@ -26,7 +26,7 @@ from tests.support.reading import create_topic, settled_values, visible_values, 
 
 pytestmark = pytest.mark.takes(310)
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -125,7 +125,7 @@ def test_new_topic_goes_only_to_workers_whose_metadata_has_it(
     pipeline.skip_loaded()
     deaf = pipeline.worker("deaf", settings=settings | NEVER, reads=[pipeline.pattern])
     hears = pipeline.worker("hears", settings=settings | SOON, reads=[pipeline.pattern])
-    deaf.wait_log("session started")  # It has queried which topics exist.
+    deaf.wait_log("session started")  # By now the worker has queried which topics exist.
     wait_until("a commit of every partition", lambda: len(pipeline.committed()) == 6, 30)
     new = pipeline.add_source()
     pipeline.load_transaction(1_500)
@@ -310,7 +310,7 @@ def test_deleted_topic_of_a_pattern_stops_only_one_worker(
     life.load([b"b"], topic=second)
     with life.running("--instance", "one", *POLL) as worker:
         wait_until("its outputs", lambda: life.outputs() == [b"a", b"b"], 60)
-        admin = AdminClient({"bootstrap.servers": life.servers})  # kept until it has answered
+        admin = AdminClient({"bootstrap.servers": life.servers})  # must live until it has answered
         admin.delete_topics([second])[second].result(30)
         assert worker.wait(60) == 69, life.log
     assert second in life.log.splitlines()[-1]

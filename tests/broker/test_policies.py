@@ -24,7 +24,7 @@ from tests.support import forked
 from tests.support.reading import configure, create_topics, settled_ends, wait_until
 from tests.support.stepping_worker import is_poison
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipeline, Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -194,7 +194,8 @@ def test_record_that_fails_an_asynchronous_send_is_found(kafka: LocalKafka, pipe
     dlq_topics = create_dlq_topics(pipeline)
     limit_bytes(pipeline, pipeline.destinations[1], 100_000)
     position = pipeline.record((pipeline.sources[0], 1), 3)
-    # A long transaction of a slow function: the refusal comes long before its end, and the client then accepts no more.
+    # The function is slow, so the transaction is long. The record is refused early in it, and then the client accepts
+    # no more records.
     settings = {"eos.transaction.interval.ms": "1000"}
     pipeline.finish(on_error="dlq", large_at=(*position, 200_000), work_ms=3, settings=settings)
     assert judge(pipeline, dlq_topics, lambda at: at == position, dead=True) == 1

@@ -80,7 +80,7 @@ def failed(rows: list[dict[str, object]]) -> list[str]:
     return [str(row["found"]) for row in rows if row["level"] == "failed"]
 
 
-# In this order: the first transaction of the cluster creates its transaction log.
+# The order matters, because the first transaction of the cluster creates its transaction log.
 
 
 def test_transaction_log_that_needs_more_brokers_exits_with_78(kafka: LocalKafka, here: Directory) -> None:

@@ -15,7 +15,7 @@ from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import TooSlow, wait_until
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -138,7 +138,7 @@ def test_rebalance_waits_for_the_transaction_of_a_slow_member(
 def test_revoked_partitions_end_their_transaction(protocol: str, kafka: LocalKafka, pipelines: Pipelines) -> None:
     """Revoke partitions during the transaction of a backlog, which still polls."""
     pipeline = prepared(pipelines, kafka, 3_600, protocol)
-    # The transaction would end with the backlog, after more than seven seconds of work; the revocation comes earlier.
+    # The backlog alone takes more than seven seconds of work, so the revocation comes before the transaction's end.
     long = {"eos.transaction.interval.ms": "60000", "eos.transaction.max.records": "100000"}
     if protocol != "consumer":
         long["heartbeat.interval.ms"] = "500"
@@ -154,9 +154,9 @@ def test_revoked_partitions_end_their_transaction(protocol: str, kafka: LocalKaf
     first_end = next(line for line in slow.log.splitlines() if "committed" in line or "transaction aborted" in line)
     if (
         "partitions of this transaction were revoked" not in first_end
-    ):  # The group may need more time than the transaction was open.
+    ):  # The rebalance may take longer than the transaction was open.
         raise TooSlow(f"no revocation reached the first transaction: {first_end}")
-    slow.terminate()  # Otherwise it would collect records for a minute.
+    slow.terminate()  # Otherwise the slow worker would collect records for a minute.
     assert slow.wait() == 0, slow.final_output
     pipeline.wait_handled(pipeline.loaded)
     stop_all(pipeline, joining)
@@ -218,7 +218,8 @@ def test_member_that_lost_partitions_in_a_transaction_continues(
     loser.wait_at(step, 3)
     # The transaction was open during the pause, so the broker may have ended it at its timeout.
     pipeline.wait_state("Ongoing", "CompleteAbort", instance="loser")
-    # Before another member joins, because a member that learns of it first has partitions revoked, not lost.
+    # Query the members before another one joins. A member that learns of a rebalance before its pause has partitions
+    # revoked, not lost.
     before = pipeline.members()
     loser.pause()
     taker = pipeline.worker("taker", settings=settings)
@@ -226,12 +227,12 @@ def test_member_that_lost_partitions_in_a_transaction_continues(
     if timeout_ms == SHORT_MS:
         pipeline.wait_not_open("loser")
     if step == "flushed" or timeout_ms == SHORT_MS:
-        # Another member has these records now and has committed them, so the transaction of the first must not commit.
+        # By now the taker has committed these records, so the loser's transaction must not commit.
         taker.wait_log("committed taken", count=3)
     loser.resume()
     loser.release()
     pipeline.wait_handled(pipeline.loaded)
-    # The first is a member again and has half of the partitions.
+    # The loser is a member again and has half of the partitions.
     loser.wait_log("partitions lost")
     loser.wait_log("partitions assigned", count=2)
     pipeline.load_transaction(600)

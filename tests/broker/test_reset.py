@@ -122,7 +122,7 @@ def test_worker_continues_the_group_of_an_at_least_once_consumer(life: Life) -> 
     message = wait_until("its first record", lambda: consumer.poll(0.2), 30)
     assert message.value() == b"handled before"
     consumer.commit(message, asynchronous=False)
-    refused = life.run()  # the consumer has to leave first
+    refused = life.run()  # the consumer must leave the group first
     assert refused.returncode == 78, refused.stderr
     said = f"eos: group {life.app} has members that are not workers of this App (client.id rdkafka): stop those"
     assert said in refused.stderr

@@ -40,8 +40,8 @@ def test_start_aborts_transactions_of_both_ids_of_a_killed_worker(servers: str, 
     assert {name: transaction_of(servers, name) for name in ids} == after, (
         "an id without an open transaction must not change"
     )
-    # A successor's init succeeds at its first try, without the client's fixed backoff of 500 ms.
-    # 0: librdkafka bootstrapped again in between, which restarts its counters (seen on 3.9.2).
+    # A successor's init succeeds at its first try, without the client's fixed backoff of 500 ms. The count is 0 if
+    # librdkafka has bootstrapped again, which restarts its counters (seen on 3.9.2).
     with raw_producer(servers, ids[0]) as successor:
         brokers = successor.settle(2)["brokers"].values()
         assert sum(broker["req"].get("InitProducerId", 0) for broker in brokers) <= 1

@@ -30,7 +30,7 @@ def test_old_input_between_functions_is_kept_with_one_warning(
     create_topics(servers, [NewTopic(source, 1, 1, config={"retention.ms": "-1"})])
     producer = Producer({"bootstrap.servers": servers})
     for number in range(20):
-        producer.produce(source, b"%d" % number, timestamp=1_000_000_000_000 + number)  # 2001
+        producer.produce(source, b"%d" % number, timestamp=1_000_000_000_000 + number)  # in the year 2001
     assert producer.flush(15) == 0
     (tmp_path / "old.py").write_text(APP.format(group=names("old"), source=source, between=between, out=out))
     ran = subprocess.run(
@@ -48,6 +48,6 @@ def test_old_input_between_functions_is_kept_with_one_warning(
     assert "timestamp=2001-09-09T01:46:40+00:00" in ran.stderr
     assert len(visible_values(servers, between)[0]) == 20
     asked = ConfigResource(ConfigResource.Type.TOPIC, between)
-    admin = AdminClient({"bootstrap.servers": servers})  # kept until it has answered
+    admin = AdminClient({"bootstrap.servers": servers})  # must live until it has answered
     config = admin.describe_configs([asked])[asked].result(15)
     assert (config["retention.ms"].value, config["retention.bytes"].value) == ("-1", "-1")

@@ -23,7 +23,7 @@ from eos.session.outcomes import Listener
 from tests.support.life import Life
 from tests.support.reading import configure, create_topic, took_under, wait_until
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 

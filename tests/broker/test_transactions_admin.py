@@ -181,7 +181,8 @@ def test_transaction_that_ended_before_the_marker_stays_unchanged(kafka: LocalKa
 def test_coordinator_ends_a_transaction_and_fences_its_owner(kafka: LocalKafka, names: Names) -> None:
     topic, name = names("t"), names("id")
     create_topic(kafka.bootstrap_servers, topic)
-    producer = RawProducer(kafka.bootstrap_servers, name)  # fenced by then, so its close would only raise this again
+    # The producer is fenced by then, so its close would only raise an error.
+    producer = RawProducer(kafka.bootstrap_servers, name)
     producer.begin()
     producer.send(topic, "given up")
     listed = json.loads(eos(kafka, "txn", "list", "--state", "ongoing", "--prefix", name, "--json").stdout)

@@ -145,7 +145,7 @@ def test_verify_passes_a_killed_run_and_names_each_kind_of_damage(run: Run, name
         killed.wait()
     assert run.committed() < COUNT, "the kill came too late"
     code, printed = run.verify()
-    assert code == 0, printed  # The committed records are complete, the others are still to come.
+    assert code == 0, printed  # The outputs of committed records are complete, and the others are still to come.
     assert run.worker("-X", "eos.lineage=true").wait(120) == 0, (run.directory / "worker.log").read_text()
     code, printed = run.verify()
     assert code == 0, printed
@@ -171,7 +171,7 @@ def test_verify_passes_a_killed_run_and_names_each_kind_of_damage(run: Run, name
     assert f"{run.source}[{doubled[0].partition}]@{doubled[0].offset}" in printed
     assert "no_duplicates" in printed.rpartition("VIOLATED")[2]
 
-    code, printed = run.verify(run.targets[0])  # without one of the two topics, half of its outputs are missing
+    code, printed = run.verify(run.targets[0])  # one of the two topics is not read, so half of the outputs are missing
     assert code == 1, printed
     assert "no_losses" in printed.rpartition("VIOLATED")[2]
     assert f"note: only {run.targets[0]} was searched for outputs: if the App writes to another topic too" in printed

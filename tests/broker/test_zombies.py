@@ -27,7 +27,7 @@ from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background, RawProducer, raw_producer
 from tests.support.reading import create_topic, wait_until
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
 pytest_plugins = ["tests.support.pipeline"]
 
@@ -229,7 +229,7 @@ def test_idle_zombie_is_fenced_by_an_idle_successor(kafka: LocalKafka, pipelines
 def test_idle_zombie_in_the_consumer_protocol_is_fenced_at_next_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     pipeline.set_group_session_timeout(2_000)
-    zombie = pipeline.worker(settings=CONSUMER, keep_producer=True)  # as above
+    zombie = pipeline.worker(settings=CONSUMER, keep_producer=True)  # keep_producer: see the previous test
     pipeline.wait_handled(pipeline.loaded)
     pipeline.wait_not_open()
     before = pipeline.describe()

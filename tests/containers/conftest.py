@@ -35,7 +35,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     wanted = request.config.getoption("--eos-kafka")
     if wanted not in (None, backend):
         pytest.skip(f"not run: --eos-kafka={wanted}")
-    # Without an explicit request, so that a machine without an engine skips the test; a request would fail there.
+    # Name no backend if possible: a machine without an engine then skips the test, instead of failing it.
     choice = choose(backend if wanted or backend == "jvm" else None, version)
     if choice.backend != backend:
         pytest.skip(f"not run: {choice.reason}")

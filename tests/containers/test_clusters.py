@@ -41,7 +41,8 @@ def new_topic(cluster: Cluster, name: str) -> str:
 def send(cluster: Cluster, topic: str, value: str) -> None:
     """Write a value until at least two nodes have it (acks=all, min.insync.replicas=2)."""
     errors: list[KafkaError | None] = []
-    # Not idempotent: an idempotent client would wait for a silent node instead of trying the next leader.
+    # The producer is not idempotent, because an idempotent one would wait for a silent node instead of trying the next
+    # leader.
     producer = Producer(
         {
             "bootstrap.servers": cluster.bootstrap_servers,
@@ -243,7 +244,7 @@ def test_disconnected_leader_is_replaced_and_keeps_connections(whole: Cluster, n
         with pytest.raises(IllegalState, match="cut off already"):
             whole.partition(leader)
         whole.heal(leader)
-        # Dropped, not refused: TCP sends the request again later.
+        # The packets are dropped and not refused, so TCP sends the request again later.
         assert talk.is_answered(DEADLINE_S)
     whole.wait_in_sync()
     assert whole.in_sync_of(topic) == {0, 1, 2}

@@ -77,7 +77,7 @@ class Project:
             "EOS_OWNER": owner(),
             "EOS_APP_FOLDER": str(folder),
             "EOS_APP": "doubling:app",
-            # As long as `__call__` waits; compose itself reports a busy engine as broken after a minute.
+            # Compose waits as long as `__call__` does. By default it reports a busy engine as broken after a minute.
             "COMPOSE_HTTP_TIMEOUT": "200",
         }
 
@@ -120,9 +120,9 @@ def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Project]
     try:
         yield project
     finally:
-        # Shown when the test fails.
+        # pytest shows this output when the test fails.
         print(project("logs", "--no-color", "worker"))
-        # Nothing here needs a clean stop.
+        # No container needs a clean stop.
         project("kill")
         project("down", "-v")
         assert not project.containers()
@@ -170,7 +170,7 @@ def test_records_survive_a_restart_and_workers_keep_the_brokers(project: Project
     project("up")
     assert sorted_values(project, "numbers") == list(range(50))
     brokers = set(project.containers())
-    # An image that exists and is no Kafka: brokers recreated from it would not start.
+    # This image exists and is no Kafka, so brokers recreated from it would not start.
     project("worker", KAFKA_IMAGE=BASE_IMAGE)
     wait_until("the records from before the worker are doubled", lambda: sorted_output(project) == doubled(50), 60)
     assert len(brokers) == 3

@@ -53,7 +53,7 @@ def test_only_an_ended_process_is_dead() -> None:
     machine, pid, start = owner().rsplit("/", 2)
     # The start time differs, so another process has this pid by now.
     assert is_dead(f"{machine}/{pid}/{int(start) - 1}")
-    # Nobody can judge a process of another machine, and a person's cluster has no such name.
+    # A process of another machine cannot be judged from here, and a person's cluster has no such owner.
     assert not is_dead(f"elsewhere/{pid}/{int(start) - 1}")
     assert not is_dead("")
     assert not is_dead("somebody")
@@ -75,7 +75,8 @@ def test_only_resources_of_dead_runs_are_removed(docker: Any, names: Any) -> Non
     made: dict[str, list[Any]] = {}
     with another_owner() as (other, process):
         try:
-            # It lives until everything exists: a parallel run may remove resources of dead owners at any moment.
+            # The owner lives until everything exists, because a parallel run may remove resources of dead owners at any
+            # moment.
             made["dead"] = make({OWNER_LABEL: other}, "dead")
             made["alive"] = make({OWNER_LABEL: owner()}, "alive")
             made["person"] = make({}, "person")
@@ -84,7 +85,7 @@ def test_only_resources_of_dead_runs_are_removed(docker: Any, names: Any) -> Non
             assert not any(map(is_removed, made["dead"]))
             process.communicate(timeout=30)
             removed = remove_leftovers(docker)
-            # Removed by this call, or by that of a parallel run, which may still be working.
+            # The resources are removed by this call, or by that of a parallel run, which may still be at work.
             wait_until("the resources of dead runs are removed", lambda: all(map(is_removed, made["dead"])), 60)
             assert names("alive") not in removed
             assert names("person") not in removed
@@ -135,7 +136,7 @@ def test_cluster_is_removed_with_its_killed_run(docker: Any) -> None:
     finally:
         run.kill()
         run.communicate()
-    # Removed by the watcher or by another run, possibly while it is listed.
+    # The watcher or another run removes them, possibly while they are listed.
     everything = {"all": True, "filters": filters, "ignore_removed": True}
     wait_until("its containers are removed", lambda: not docker.containers.list(**everything), 120)
     wait_until("its network is removed", lambda: not docker.networks.list(filters=filters), 60)

@@ -198,7 +198,7 @@ class Ledger:
     def judge(self) -> list[str]:
         """Return the violations found in Kafka."""
         servers = self._kafka.bootstrap_servers
-        producer_of(servers, self.name).close()  # ends transactions that the last client may have left open
+        producer_of(servers, self.name).close()  # its init ends a transaction that the last client may have left open
         values = settled_values(servers, self.topic)
         found = {partition: [int(value or b"-1") for value in each] for partition, each in values.items()}
         count = max(0, stable_offset(servers, self.name, self.source))
@@ -282,7 +282,7 @@ class Run:
         began = told = killed = time.monotonic()
 
         def enough() -> bool:
-            # Of every client, because their sum may be the work of the fast ones.
+            # Check every client, because the sum of all may come from the fast ones.
             both = all(each.committed and each.aborted for each in self.ledgers)
             reached = both and self.ended >= self.transactions and self.done >= self.faults
             return reached or time.monotonic() - began > self.at_most_s

@@ -111,14 +111,14 @@ class Confluent(_Hanging):
 
     # The error of a late request of an aborted transaction, whose identity ended with it.
     late_after_abort: Mapping[str, int] = {"EndTxn": 47, "Produce": 47}
-    reuses_sequences = True  # of records that an abort purged
+    reuses_sequences = True  # whether sequences of records that an abort purged are used again
 
     def __init__(self, servers: str, name: str, backoff_ms: int = 20, debug: str = "") -> None:
         self.disconnects: list[str] = []
         self.lines: list[str] = []  # librdkafka's log, with `debug`
         more: dict[str, Any] = {"retry.backoff.ms": backoff_ms, "retry.backoff.max.ms": max(backoff_ms, 1_000)}
         more["metadata.recovery.strategy"] = (
-            "none"  # With rebootstrap, the hang below happens at every kill of the shim.
+            "none"  # With rebootstrap, the hang described below happens at every kill of the shim.
         )
         if debug:
             logger = logging.Logger(name)
@@ -201,7 +201,8 @@ class Python(_Hanging):
 
     def send_offset(self, group: str, source: str, offset: int) -> None:
         offsets = {PythonPartition(source, 0): OffsetAndMetadata(offset, "", -1)}
-        # It waits for ever for a group coordinator that died in between (3.0.12, with and without a shim).
+        # kafka-python waits for ever for a group coordinator that died during the call (3.0.12, with and without a
+        # shim).
         self._bounded(lambda: self.producer.send_offsets_to_transaction(offsets, group), _HANGS_S)
 
     def end(self, committed: bool) -> None:

@@ -23,7 +23,7 @@ _APPS = Path(__file__).parents[1] / "support"
 APP, KEEPING_APP = f"{_APPS / 'sweep_app.py'}:app", f"{_APPS / 'sweep_app_keeping.py'}:app"
 RECORDS = {"sweep-in": [b"record %d" % number for number in range(60)]}
 
-# the arguments of the sweep for each way
+# The arguments of the sweep for each way.
 WAYS: dict[str, dict[str, Any]] = {
     "unprotected": {"protect": False},
     "client": {"protect": True, "side": "client"},
@@ -65,7 +65,7 @@ def main() -> int:
                     outcomes.append(outcome)
                     console.print(f"{outcome.seconds:5.1f} s  {outcome}", highlight=False)
     finally:
-        # Also after an interrupt, because a run takes half an hour.
+        # Print the table after an interrupt too, because a run takes half an hour.
         console.print(table(outcomes))
         console.print(f"{len(outcomes)} runs on Kafka {options.kafka} in {(time.monotonic() - began) / 60:.0f} minutes")
     return 1 if any(outcome.wrong for outcome in outcomes) else 0

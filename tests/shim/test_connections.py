@@ -199,7 +199,7 @@ def test_slow_reader_pauses_the_other_side(slow: str) -> None:
             wire.socket.sendall(data[sent:])
         else:
             wire.socket.sendall(frame(36, 1, 9))
-            # Only the client can block the broker, whose sender does not end while the client does not read.
+            # Only the client can block the broker: the broker's sender does not end while the client does not read.
             assert not ended.wait(2)
             assert memory(shim) - before < 16 * MIB
             left = 60 * MIB
@@ -354,7 +354,7 @@ def test_error_names_an_upstream_that_is_not_kafka() -> None:
             self.request.recv(100)
             self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
 
-    # Other requests may come first, of an earlier test's client whose broker had this port.
+    # An earlier test's client, whose broker had this port, may send requests first.
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Web) as server:
         threading.Thread(target=server.serve_forever).start()
         try:

@@ -184,7 +184,7 @@ def test_java_console_clients_are_refused(guarded: Guarded) -> None:
     assert "TopicAuthorizationException" in output + errors
     eventually(lambda: guarded.refusals("Produce"))
     consume = ["--bootstrap-server", guarded.servers, "--topic", guarded.topic, "--from-beginning"]
-    # Longer than the test waits, so that the test decides about the timeout.
+    # The consumer's timeout is longer than the test waits, so the test decides when to give up.
     consume += ["--max-messages", "1", "--timeout-ms", "120000"]
     _, output, errors = java.ended(java.CONSOLE_CONSUMER, *consume)
     assert "TopicAuthorizationException" in output + errors

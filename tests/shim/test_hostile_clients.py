@@ -143,7 +143,7 @@ def test_300_silent_connections_open_no_broker_connections(
         eventually(lambda: len(shim.connections()) >= 300)
         for hostile in silent[:50]:
             hostile.sendall(b"\0\0\0")  # as long as a frame's size field
-        assert upstream() <= before + 2  # The honest client's next connection may be among them.
+        assert upstream() <= before + 2  # One of them may be the honest client's next connection.
 
 
 def test_requests_sent_byte_by_byte_keep_the_shim_responsive(shim: RunningShim, honest: Honest) -> None:

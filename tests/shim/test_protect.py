@@ -235,7 +235,7 @@ def test_abandoned_produce_does_not_harm_the_next_transaction(
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"))
     with faulty(kafka, side, option, names("id")) as way:
-        # Time to abort before the Produce is sent again.
+        # The long backoff leaves time to abort before the Produce is sent again.
         client = CLIENTS[client_name](way.servers, way.name, backoff_ms=2_000)
         client.begin()
         client.send(topic, "first")
@@ -247,13 +247,13 @@ def test_abandoned_produce_does_not_harm_the_next_transaction(
         client.notices_the_cut()
         client.end(False)
         sent = way.proxy.seen(ApiKey.Produce, way.name, cut.request.seen_at)
-        # A client that continues with other sequences after an abort may send it again.
+        # A client that continues with other sequences after an abort may send the record again.
         if option == "--no-protect" and client.reuses_sequences and len(sent) > 1:
             raise TooSlow("the record must not be sent again before the abort")
         client.begin()
         error = None
         if fault is Fault.LATE_COPY:
-            # AddPartitionsToTxn of this transaction must be done, and its Produce not yet.
+            # The broker must have added the partition to this transaction, but have no record of it.
             held = way.proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, transactional_id=way.name)
             client.offer(topic, "kept")
             held.wait()
@@ -261,7 +261,7 @@ def test_abandoned_produce_does_not_harm_the_next_transaction(
             held.release()
             if option == "--no-protect" and not client.reuses_sequences:
                 with pytest.raises(OutOfOrderSequenceNumberError):
-                    client.flush()  # The client at least reports it: its next sequence is another one.
+                    client.flush()  # The client at least reports the loss, because its next sequence is another one.
                 return
             client.flush()
         else:
@@ -326,7 +326,7 @@ def abort_under_way(kafka: LocalKafka, names: Names, option: str, cut: bool) -> 
         started = time.monotonic()
         before = len(client.lines)
         abort = Background(lambda: client.producer.abort_transaction(3 if cut else 30))
-        # It purges queued records, and waits for the others.
+        # librdkafka purges queued records and waits for the others.
         client.wait_for_log("Purging and flushing", since=before)
         if cut:
             way.proxy.cut_all()

@@ -109,7 +109,7 @@ def attack(shim: RunningShim, name: str, identity: Identity, topic: str) -> None
             assert 0 not in answered, (request, answered)
             examined += 1
     for request in requests(name, identity, topic):
-        # All copies are sent at once: the broker closes the connection at the first that it sees, and none may reach
+        # Send all copies at once: the broker closes the connection at the first one that it reads, and none may reach
         # it.
         with Wire(shim.bootstrap_servers) as unknown:
             unknown.send(request, request, request)
@@ -145,7 +145,7 @@ def test_unauthorised_clients_do_not_change_transactions(secure: SecureKafka, sh
         else:
             owner.abort_transaction(30)
         found = transaction_of(plain, name)
-        if not commits:  # librdkafka took its next identity with it.
+        if not commits:  # At an abort, librdkafka takes its next identity.
             virtual = (found.producer_id, found.producer_epoch)
         assert (found.producer_id, found.producer_epoch) == (first.producer_id, first.producer_epoch + number + 1)
         with ClusterAdmin(Settings(settings)) as admin:

@@ -49,7 +49,7 @@ def send(transactions: Transactions, topic: str, *values: str) -> None:
 def test_describe_transactions_shows_the_clients_epoch(
     kafka: LocalKafka, settings: dict[str, Any], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A replacement, as on a slow machine, takes its own epoch.
+    # As on a slow machine, the producer is replaced and takes its own epoch.
     monkeypatch.setattr(TransactionalProducer, "decide_replacement", decide_replacement_if_broken)
     with Transactions(settings) as transactions, ClusterAdmin(Settings(settings)) as admin:
         send(transactions, topic, "1", "2", "3")
@@ -113,7 +113,7 @@ def test_shim_restart_without_journal_is_not_a_newer_instance(kafka: LocalKafka,
                 try:
                     send(transactions, topic, "4")
                 except Temporary:
-                    return False  # fenced by the restart: it checks the ownership, and can be retried
+                    return False  # the restart fenced this producer, which then checks the ownership and can retry
                 return True
 
             wait_until("a transaction through the new shim", continues, 60)

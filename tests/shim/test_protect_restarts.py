@@ -69,7 +69,7 @@ def test_client_survives_killed_shim_with_a_journal(
     client.begin()
     client.send(topic, "last")
     client.end(True)
-    # There was no init in between: a new identity would be two epochs further.
+    # The client sent no init in between: a new identity would be two epochs further.
     assert transaction_of(kafka.bootstrap_servers, name).producer_epoch == epoch + 1
     client.close()
     assert shim.stop() == 0
@@ -159,7 +159,7 @@ def test_shim_killed_at_a_step_loses_nothing_with_journal(
     with HoldingProxy.before(kafka) as proxy:
         shim = start(kafka.proxied_servers, *options)
         ledger = Ledger(kafka, CLIENTS[client_name], shim.bootstrap_servers, names("x"), seed=1)
-        # The second request, because the first transaction is committed.
+        # Hold the second request, because the first transaction is committed.
         held = proxy.on(step, when, nth=1 if step is ApiKey.InitProducerId else 2, transactional_id=ledger.name)
         work = Background(lambda: ledger.run(lambda: ledger.committed >= 4 and ledger.aborted >= 1))
         held.wait(30)
@@ -183,7 +183,7 @@ def test_client_is_fenced_by_successor_at_another_shim(kafka: LocalKafka, names:
                 first.begin_transaction()
                 assert not send(first, topic, value)
                 (first.commit_transaction if value == "0" else first.abort_transaction)(30)
-            # The same transactional.id is taken over through the other shim, as by any successor.
+            # A successor takes the transactional.id over through the other shim.
             second = producer_of(other.bootstrap_servers, name)
             second.begin_transaction()
             assert not send(second, topic, "2")

@@ -95,7 +95,7 @@ def test_responses_of_real_brokers_have_shim_addresses_only(
             )
             return frame, {(node.host, node.port) for node in nodes if node.port >= 0 and node.host}
 
-        # The first query for a coordinator creates the offsets topic, so there is none before.
+        # The first query for a coordinator creates the offsets topic, so no address is found before.
         frame, addresses = eventually(lambda: found if (found := told())[1] else None)
     assert addresses <= known
     assert not [pattern for pattern in search_patterns(cluster) if pattern in frame]
@@ -159,7 +159,7 @@ def test_new_leader_in_produce_response_has_the_shims_address(
 def test_new_leader_in_fetch_response_has_the_shims_address(
     cluster: LocalKafka, shim: RunningShim, names: Names, version: int
 ) -> None:
-    topic = make_topic(shim, names("t"), 1, copies=1)  # A follower would answer the fetch.
+    topic = make_topic(shim, names("t"), 1, copies=1)  # With more replicas a follower would answer the fetch.
     address, leader = not_leading(cluster, shim, topic)
     with Wire(address) as wire:
         metadata = wire.ask(MetadataRequest(version=12, topics=None))
@@ -204,7 +204,7 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
 
     topic, seen = make_topic(shim, names("t")), 0
     before = all_three(AdminClient({"bootstrap.servers": shim.bootstrap_servers}))
-    # Not the bootstrap broker, because librdkafka discovers unknown node ids from there.
+    # Do not kill the bootstrap broker, because librdkafka discovers unknown node ids from there.
     victim = 1
     try:
         with only_through(shim, cluster):
@@ -232,7 +232,7 @@ def test_killed_broker_returns_at_the_same_port(cluster: LocalKafka, shim: Runni
         two_transactions(producer, topic, "with it")
         with Wire(before[victim]) as to_victim:
             assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
-        # RequestFacts once each, however often clients retried in between.
+        # Each event is logged once, however often clients retried.
         (up,) = eventually(lambda: events_named("broker reachable again"))
         (down,) = events_named("broker unreachable")
         assert down["broker"] == up["broker"]

@@ -58,7 +58,7 @@ class Driver:
         self.log = log
         command = [sys.executable, "-u", "-m", "tests.support.spark_driver", query.to_json(), json.dumps(how)]
         environment = os.environ | {"PYSPARK_PYTHON": python, "PYTHONPATH": str(ROOT)}
-        # In its own session, so that the JVM and the Python workers die with its process group.
+        # The driver has its own session, so that the JVM and the Python workers die with its process group.
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -69,7 +69,7 @@ class Driver:
         deadline = time.monotonic() + timeout_s
         while True:
             for found in self.log.read_text(errors="replace").splitlines():
-                # Spark's progress bar shares the line.
+                # Spark's progress bar may be in the same line.
                 if (at := found.rfind(line)) >= 0:
                     return found[at:]
             assert self.process.poll() is None, f"the driver ended before {line!r}: {self.tail()}"

@@ -76,7 +76,7 @@ REMEMBERING = """
 """
 
 
-def test_state_on_spark_equals_a_workers_after_a_killed_driver(
+def test_outputs_on_spark_with_killed_driver_equal_those_of_a_worker(
     spark_runs: SparkRuns,
 ) -> None:
     inputs = {name: spark_runs.topic(name) for name in ("counted", "pages", "sales", "plain")}

@@ -51,7 +51,7 @@ def test_driver_killed_after_a_step_loses_and_duplicates_nothing(
     driver.wait_for(f"at {step} 1")
     driver.kill()
     done = 2000 if step == "commit" else 1000
-    # Before the successor starts: a decided transaction is visible, an undecided one is not.
+    # Check before the successor starts: a decided transaction is visible, an undecided one is not.
     wait_until("the first batches", lambda: len(read_topic(query.servers, query.targets)) == done)
     if step in ("produce", "mark"):
         assert query.written() == 2000
@@ -91,11 +91,12 @@ def test_driver_killed_inside_a_step_loses_and_duplicates_nothing(
         successor = threading.Thread(target=query.run, args=(spark,), daemon=True)
         query.shuffle_partitions = 5
         if fault == "EndTxn sent":
-            # It arrives while the successor works, and must not end the successor's transaction.
+            # The held request arrives while the successor works, and must not end the successor's transaction.
             successor.start()
             wait_until("a new epoch", lambda: len(proxy.seen(ApiKey.InitProducerId, ours)) > 2, 120)
             rule.release()
-            # Done, refused, or not possible at the moment: on a slow machine the coordinator may be away (14 to 16).
+            # The request succeeded, was refused, or was not possible: on a slow machine the coordinator may be
+            # unavailable (14 to 16).
             assert rule.answer().error in (0, 14, 15, 16, 47, 48, 51, 90)
         else:
             successor.start()

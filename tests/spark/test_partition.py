@@ -172,7 +172,7 @@ def test_requests_with_lost_coordinator_responses_are_retried(
         transaction.init()
         versions = {api.name: max(r.api_version for r in proxy.seen(api)) for api in (ApiKey.Produce, ApiKey.EndTxn)}
         wire.close()
-    # Only one protocol level: nothing of KIP-890 part 2.
+    # Only requests of the protocol before KIP-890 part 2 were sent.
     assert versions == {"Produce": 11, "EndTxn": 4}
     assert read_topic(kafka.bootstrap_servers, topic).values == [b"%0100d" % number for number in range(200)]
 
@@ -200,7 +200,7 @@ def test_error_names_the_record_above_the_topics_limit(kafka: LocalKafka, names:
     transaction.add([(topic, 0)])
     with pytest.raises(Stopped, match=r"a record of 200\d\d\d bytes does not fit into max\.message\.bytes=100000"):
         PartitionWriter(wire, name, transaction.identity, topic, 0, max_bytes=100_000).write(rows(1, size=200_000))
-    # The limit may be lower than when it was read; then the broker reports it.
+    # If the topic's limit has become lower since it was read, the broker reports it.
     writer = PartitionWriter(wire, name, transaction.identity, topic, 0, max_bytes=4_000_000)
     writer.write(rows(1, size=3_000_000))
     with pytest.raises(Stopped, match="MESSAGE_TOO_LARGE"):

@@ -20,7 +20,7 @@ from tests.support.pipeline import REPOSITORY, WorkerProcess
 from tests.support.reading import create_topic, transaction_of, wait_until
 from tests.support.spark_standalone import python_without
 
-if TYPE_CHECKING:  # Pytest imports it as a plugin, so that failed asserts show their values.
+if TYPE_CHECKING:  # pytest must import the module first, as a plugin: its failed asserts then show values.
     from tests.support.spark import SparkRuns
 pytest_plugins = ["tests.support.spark"]
 
@@ -159,7 +159,7 @@ def test_app_on_spark_gives_the_outputs_of_the_worker(spark_runs: SparkRuns) -> 
         names = dict(zip(("numbers", "orders", "batches"), inputs, strict=True))
         target = spark_runs.app(EVERYTHING, f"on_{engine}.py", app=f"{spark_runs.prefix}-{engine}", to=to, **names)
         start = spark_runs.worker if engine == "worker" else spark_runs.spark
-        # Small micro-batches, so that there are several.
+        # Make the micro-batches small, so that there are several.
         run = start(target, "--until-end", "-X", "eos.transaction.max.records=5000")
         assert run.wait() == 0, run.log[-3_000:]
     compared = 0
@@ -272,7 +272,8 @@ def test_error_names_the_module_missing_on_the_executor(spark_runs: SparkRuns) -
     run = spark_runs.spark(copying(spark_runs, source, target), "--until-end", environment=environment)
     run.assert_ended(
         CONFIGURATION,
-        "the executors' Python lacks a package or has another version: No module named 'pyarrow': pip install",
+        "the executors' Python lacks a package, or its version is not the driver's: No module named 'pyarrow': "
+        "pip install",
     )
 
 
@@ -294,7 +295,7 @@ def test_executors_get_the_app_and_the_package_from_the_driver(spark_runs: Spark
         to=target,
     )
     spark_runs.load(source, [b"%d" % n for n in range(600)])
-    # Two executors in separate processes and folders.
+    # Run two executors in separate processes and folders.
     run = spark_runs.spark(app, "--until-end", "--master", "local-cluster[2,1,1024]", "--conf", "spark.cores.max=2")
     assert run.wait() == 0, run.log[-3_000:]
     values = [(value or b"").decode().split() for value in values_of(spark_runs.settled(target))]

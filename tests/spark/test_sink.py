@@ -109,7 +109,7 @@ def test_empty_batch_advances_the_marker(kafka: LocalKafka, names: Names, tmp_pa
     where = {"topic": topic, "transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
     for number, text in enumerate(["a\nb\n", "#\n", "#\n", "c\n"]):
         (source / f"{number}.txt").write_text(text)
-        # A new sink each time: its knowledge comes from Kafka.
+        # Create a new sink each time, so that it knows only what is in Kafka.
         writer = spark.readStream.text(str(source)).where("value != '#'").writeStream
         query = (
             writer.foreachBatch(exactly_once_sink(**where))
@@ -226,7 +226,7 @@ def test_rows_of_many_partitions_stay_in_order_in_few_tasks(
     assert all(values == sorted(values) for values in by_key.values())
 
 
-def test_driver_writes_small_batches_and_tasks_large_ones(
+def test_small_batches_by_driver_and_large_ones_by_tasks_keep_the_order(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare batches of the driver and of tasks: same order, same partitions, nothing twice.
@@ -467,7 +467,7 @@ def test_second_write_in_one_micro_batch_is_refused(
 
     source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load()
     writer = source.writeStream.foreachBatch(both).option("checkpointLocation", str(tmp_path / "checkpoint"))
-    for _ in range(2):  # the second time as after a restart: Kafka has the rows of the first write
+    for _ in range(2):  # the second write is like one after a restart: Kafka has the rows of the first
         with pytest.raises(StreamingQueryException, match="would lose its rows"):
             writer.start().awaitTermination(60)
     assert len(settled(kafka.bootstrap_servers, *topics)) == 10

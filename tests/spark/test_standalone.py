@@ -58,7 +58,7 @@ def test_executor_killed_during_a_batch_is_exactly_once(
         executors = list(executors_of(driver))
         assert len(executors) == 2
         for executor in executors:
-            # The executor whose Python worker waits for the response, or both.
+            # Kill each executor with a Python worker that waits for the held response.
             if any(
                 c.raddr and c.raddr.port == proxy.listen_port
                 for p in executor.children(True)
@@ -79,7 +79,7 @@ def test_executors_need_neither_the_package_nor_setting_files(
     tmp_path: Path,
 ) -> None:
     python = python_without(["confluent_kafka"], tmp_path / "python")
-    # A directory below the driver's working directory, which is not the executors'.
+    # The directory is relative to the driver's working directory, which executors do not share.
     settings = {
         "security.protocol": "ssl",
         "ssl.ca.location": "ca.pem",

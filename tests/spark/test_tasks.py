@@ -36,7 +36,7 @@ def answer_held(kafka: LocalKafka, query: Query, spark: Any) -> Any:
         hold = partial(proxy.on, ApiKey.Produce, Fault.HOLD_RESPONSE, transactional_id=query.transactional_id)
 
         def on_step(step: str) -> None:
-            # By the step and not by a count of requests, because a task may send its records in several requests.
+            # Hold by the step and not by a number of requests, because a task may send its records in several requests.
             steps.append(step)
             if steps.count("add") == 2 and not rules:
                 rules.append(hold())
@@ -123,7 +123,8 @@ def test_lost_shuffle_files_cause_no_lost_and_no_duplicate_record(
 
     The waiting task of the first attempt is still running then.
     """
-    # More tasks than can run at the same time, as with dynamic allocation, so some have not read their files yet.
+    # Start more tasks than can run at the same time, as with dynamic allocation, so that some have not read their files
+    # yet.
     monkeypatch.setattr(Attempt, "_cores", lambda _: None)
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, settings=BY_TASKS).create(PARTITIONS)
     query.load(RECORDS)

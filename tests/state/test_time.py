@@ -170,7 +170,8 @@ class Timed(Counting):
         offline: defaultdict[str, list[str]] = defaultdict(list)
         for sent in ran.to(self.out):
             offline[(sent.key or b"").decode()].append((sent.value or b"").decode())
-        for function in "1kus":  # they write to one topic, in no common order; all begin their outputs differently
+        # The functions write to one topic, in no common order; all begin their outputs differently.
+        for function in "1kus":
             for key in offline.keys() | found.keys():
                 one, other = ([v for v in of.get(key, ()) if v.startswith(function)] for of in (found, offline))
                 assert one == other

@@ -37,7 +37,7 @@ TALLIES = Path(__file__).parents[2] / "build" / "suites"
 MEMORY = Path("/dev/shm")
 MEMORY_NEEDED_BYTES = 8 << 30
 COLUMNS = ("tests", "left out", "late", "failed", "seconds", "budget")
-# Deep tests compute more than they wait: with more processes they slow each other down until their timeouts pass.
+# Deep tests compute more than they wait. With more processes they would slow each other down until they time out.
 DEEP_PROCESSES = 5 * (os.cpu_count() or 1) // 2
 LONG_S = 3_600  # the timeout of a test in runs with the repetitions
 DEPTHS = {"check": "not long and not deep", "test": "not long and not deep", "deep": "not long", "all": ""}
@@ -78,7 +78,8 @@ def main(arguments: list[str]) -> int:
     with _directory():
         _prepare(chosen)
         began = time.monotonic()
-        with ThreadPoolExecutor() as executor:  # commands need one core and none of the tests' resources
+        # A thread per command: commands need one core and none of the tests' resources.
+        with ThreadPoolExecutor() as executor:
             commands = [executor.submit(_run_commands, suite, depths[suite.name]) for suite in chosen if suite.commands]
             tests = [_run_tests(*one) for one in joined((s for s in chosen if not s.commands), depths)]
     results = [*(command.result() for command in commands), *tests]

@@ -14,5 +14,5 @@ def local_kafka(request: pytest.FixtureRequest, **options: Any) -> Iterator[Loca
     """Yield a local Kafka from a fixture (`yield from`), and keep its directory once a test has failed."""
     with LocalKafka(**options) as kafka:
         yield kafka
-        # The fixture does not see a test's failure as an exception, and the broker's log may explain it.
+        # Keep the log after a failed test, because the fixture does not see the failure as an exception.
         kafka.keep = request.session.testsfailed > 0

@@ -86,7 +86,7 @@ class Chromium:
         loader = self._call("Page.navigate", url=url)["loaderId"]
 
         def loaded() -> bool:
-            # The previous page answers, as complete, until the new one is there.
+            # The browser answers for the previous page, as complete, until the new one is there.
             if self._call("Page.getFrameTree")["frameTree"]["frame"]["loaderId"] != loader:
                 return False
             return bool(self.ask("document.readyState") == "complete")

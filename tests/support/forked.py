@@ -213,7 +213,8 @@ def _become(directory: str, variables: dict[str, str], group: int | None, stream
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sender of the request gets it too, and has its own cleanup
+    # The sender of the request gets the signal too, and has its own cleanup.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in _IMPORTED:
         importlib.import_module(module)
     # The library of the command line imports most of its modules with the first command.

@@ -98,8 +98,8 @@ class Life:
 
         was = id_now()
         assert was is not None
-        # With one connected client and without a pause: a worker's client that checks between the two requests finds no
-        # topic, which ends the worker with 69 instead of 66.
+        # Use one connected client, without a pause. A worker that checks between the two requests would find no topic,
+        # and exit with 69 instead of 66.
         admin.delete_topics([self.input])[self.input].result(30)
         wait_until("the creation", create, 30)
         wait_until("the new topic", lambda: id_now() not in (None, was), 30)

@@ -225,7 +225,7 @@ class CommitWatcher:
                 try:
                     found = consumer.committed([TopicPartition(*p) for p in self._places], timeout=2.0)
                 except KafkaException:
-                    continue  # A transaction is open on them, or a broker is down: read them again.
+                    continue  # a transaction is open on the offsets, or a broker is down: read them again
                 if any(at.error is not None for at in found):
                     continue
                 self._reads += 1
@@ -524,7 +524,7 @@ class Pipeline:
             return
         except Unavailable as error:
             slow = TooSlow(str(error))
-        # After the `except`, so that a violation does not look like a timeout.
+        # Do this after the `except`, so that a violation does not look like a timeout.
         ended = {w.name: w.process.returncode for w in self.workers if not w.running}
         assert len(ended) < len(self.workers), f"no worker is left to handle them: {ended}"
         strange = {name: code for name, code in ended.items() if code not in (0, -signal.SIGKILL, FENCED)}
@@ -647,7 +647,7 @@ class Pipelines:
         number = len(self._made)
         directory = self._directory / f"pipeline-{number}"
         directory.mkdir()
-        # The end of the name is unique, and the test's name in every log line would hide the line.
+        # Use only the end of the name, which is unique. The test's name would make every log line long.
         name = "-".join(self._names(f"p{number}").split("-")[-2:])
         pipeline = Pipeline(kafka, name, directory, replicas, self.stateful)
         self._made.append(pipeline)

@@ -47,7 +47,7 @@ T = TypeVar("T")
 # How long a cut waits for the responses to earlier requests on the same connection, so that a rule about EndTxn does
 # not also lose the acknowledgement of a Produce. Limited, because a JoinGroup may have no response for minutes.
 DRAIN_S = 2.0
-# A limit for one exchange with a healthy broker; after it the test should fail instead of hanging.
+# A healthy broker answers within this time. After it the test should fail instead of hanging.
 EXCHANGE_S = 15.0
 
 _REQUEST_CLASSES = {
@@ -443,7 +443,7 @@ class _Connection:
                 self.orphaned = self.orphaned or self.client_gone or self.closed_by_us
             if self.orphaned:
                 await self._send_for_nobody(request, rule)
-            elif not self.closed_by_us:  # Otherwise it was cut while the proxy held it, and the broker never sees it.
+            elif not self.closed_by_us:  # after a cut, the broker never sees the request that the proxy held
                 await self._send(request, rule)
 
     async def _send_for_nobody(self, request: Request, rule: Rule | None) -> None:

@@ -40,7 +40,7 @@ class RawProducer:
             "linger.ms": 0,
             "statistics.interval.ms": STATISTICS_MS,
             "stats_cb": lambda text: self.statistics.append((time.monotonic(), json.loads(text))),
-            # Log lines about our own cuts would hide a failure.
+            # Log nothing, because log lines about our own cuts would hide a failure.
             "log_level": 0,
         }
         named = {name.replace("_", "."): value for name, value in settings.items()}

@@ -72,7 +72,7 @@ def wait_known(servers: str, topics: Mapping[str, int]) -> None:
 
 def create_topics(servers: str, topics: Sequence[NewTopic]) -> None:
     """Create the topics and wait until every server knows them."""
-    admin = AdminClient({"bootstrap.servers": servers})  # kept until it has answered
+    admin = AdminClient({"bootstrap.servers": servers})  # must live until it has answered
     for made in admin.create_topics(list(topics)).values():
         made.result(30)
     wait_known(servers, {topic.topic: topic.num_partitions for topic in topics})

@@ -90,7 +90,7 @@ class SparkRuns:
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
         """Delete the records before an offset, as retention does."""
         place = confluent_kafka.TopicPartition(topic, partition, offset)
-        admin = AdminClient({"bootstrap.servers": self.servers})  # its answers arrive only while it lives
+        admin = AdminClient({"bootstrap.servers": self.servers})  # must live until its answers have arrived
         admin.delete_records([place])[place].result(30)
 
     def settled(self, topic: str) -> dict[int, list[Message]]:

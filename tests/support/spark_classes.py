@@ -19,8 +19,8 @@ from eos.broker.node import class_archive_path
 from eos.errors import Unavailable
 from spark_connector.session import spark_java
 
-# Only C1, because no driver of a test lives long enough for C2 to pay off. Without the JVM's warnings about an unusable
-# archive, which go to standard output, where tests read.
+# Use only the C1 compiler, because no driver of a test lives long enough for C2 to pay off. Hide the JVM's warnings
+# about an unusable archive: they go to standard output, where tests read.
 _QUICK = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xlog:cds*=off"
 _PROGRAM = """
 from spark_connector import spark_session, session
@@ -38,7 +38,7 @@ print("JVM", session._jvm_process(spark).pid)
 def _path() -> Path:
     import pyspark
 
-    # Next to the jars, for one installation: a JVM refuses an archive of jars that were installed again.
+    # Store the archive next to the jars, because a JVM refuses an archive of jars that were installed again.
     home = Path(pyspark.__file__).parent
     installed = f"{pyspark.__version__} {(home / 'jars').stat().st_mtime_ns}"
     return home / class_archive_path(spark_java() / "bin" / "java", [Path(installed)]).name
@@ -59,14 +59,14 @@ def make() -> None:
         part = path.with_suffix(".part")
         variables = os.environ | {"SPARK_SUBMIT_OPTS": f"{_QUICK} -XX:ArchiveClassesAtExit={part}"}
         ran = subprocess.run([sys.executable, "-c", _PROGRAM], env=variables, capture_output=True, check=False)
-        # The JVM writes it when it ends, which is after the end of its Python process.
+        # The JVM writes the archive when it ends, which is after the end of its Python process.
         jvm = re.search(rb"^JVM (\d+)$", ran.stdout, re.MULTILINE)
         if jvm is None:
             raise Unavailable(f"Spark could not be run: {ran.stderr.decode(errors='replace')[-500:]}")
         try:
             psutil.Process(int(jvm[1])).wait(120)
         except psutil.NoSuchProcess:
-            pass  # The JVM has written all of it.
+            pass  # The JVM has written the whole archive.
         except psutil.TimeoutExpired:
             raise Unavailable("Spark's JVM did not end: what it wrote may not be whole") from None
         move_into_place(part, path)

@@ -50,7 +50,8 @@ class Orders:
     holds: list[tuple[str, int]] = dataclasses.field(default_factory=list)
     work_ms: float = 0.0  # duration of the function per record
     slow_at: tuple[str, int, int, float] | None = None  # extra seconds of work on this record
-    hold_at: tuple[str, int, int] | None = None  # the function waits for a line at this record, the first time
+    # When this record runs for the first time, the function waits for a line.
+    hold_at: tuple[str, int, int] | None = None
     raise_at: tuple[str, int, int] | None = None
     large_at: tuple[str, int, int, int] | None = None  # bytes of this record's outputs
     on_error: str = "stop"  # a name in POLICIES
@@ -58,7 +59,7 @@ class Orders:
     large_last: bool = False  # only the last of the large outputs is large
     reads: list[str] = dataclasses.field(default_factory=list)  # patterns that replace the sources of the function
     stateful: bool = False  # one function per source, which counts by key and adds the count to the stamp
-    keep_producer: bool = False  # even where the product replaces it: see tests/support/sessions.py
+    keep_producer: bool = False  # keeps the producer even where the product replaces it: see tests/support/sessions.py
     later: list[str] = dataclasses.field(
         default_factory=list
     )  # topics that may be created later and match the patterns, after `sources`
@@ -127,7 +128,7 @@ def build_app(orders: Orders, steps: Steps) -> App:
             raise ValueError("this record is poison")
         if is_poison(record.offset, orders.poison_every):
             raise ValueError("this record is one of many")
-        # Only now, because a record whose function raised was not part of this transaction.
+        # Note the attempt only now, because a record whose function raised was not part of this transaction.
         os.write(attempts, ATTEMPT.pack(time.monotonic_ns(), transaction, source, record.partition, record.offset))
         payload = bytes(orders.large_at[3]) if orders.large_at and at == tuple(orders.large_at[:3]) else b""
         last = len(orders.destinations) - 1

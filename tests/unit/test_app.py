@@ -163,7 +163,7 @@ def test_record_out_uses_given_arguments() -> None:
     assert out == Out(b"v", None, "t", [("a", None)], 2, 1700)
 
 
-def test_record_out_with_unknown_timestamp_uses_time_of_producing() -> None:
+def test_record_out_with_unknown_timestamp_uses_the_time_of_sending() -> None:
     assert Record("t", 0, 0, -1, b"k", b"v").out(b"v").timestamp == 0
 
 

@@ -14,7 +14,7 @@ import pytest
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 TOOLS = ("bash", "cat", "dirname", "grep", "mktemp", "rm", "tail")
-# An engine that answers but has no compose plugin.
+# This engine answers but has no compose plugin.
 DOCKER = "case $1 in version) echo 27.0 ;; inspect) echo healthy ;; *) exit 1 ;; esac"
 
 
@@ -59,7 +59,7 @@ class Machine:
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    # Not tmp_path, which only one user can read.
+    # Do not use tmp_path, which only one user can read.
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         machine = Machine(Path(directory))

@@ -62,27 +62,27 @@ def right_upserts() -> list[tuple[str, dict[str, int]]]:
 
 def test_proof_passes_correct_totals(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = proof(monkeypatch, right_upserts())
-    assert [name for name, row in rows.items() if not row.holds] == []
+    assert [name for name, row in rows.items() if not row.passed] == []
 
 
 def test_proof_finds_a_repeated_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     upserts = right_upserts()
     rows = proof(monkeypatch, upserts + upserts[-40:])
-    assert [name for name, row in rows.items() if not row.holds] == ["upserts repeated or out of order"]
+    assert [name for name, row in rows.items() if not row.passed] == ["upserts repeated or out of order"]
 
 
 def test_proof_finds_lost_or_repeated_flights(monkeypatch: pytest.MonkeyPatch) -> None:
     upserts = right_upserts()
     key, row = upserts[-1]
     rows = proof(monkeypatch, [*upserts[:-1], (key, {**row, "flights": row["flights"] + 1})])
-    assert not rows["airport hours with wrong numbers"].holds
+    assert not rows["airport hours with wrong numbers"].passed
     assert key in rows["airport hours with wrong numbers"].why
-    assert not rows["flights counted, all airports and hours"].holds
-    assert not proof(monkeypatch, upserts[:-1])["airport hours with wrong numbers"].holds
-    assert not proof(monkeypatch, [])["airport hours with wrong numbers"].holds
+    assert not rows["flights counted, all airports and hours"].passed
+    assert not proof(monkeypatch, upserts[:-1])["airport hours with wrong numbers"].passed
+    assert not proof(monkeypatch, [])["airport hours with wrong numbers"].passed
 
 
 def test_proof_finds_hanging_transaction_and_ineffective_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = proof(monkeypatch, right_upserts(), hanging=3, aborted=0)
     wrong = ["partitions with a hanging transaction", "aborted records a read_uncommitted reader gets"]
-    assert [name for name, row in rows.items() if not row.holds] == wrong
+    assert [name for name, row in rows.items() if not row.passed] == wrong

@@ -87,7 +87,7 @@ def proof(
 
 
 def wrong(rows: dict[str, Row]) -> set[str]:
-    return {check for check, row in rows.items() if not row.holds}
+    return {check for check, row in rows.items() if not row.passed}
 
 
 DEPARTURES, MINUTES, AGAIN = "departures summed", "minutes of delay in final sums", "final sums sent again"

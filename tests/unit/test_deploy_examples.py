@@ -152,6 +152,6 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, timeout=60, check=False
     )
     assert checked.returncode == 0, checked.stderr
-    # systemd-analyze also reports problems of the machine; none may be about this unit.
+    # systemd-analyze also reports problems of the machine. No problem may be about this unit.
     ours = [line for line in checked.stderr.splitlines() if re.search(re.escape(UNIT.stem), line)]
     assert not ours, checked.stderr

@@ -70,7 +70,7 @@ MEASURED = [
     Row("callback raised inside commit, then begin", "begin", K._CONFLICT, "0/1/0", Action.REBUILD),
     Row("delivery timeout: delivery", "delivery", K._MSG_TIMED_OUT, "0/0/0", Action.ABORT),
     Row("delivery timeout: commit", "commit", K._TIMED_OUT, "0/0/1", Action.ABORT),
-    # H2b and H3: errors after an abort, and of a late copy with a fenced epoch.
+    # Errors after an abort, and errors of a late copy with a fenced epoch (H2b and H3).
     Row("a record purged by an abort", "delivery", K._PURGE_QUEUE, "0/0/0", Action.ABORT),
     Row("late EndTxn in the next transaction", "commit", K.INVALID_TXN_STATE, "1/0/0", Action.REBUILD),
     # Measured with static membership.

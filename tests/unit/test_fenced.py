@@ -72,7 +72,7 @@ class FencedProducer:
         patch.setattr(producer, "flush", lambda: fail("flush"))
         patch.setattr(producer, "commit", lambda: fail("commit"))
         patch.setattr(producer, "replace", replace)
-        patch.setattr(producer, "poll_situation", lambda: SITUATION, raising=False)
+        patch.setattr(producer, "describe_fenced", lambda: SITUATION, raising=False)
         patch.setattr(producer, "poll_identity", lambda **_: SITUATION.mine)
         patch.setattr(ownership, "settle", settle)
 
@@ -141,7 +141,7 @@ def test_session_fenced_by_a_newer_instance_stays_fenced(interrupted_before: boo
     """The same holds if the loop was interrupted and our own client may have advanced the epoch unnoticed."""
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = one.producer
-    producer.epoch_may_have_advanced = one._loop._is_in_turn = interrupted_before
+    producer.epoch_may_have_advanced = one._loop._is_turn_running = interrupted_before
     fenced = FencedProducer(monkeypatch, producer, Owner.NEWER, "flush")
     with pytest.raises(Fenced) as first:
         one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {}, None)
@@ -209,7 +209,7 @@ def ownership_of(
     ), fenced
 
 
-# This answer does not show which instance has the next epoch.
+# This state does not show which instance has the next epoch.
 NEXT_EPOCH = TransactionalIdState("Empty", 1, 2)
 
 

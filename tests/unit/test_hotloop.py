@@ -220,7 +220,7 @@ def test_record_type_error_is_raised(loop: Any) -> None:
 
 
 def placed(kind: Callable[..., Any], topic: str, partition: int, offset: int) -> Any:
-    # Equal ones that are not the same object: topics are new strings, and partitions above 256 new numbers.
+    # Use equal values that are not the same object: topics are new strings, and partitions above 256 new numbers.
     where = {"topic": "".join([topic, "-in"]), "partition": partition + 0, "offset": offset}
     return kind(timestamp=0, key=None, value=None, **where) if kind is Record else kind(**where)
 
@@ -311,7 +311,7 @@ def generated(items: list[object]) -> Iterator[object]:
         yield item
 
 
-# How a result is built from items, once in each run.
+# These functions build a result from items, once in each run.
 SHAPES: dict[str, Callable[[list[object]], object]] = {
     "one": lambda items: items[0] if items else None,
     "list": list,
@@ -808,5 +808,5 @@ def test_compiled_loop_of_other_source_is_reported_and_not_used(tmp_path: Path, 
     warned = done.stderr.splitlines()
     assert len(warned) == (0 if used else 1)
     assert used or warned[0].endswith("is not used: rebuild it with `pip install -e .`")
-    (tmp_path / "eos" / "hotloop" / "_native.c").unlink()  # as in a wheel without it
+    (tmp_path / "eos" / "hotloop" / "_native.c").unlink()  # as in a wheel without the compiled loop
     assert "True eos.hotloop._native" in imported().stdout

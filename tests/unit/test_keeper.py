@@ -350,7 +350,7 @@ def test_keeper_notes_changelog_end_in_offset_metadata(monkeypatch: pytest.Monke
         send(keeper)
         said.append(keeper.offset_metadata(("in", 0)))
         keeper.committed() if committed else keeper.aborted()
-    # The end counts what was read and, for each transaction with changes, their records and the marker. The header is a
+    # The end counts the records read, and for each transaction with changes its records and the marker. The header is a
     # record too.
     assert said == [{"state": ["count", end, 1, ("seen",)]} for end in (5, 5, 5, 7)]
     asked: list[int] = []
@@ -499,7 +499,7 @@ def test_partition_added_to_a_source_during_a_run_is_refused(
     monkeypatch.setattr(keeper, "_create_and_check", asks)
     wait_until("it is asked again and again", lambda: len(asked) > 2 or keeper.restore(new, new))
     assert keeper.restore(new, new) == set()
-    # Without growth the partitions begin, and a defect in a changelog is found during the restore.
+    # Without growth of the source the partitions begin. A defect in a changelog is found during the restore.
     keeper = keeper_on(monkeypatch, [])
     keeper._checked_at -= 60.0
     monkeypatch.setattr(keeper, "_create_and_check", away)
@@ -610,7 +610,7 @@ def test_folder_continues_after_the_last_commit(monkeypatch: pytest.MonkeyPatch,
     second = keeper_on(monkeypatch, longer[:7], folder=tmp_path)
     restore(second)
     assert (READER.starts, kept(second)) == ([{0: 5}], b"7")  # after two records, two more and a marker
-    # A folder of another process is left alone.
+    # The folder of another process stays as it is.
     third = keeper_on(monkeypatch, longer, folder=tmp_path)
     restore(third)
     assert kept(third) == b"8"
@@ -763,7 +763,7 @@ def test_folder_synced_at_close_is_kept_after_a_reboot(
     monkeypatch.setattr(folders, "_boot_id", lambda: "another")
     second = opened()
     assert (second.get(CELL), second.position) == ((b"1", 7) if synced else (None, 0))
-    second.close()  # not synced: it is of this boot alone
+    second.close()  # not synced, so it is valid in this boot only
     third = opened()
     assert third.position == second.position
     third.close()
@@ -810,7 +810,7 @@ def test_folder_deleted_while_locked_never_has_two_owners(monkeypatch: pytest.Mo
     assert owned[0] == tmp_path / "t.0"
 
 
-def test_changelog_with_short_tombstone_retention_is_warned(
+def test_changelog_with_short_tombstone_retention_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(facts, "connect", lambda *_: None)

@@ -85,7 +85,7 @@ def test_supervisor_shows_workers_live_on_a_terminal(tmp_path: Path) -> None:
     )
     os.close(theirs)
     seen, deadline = "", time.monotonic() + 60
-    # What is read at once may end in the middle of a character.
+    # One read may end in the middle of a character.
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         while not re.search(r"w-0.*starting(.|\n)*w-1.*starting", seen):

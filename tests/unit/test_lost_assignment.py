@@ -35,7 +35,7 @@ class Member:
     def late_answer(self) -> None:
         self.late += 1
         self.lost_assignment.note(
-            decode_statistics(b'{"brokers": {"GroupCoordinator": {"req_timeouts": %d}}}' % self.late).late_answers
+            decode_statistics(b'{"brokers": {"GroupCoordinator": {"req_timeouts": %d}}}' % self.late).timed_out_requests
         )
 
     def after(self, seconds: float) -> None:

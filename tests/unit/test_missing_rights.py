@@ -148,8 +148,8 @@ def test_missing_permission_names_forbidden_output() -> None:
 @pytest.mark.parametrize(
     ("code", "action", "sentence"),
     [
-        (KafkaError._UNKNOWN_PARTITION, Action.LOOK, "the changelog log cannot be written"),
-        (KafkaError.UNKNOWN_TOPIC_OR_PART, Action.LOOK, "the changelog log cannot be written"),
+        (KafkaError._UNKNOWN_PARTITION, Action.CHECK_TOPICS, "the changelog log cannot be written"),
+        (KafkaError.UNKNOWN_TOPIC_OR_PART, Action.CHECK_TOPICS, "the changelog log cannot be written"),
         (KafkaError.INVALID_RECORD, Action.MISCONFIGURED, "the changelog log cannot be written"),
         (KafkaError.POLICY_VIOLATION, Action.MISCONFIGURED, "the changelog log cannot be written"),
         (KafkaError.TOPIC_AUTHORIZATION_FAILED, Action.UNAUTHORISED, said("topic log", "WRITE")),

@@ -91,8 +91,8 @@ def test_live_member_is_queried_only_once_more() -> None:
     assert [t.transactional_id for t in find_still_open(now, seen)] == ["a"]
 
 
-def test_next_check_runs_when_a_transaction_is_due_within_limits() -> None:
-    opened = [listed("a", start_ms=100_000), listed("b", start_ms=103_000)]  # due at 110,000 and 113,000
+def test_next_check_waits_for_a_due_transaction_at_most_five_seconds() -> None:
+    opened = [listed("a", start_ms=100_000), listed("b", start_ms=103_000)]  # due at 110,000 and 113,000 ms
     assert [seconds_until_check(opened, now) for now in (0, 106_000, 108_000, 109_900, 200_000)] == [
         5.0,
         4.0,

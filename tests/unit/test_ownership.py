@@ -19,11 +19,11 @@ PRODUCER = 4007
 LATE = Situation(Identity(PRODUCER, E), Progress.ACKNOWLEDGED, age_ms=10_500, timeout_ms=TIMEOUT_MS)
 YOUNG = Situation(Identity(PRODUCER, E), Progress.ACKNOWLEDGED, age_ms=400, timeout_ms=TIMEOUT_MS)
 IDLE = Situation(Identity(PRODUCER, E), Progress.NOTHING, age_ms=60_000, timeout_ms=TIMEOUT_MS)
-# Records were sent, and the broker that was to answer hangs.
+# Records were sent, but the broker that should answer hangs.
 UNANSWERED = Situation(Identity(PRODUCER, E), Progress.SENT, age_ms=10_500, timeout_ms=TIMEOUT_MS)
 YOUNG_UNANSWERED = Situation(Identity(PRODUCER, E), Progress.SENT, age_ms=400, timeout_ms=TIMEOUT_MS)
 
-# The first copy of its init was cut, the client sent it again.
+# The first copy of the client's init was cut, and the client sent the init again.
 TWICE = Situation(Identity(PRODUCER, E), Progress.SENT, age_ms=10_500, timeout_ms=TIMEOUT_MS, inits=2)
 
 
@@ -159,7 +159,7 @@ class Coordinator:
         since = self.now - self._began
         self.asked_at.append(since)
         answer = [answer for moment, answer in sorted(self._script.items()) if moment <= since][-1]
-        self.now += self._takes(len(self.asked_at))  # on its way back
+        self.now += self._takes(len(self.asked_at))  # the answer is on its way
         return answer
 
     def settle(self, situation: Situation, patience_s: float = 10.0) -> tuple[Owner, TransactionalIdState | None]:

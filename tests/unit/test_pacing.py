@@ -59,7 +59,7 @@ def test_prefetch_takes_whole_chunks_after_large_transactions() -> None:
 
 def test_backlog_poll_takes_as_many_records_as_fit_the_cache() -> None:
     assert [after(size).most_to_add(0) for size in (0, 100, 256, 1_000, 100_000)] == [1_000, 1_000, 1_000, 256, 100]
-    # With a batch function, polls take whole batches, at least one.
+    # For a batch function, polls take whole batches, at least one.
     assert [after(size, 250).most_to_add(0) for size in (100, 1_000, 100_000)] == [1_000, 250, 250]
     assert after(1_000, 5_000).most_to_add(0) == 5_000
     assert after(100).most_to_add(99_990) == 10, "no more than a transaction may take"

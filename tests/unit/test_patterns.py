@@ -133,9 +133,7 @@ def test_internal_topics_and_dead_letters_are_never_added() -> None:
 
 
 def test_pattern_that_matches_a_destination_is_refused_in_any_order() -> None:
-    sentence = (
-        r"the pattern '\^a-\.\*' matches 'a-out', a destination of the App 'app': its records could return forever"
-    )
+    sentence = r"the pattern '\^a-\.\*' matches 'a-out', a destination of the App 'app': its records could loop forever"
     for definitions in (
         [("^a-.*", "a-out")],
         [("^a-.*", "out"), ("in", ["x", "a-out"])],

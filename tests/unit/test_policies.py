@@ -711,7 +711,7 @@ def test_refused_output_is_not_mistaken_for_an_earlier_dead_letter() -> None:
     given = records(b"bad")
     assert handler.handle(Txn(), given) is None  # the dead letter was sent, but its transaction is aborted
     txn = Txn(refuses=[b"bad 2"])
-    assert handler.handle(txn, given) is None  # this time the function succeeds
+    assert handler.handle(txn, given) is None  # the function succeeds now
     assert txn.failure is not None
     handler.note_refused(given[0], txn.failure)
     txn = Txn()
@@ -731,7 +731,7 @@ def test_several_refused_records_are_found_one_by_one(policy: Policy, batch: boo
         assert attempts < 60, "the same records are handed out forever"
         handler.note_end({("in", 0)}, {("in", 0): given[0].offset})
         txn = Txn(refuses=[b"R1", b"R2", b"R3"])
-        # Like a session: a refused record of a batch is found by handing out one record at a time.
+        # As in a session, a refused record of a batch is found by handing out one record at a time.
         part = given if not batch else given[:1]
         halt = handler.handle(txn, part)
         if txn.failure is not None:

@@ -269,20 +269,20 @@ def test_returning_partition_starts_without_old_records() -> None:
     assert (len(known), known.committed[A], known.offsets()) == (0, 2, {})
 
 
-def test_unknown_commit_that_succeeded_continues_after_transaction() -> None:
+def test_unknown_outcome_of_a_succeeded_commit_continues_after_it() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
     assert known.resolve({A: 2}) == {A: 2}
     assert (known.taken, known.committed[A]) == (0, 2)
 
 
-def test_unknown_commit_that_was_aborted_rewinds_to_transaction_start() -> None:
+def test_unknown_outcome_of_an_aborted_commit_rewinds_to_the_start() -> None:
     known = positions(*records(A, 6, 7), a=4)
     known.take(2)
     assert known.resolve({A: 4}) == {A: 6}
 
 
-def test_unknown_commit_without_committed_offset_rewinds_to_start() -> None:
+def test_unknown_outcome_without_a_committed_offset_rewinds_to_the_start() -> None:
     known = positions(*records(A, 4, 5), a=4)
     known.take(1)
     assert (known.resolve({A: None}), known.committed[A]) == ({A: 4}, 4)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from eos.errors import Action, CallFailed, EosError, Temporary
-from eos.session.recovery import PLAN, Step, Trouble, carry_out
+from eos.session.recovery import PLAN, FailedTransaction, Step, carry_out
 
 STEPS = {
     Action.ABORT: "abort rewind",
     Action.POISON: "abort rewind isolate",
     Action.REBUILD: "replace resolve",
-    Action.LOOK: "look replace resolve",
+    Action.CHECK_TOPICS: "check_topics replace resolve",
     Action.SETTLE: "ask_owner replace resolve",
     Action.REJOIN: "ask_owner rejoin",
     Action.INTERRUPTED: "rejoin",
@@ -24,21 +24,21 @@ def failed(action: Action) -> CallFailed:
     return CallFailed("commit", action, RuntimeError(action.name))
 
 
-def taken(action: Action, fails: dict[Step, Action] | None = None) -> tuple[str, Trouble]:
+def taken(action: Action, fails: dict[Step, Action] | None = None) -> tuple[str, FailedTransaction]:
     """Return the steps taken if each step in `fails` fails once with the given action."""
     left, names = dict(fails or {}), []
 
     def take(step: Step) -> Any:
-        def run(trouble: Trouble) -> None:
+        def run(_: FailedTransaction) -> None:
             names.append(step.name.lower())
             if step in left:
                 raise failed(left.pop(step))
 
         return run
 
-    trouble = Trouble(failed(action), 0, None, {})
-    carry_out(trouble, {step: take(step) for step in Step})
-    return " ".join(names), trouble
+    transaction = FailedTransaction(failed(action), 0, None, {})
+    carry_out(transaction, {step: take(step) for step in Step})
+    return " ".join(names), transaction
 
 
 @pytest.mark.parametrize("action", Action)
@@ -71,9 +71,9 @@ def test_action_has_steps_or_stops_the_worker(action: Action) -> None:
     ],
 )
 def test_failed_step_becomes_the_current_failure(action: Action, fails: Any, steps: str) -> None:
-    names, trouble = taken(action, fails)
+    names, transaction = taken(action, fails)
     assert names == steps
-    assert (trouble.failure.action, trouble.first.action) == (list(fails.values())[-1], action)
+    assert (transaction.failure.action, transaction.first.action) == (list(fails.values())[-1], action)
 
 
 def test_non_recoverable_abort_failure_stops() -> None:

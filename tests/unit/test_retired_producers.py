@@ -137,7 +137,7 @@ def test_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatch)
     transactional._open_since, slept = REAL.boot_clock(), 60.0
     monkeypatch.setattr(transactional, "poll_identity", lambda fresh: Identity(1, 1))
     try:
-        situation = transactional.poll_situation()
+        situation = transactional.describe_fenced()
         assert situation is not None
         assert 60_000 <= situation.age_ms < 90_000
     finally:

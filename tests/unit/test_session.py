@@ -13,7 +13,7 @@ from eos.errors import Action, CallFailed, ConfigurationError, Temporary
 from eos.kafka.client.settings import FUNCTION_OPTIONS, OPTIONS
 from eos.records import FeedResult
 from eos.session.outcomes import Commit, Listener
-from eos.session.recovery import MOST_REBUILDS, Trouble
+from eos.session.recovery import MOST_REBUILDS, FailedTransaction
 from eos.session.session import TransactSession
 from eos.session.transaction import Transaction
 from eos.worker.worker import Worker
@@ -34,7 +34,7 @@ def test_option_of_functions_is_refused_without_functions(name: str) -> None:
 def rebuild(session: TransactSession, times: int) -> None:
     for _ in range(times):
         failure = CallFailed("commit", Action.SETTLE, RuntimeError("timed out"))
-        session._loop._recovery._count_rebuild(Trouble(failure, 0, None, {}))
+        session._loop._recovery._count_rebuild(FailedTransaction(failure, 0, None, {}))
 
 
 def commit_one(session: TransactSession, taken: int = 0) -> None:

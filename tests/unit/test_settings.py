@@ -527,7 +527,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"queue.buffering.max.ms": 3, "batch.size": 100_000, "fetch.min.bytes": 5, "max.poll.interval.ms": 60_000},
     {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanisms": "PLAIN", "sasl.username": "u", "sasl.password": "p"},
     {"stats_cb": print, "error_cb": print, "client.id": "c", "debug": "eos"},
-    # Values are text where flags give them.
+    # Values from flags are text.
     dict(map(parse_flag, ["linger.ms=20", "compression.type=zstd"])),
     dict(map(parse_flag, ["enable.partition.eof=true", "transaction.timeout.ms=20000"])),
 ]

@@ -63,7 +63,7 @@ def test_shuffled_order_keeps_only_partition_order(batch: bool) -> None:
     assert any(seen[:3] == ("a0", "a1", "a2") for seen in found), "one topic's backlog comes first"
 
 
-def test_seed_decides_shuffled_order_and_given_is_default() -> None:
+def test_seed_repeats_shuffled_order_and_default_keeps_given_order() -> None:
     app = both_topics(batch=False)
     assert seen_by(app, "shuffled", 7) == seen_by(app, "shuffled", 7)
     given = ["a0", "a1", "a2", "b00", "b01", "b10", "b11"]

@@ -618,7 +618,7 @@ def test_wrong_window_is_refused(make: Any, message: str) -> None:
 def test_timer_function_cannot_send_to_an_input_of_its_app() -> None:
     app = App("circle")
     add = define(app, window=tumbling(MINUTE), grace=MINUTE)
-    for topic, message in (("in", "in this cycle records could return forever"), ("circle-add-changelog", "changelog")):
+    for topic, message in (("in", "in this cycle records could loop forever"), ("circle-add-changelog", "changelog")):
         with pytest.raises(ConfigurationError, match=message):
 
             @app.on_close(add, to=topic)
@@ -733,7 +733,7 @@ def test_window_after_rekeying_waits_for_all_input() -> None:
     [
         ({0: 50, 1: 90}, {0: 3, 1: 3}, 50),  # both have more records
         ({0: 50, 1: 90}, {0: 10, 1: 3}, 90),  # the first was read to its end
-        ({0: 50, 1: 90}, {0: 10, 1: 10}, 90),  # both were
+        ({0: 50, 1: 90}, {0: 10, 1: 10}, 90),  # both were read to their ends
         ({1: 90}, {1: 3}, 0),  # the first has records, but nothing of it is committed
         ({}, {}, 0),
     ],

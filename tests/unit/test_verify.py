@@ -114,7 +114,7 @@ def test_aborted_counts_are_counted_again() -> None:
     assert (ledger.count(A, 1), ledger.tally(A)) == (1, Tally(0, 2, 2))
 
 
-def test_restarted_partition_drops_open_counts() -> None:
+def test_partition_that_begins_again_drops_uncommitted_counts() -> None:
     ledger = Ledger()
     ledger.begin(A, 0, None)
     ledger.count(A, 5)
@@ -534,7 +534,7 @@ def histories(draw: st.DrawFn) -> History:
 def remove_prefixes(history: History, draw: st.DrawFn) -> None:
     for output_partition in range(3):
         here = sum(history.output_partition(source) == output_partition for source in history.sources)
-        # Mostly a few: outputs must remain in all three partitions for a decision.
+        # Mostly cut a few outputs only: some must remain in all three partitions for a decision.
         history.cut(output_partition, draw(st.integers(0, min(here, 2)) | st.integers(0, here)))
     for place, at in history.committed.items():
         begin = history.begins[place] = draw(st.integers(0, at.offset))

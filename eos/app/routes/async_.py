@@ -25,9 +25,9 @@ class Async:
     ) -> None:
         self._function, self._decode, self._finish, self._normalise = function, decode, finish, normalise
         self._is_generator = inspect.isasyncgenfunction(underlying(function))
-        # The results of records after a failed one, each with its record. Those records are handed out again, and a
-        # stored result avoids a second call with a second external effect. Holding the records prevents reuse of their
-        # ids.
+        # The results of the records after a failed one, each with its record. These records are handed out again, and a
+        # stored result avoids a second call of the function, with its external effects. The reference to the record
+        # keeps its id() from being reused.
         self._later_results: list[tuple[Record, concurrent.Outcome]] = []
         self.feed = feed_from(self.each)
 

@@ -46,7 +46,7 @@ class Batch:
         sent, culprit = 0, records[0] if len(records) == 1 else None
         try:
             outs = self._run(records)
-            # Checked before the first send, so that all or none of the batch's outputs are sent.
+            # Check before the first send, so that either all outputs of the batch are sent or none.
             latest_ms = _latest_ms(records)
             fed = None
             if self._target is not None:

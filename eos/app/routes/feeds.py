@@ -50,7 +50,8 @@ def send_to(send: Send, sink: Sink) -> None:
 
 def one_by_one(outputs: Callable[[Record], Sequence[Send]]) -> Each:
     def each(records: list[Record]) -> Iterator[Sequence[Send]]:
-        # A generator and not map(): a StopIteration from a user's function would silently end a loop over map().
+        # This is a generator and not map(), because a StopIteration from a user's function would silently end a loop
+        # over map().
         for record in records:
             yield outputs(record)
 

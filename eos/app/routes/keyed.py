@@ -39,8 +39,8 @@ class Keyed:
 
         self._stores, self._run = stores, stores.concurrent(result_of)
         self._decode, self._finish, self._normalise = decode, finish, normalise
-        # Results of the records after a failed one, kept because those records will be handed out again. Each has its
-        # record and the time of its task.
+        # The results of the records after a failed one, each with its record and the time of its task. These records
+        # will be handed out again.
         self._later_results: list[tuple[Record, concurrent.Outcome, int]] = []
         self.feed = feed_from(self.each)
 
@@ -71,8 +71,9 @@ class Keyed:
         chains: dict[tuple[int, bytes | None], list[Record]] = {}
         for record in records:
             chains.setdefault((record.partition, record.key), []).append(record)
-        # A failed record does not advance the time. A record that ran at another time runs again, and so do the later
-        # records of its key.
+        # A stored result is used only if its record still has the same event time. A failed record does not advance the
+        # time, so the time may differ now. Then the record runs again, and so do the later records of its key, because
+        # they read the state that it wrote.
         current = {
             id(record): outcome for record, outcome, now in self._later_results if times.get(id(record), 0) == now
         }

@@ -143,7 +143,7 @@ class Route:
         self.timing, self.gives, self.tally, self.discard = timing, gives, None, None
         self.timer_names = set[str]() if timer_names is None else timer_names
         self.handlers = {timer: handler.bind(cells_of=cells_of) for timer, handler in handlers.items()}
-        # The user's own encoder becomes a part of the function, so the path of all other functions stays short.
+        # The user's own encoder becomes a part of the function, so that functions without one need no extra step.
         finish = None if encode is None else functools.partial(encode_result, encode)
         kept = Stores(self.name, stores, cells_of)
         hints = Hints(function)
@@ -187,7 +187,7 @@ class Route:
             else:
                 run = function if finish is None else lambda given: finish(function(given))
                 shape = Single(run, decoded, normalise, target)
-            # Not a loop over `outputs`: its errors could not name the record.
+            # This is not a loop over `outputs`, because an error of such a loop could not name its record.
             self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
         self.outputs, self.each, self.feed = shape.outputs, shape.each, shape.feed
 

@@ -36,16 +36,16 @@ def make_finish(normalise: Normalise, encoder: Callable[[Any], Any] | None) -> C
     """Return a function that turns a result into outputs; the user's own `encoder` encodes the result first, if there
     is one."""
 
-    def made(record: Record, result: Any) -> Sequence[Send]:
+    def make_outputs(record: Record, result: Any) -> Sequence[Send]:
         return normalise(record, result if encoder is None else encoder(result))
 
-    return made
+    return make_outputs
 
 
-def make_hot_loop_finish(made: Finish, is_encoded: bool, target: Target | None) -> Finish:
+def make_hot_loop_finish(finish: Finish, is_encoded: bool, target: Target | None) -> Finish:
     """Return a Finish that leaves results of the usual types to the hot loop, and makes UnusualOutputs of all others.
 
-    `made` turns any result into outputs. `is_encoded`: the user's own encoder encodes all results, and the hot loop
+    `finish` turns any result into outputs. `is_encoded`: the user's own encoder encodes all results, and the hot loop
     does not call it, so all outputs are UnusualOutputs.
     """
 
@@ -55,13 +55,13 @@ def make_hot_loop_finish(made: Finish, is_encoded: bool, target: Target | None) 
                 return result
             if type(result) is str:
                 return result.encode()
-        return UnusualOutputs(made(record, result))
+        return UnusualOutputs(finish(record, result))
 
     return usual
 
 
-def as_sends(record: Record, made: Any) -> Sequence[Send]:
-    return cast("UnusualOutputs", made)
+def as_sends(record: Record, outputs: Any) -> Sequence[Send]:
+    return cast("UnusualOutputs", outputs)
 
 
 class Stateful:
@@ -71,22 +71,22 @@ class Stateful:
         self,
         run: Callable[[Record, Any, Finish], Any],
         decode: Decode | None,
-        finish: Callable[[Any], Any] | None,
+        encoder: Callable[[Any], Any] | None,
         normalise: Normalise,
         target: Target | None,
     ) -> None:
-        made = make_finish(normalise, finish)
-        usual = make_hot_loop_finish(made, finish is not None, target)
+        make_outputs = make_finish(normalise, encoder)
+        usual = make_hot_loop_finish(make_outputs, encoder is not None, target)
 
-        # Closures, because they run once per record.
+        # `one` is a closure and not a method, because it runs once per record.
         def one(record: Record) -> bytes | UnusualOutputs | None:
-            # no cast(): it would be a call for each record
+            # A cast() would cost a call for each record.
             found: bytes | UnusualOutputs | None = run(
                 record, record if decode is None else decode(record.value), usual
             )
             return found
 
-        self._run, self._decode, self._make_outputs = run, decode, made
+        self._run, self._decode, self._make_outputs = run, decode, make_outputs
         self.feed = make_feed(one, None, target, as_sends)
         self.each = one_by_one(self.outputs)
 

@@ -1,4 +1,4 @@
-"""Runs functions that write rows into a database, one record after the other."""
+"""Runs functions that write rows into a database, one record at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eos.sql.rows import Row, check_key, to_row
 
 
 class Writer(Protocol):
-    """Takes the rows of the open transaction (eos/sql/writer.py)."""
+    """Takes the rows of the open transaction (eos/worker/writers.py)."""
 
     def is_written(self, record: Record) -> bool: ...
 
@@ -90,7 +90,7 @@ class RowSink:
 def make_sink_target(
     function: Callable[..., object], database: object, table: object, key: tuple[object, ...]
 ) -> SinkTarget:
-    """Return where the rows of a function go, as its decorator says. Raise ConfigurationError."""
+    """Return the database and table that the function's decorator names. Raises ConfigurationError."""
     name = function_name(function)
     if not callable(getattr(database, "connect", None)):
         raise ConfigurationError(

@@ -75,13 +75,13 @@ class Caller:
         record: Record,
         given: Any,
         finish: Finish,
-        is_periodic: bool = False,
+        in_timer_function: bool = False,
         cells: Cells | None = None,
     ) -> tuple[Any, list[Any]]:
         """Return the outputs, and the states and timers with unwritten changes.
 
-        `suffix`: the part of the row name derived from the key. `is_periodic`: see Timers.set. `cells`: used instead of
-        the task's cells.
+        `suffix`: the part of the row name derived from the key. `in_timer_function`: see Timers. `cells`: used
+        instead of the task's cells.
         """
         if cells is None:
             cells = task
@@ -91,7 +91,7 @@ class Caller:
         for kind, compiled in self._kinds:  # a comprehension would be a call for each record
             states.append(kind(compiled, cells, suffix))
         if self._timers_at is not None:
-            states.insert(self._timers_at, Timers(self._names, task, suffix, record.timestamp, is_periodic))
+            states.insert(self._timers_at, Timers(self._names, task, suffix, record.timestamp, in_timer_function))
         try:
             outputs = finish(record, self._function(given, *states))
             for one in states:
@@ -344,7 +344,7 @@ class TimerFunction:
         timers = task.clock_timers if due.clock else task.timers
         if timers.least_set < due.due_ms:
             raise TimersDue(due.due_ms)  # the timer before this one has set a timer that is due earlier than this one
-        outputs, states = self._call(task, suffix, record, self._give(due, task), finish, is_periodic=True)
+        outputs, states = self._call(task, suffix, record, self._give(due, task), finish, in_timer_function=True)
         self._clear(task, due)
         self._call.write(states, task)
         if due.window is not None:

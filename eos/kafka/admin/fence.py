@@ -32,7 +32,7 @@ def abort_open_transaction(
     before = admin.describe(transactional_id)
     if before is None:
         raise Unavailable(f"{transactional_id}: no coordinator knows this transactional.id (never used, or expired)")
-    # Uses the id's own timeout, so that this init does not change what DescribeTransactions shows.
+    # Use the id's own timeout, so that this init does not change what DescribeTransactions shows.
     found = admin.describe_transactions([transactional_id])
     timeout_ms = found[0].timeout_ms if found else settings.transaction_timeout_ms
     fence(settings.with_values(**{"transaction.timeout.ms": timeout_ms}), transactional_id)

@@ -33,7 +33,7 @@ _ABORT_STARTED = "ConcurrentTransactions"  # the coordinator's answer while it w
 _CHECK_INTERVAL_S = 0.5
 _MAX_INTERVAL_S = 5.0  # longest time between two checks: our clock may be wrong about when a transaction is due
 _MARGIN_S = 15.0
-_STALE_S = 0.25  # an answer older than this is not acted on
+_STALE_S = 0.25  # seconds after which an answer is too old to abort a transaction
 
 
 class OverdueTransactions:
@@ -76,7 +76,7 @@ class OverdueTransactions:
         return pause_s
 
     def _on_error(self, error: Exception) -> None:
-        # The coordinator aborts them itself later.
+        # The failure does no harm, because the coordinator aborts overdue transactions itself later.
         level = log.debug if isinstance(error, EosError) else log.warning
         level("overdue transaction query failed", error=str(error), group=self._group)
 

@@ -79,15 +79,16 @@ def judge(situation: Situation, answer: TransactionalIdState | None) -> Owner:
         return Owner.LATE_INIT
     if (answer.producer_id, answer.epoch) != (mine.producer_id, mine.epoch + 1):
         return Owner.NEWER
-    # Our own timeout bumps the epoch by exactly one and ends in CompleteAbort; 3.9.2 passes through Ongoing.
+    # Our own timeout bumps the epoch by exactly one and ends in CompleteAbort. In 3.9.2 the state before that is
+    # Ongoing.
     if answer.state in ABORTING or answer.state == "Ongoing":
         return Owner.ASK_AGAIN
     if answer.state != "CompleteAbort":
         return Owner.NEWER
     if situation.age_ms >= situation.timeout_ms and situation.progress is not Progress.NOTHING:
         return Owner.OWN_TIMEOUT
-    # A newer instance that works would have left a different state. There are three explanations: a newer instance died
-    # in its init; it is still in its init; or our clock stood still, because the virtual machine was paused.
+    # A newer instance that works would have left a different state. So a newer instance died in its init, or is still
+    # in its init, or our clock stood still because the virtual machine was paused.
     return Owner.ABORTED_EARLY if situation.progress is Progress.ACKNOWLEDGED else Owner.UNKNOWN_TIMEOUT
 
 
@@ -122,7 +123,7 @@ def settle(
     deadline: float | None = None
     first: tuple[Owner, float] | None = None
     while True:
-        asked = clock()  # the answer may arrive late, but describes a time after this
+        asked = clock()  # the answer describes the state after this time, even if it arrives late
         answer = describe()
         owner = judge(situation, answer)
         if deadline is None and (answer is None or answer.state not in ABORTING):

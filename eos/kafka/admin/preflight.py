@@ -299,8 +299,8 @@ def _check_durability(need: Requirements, facts: Facts) -> Iterator[Finding]:
         yield Finding("durability", Level.OK, "outputs, offsets and transaction log survive the loss of a broker")
 
 
-# The brokers' settings with which the first transaction or group creates these topics: replicas, and how many must be
-# in sync. The offsets log has no setting of its own for the latter.
+# The brokers' settings with which the first transaction or group creates these topics: the number of replicas, and how
+# many must be in sync. The offsets log has no setting of its own for the second number.
 _CREATION_SETTINGS = {
     TRANSACTION_LOG: ("transaction.state.log.replication.factor", "transaction.state.log.min.isr"),
     OFFSETS_LOG: ("offsets.topic.replication.factor", "min.insync.replicas"),
@@ -364,7 +364,7 @@ def _parse_int(config: Config, name: str) -> int | None:
     return None if value is None else int(value)
 
 
-# In this order: a failure can make later checks meaningless, and the first failure determines the exit code.
+# The order matters: a failure can make later checks meaningless, and the first failure determines the exit code.
 CHECKS: tuple[Check, ...] = (
     _check_brokers,
     _check_rights,

@@ -167,7 +167,7 @@ class GroupOffsets:
             return dict(target.offsets)
         if target.timestamp_ms is not None:
             spec = OffsetSpec.for_timestamp(target.timestamp_ms)
-            # -1: all records of the partition are older, so the next record is the first.
+            # -1 means that all records of the partition are older, so the partition continues at its end.
             return {p: o if o >= 0 else end[p] for p, o in self._ends(partitions, spec).items()}
         return low if target.name == "earliest" else end
 

@@ -120,7 +120,8 @@ def partition_offsets_or_errors(
     topic_partitions = [TopicPartition(topic, partition) for partition in partitions]
     latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
     low = _list_readable_offsets(client, topic_partitions, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
-    # In this order: ends only grow, so the end can never be below the last stable offset.
+    # Query the last stable offsets first. Ends only grow, so an end that is queried later is never below the last
+    # stable offset.
     stable = _list_readable_offsets(client, topic_partitions, latest, IsolationLevel.READ_COMMITTED)
     end = _list_readable_offsets(client, topic_partitions, latest, IsolationLevel.READ_UNCOMMITTED)
     found: dict[int, OffsetRange | Unavailable] = {}
@@ -147,7 +148,7 @@ def partitions_older_than(client: Any, topic: str, low: Mapping[int, int], befor
     since = _require_all(
         _list_offsets(client, topic_partitions, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_UNCOMMITTED)
     )
-    return {partition for partition in low if since[partition] != low[partition]}  # -1: all records are older
+    return {partition for partition in low if since[partition] != low[partition]}  # -1 means that all records are older
 
 
 def _list_offsets(
@@ -213,7 +214,8 @@ class _PartitionReader:
             self.visible.discard(record.offset)
             yield MarkedRecord(record, mark)
         if self.waiting:
-            # Queried after reading: a record after the answered offset was open when it was read.
+            # This query comes after the read. So the transaction of each record at or after the answered offset was
+            # open during the read.
             first_open = max(stable(), self.committed_at)
             while self.waiting and self.waiting[0].offset >= first_open:
                 yield MarkedRecord(self.waiting.popleft(), Mark.OPEN)
@@ -268,7 +270,8 @@ class TopicReader:
     def _poll(self, consumer: Consumer, position: str, timeout_s: float) -> list[Record]:
         messages = call_client(consumer.consume, self.most, timeout_s)
         records: list[Record] = hotloop.records_of(messages, Record, read_damaged_headers)
-        for partition, offset in {record.partition: record.offset for record in records}.items():  # the last ones
+        # The last offset of each partition.
+        for partition, offset in {record.partition: record.offset for record in records}.items():
             setattr(self._partitions[partition], position, offset + 1)
         again = False
         for message in messages if len(records) < len(messages) else ():
@@ -326,7 +329,7 @@ def _consumer(settings: Settings, isolation: str, topic_partitions: list[TopicPa
         {
             **settings.admin(),
             "logger": log.client_logger,
-            "group.id": "eos-topic-reader",  # librdkafka requires one; it is never joined
+            "group.id": "eos-topic-reader",  # librdkafka requires a group id, but the reader never joins the group
             "isolation.level": isolation,
             "enable.partition.eof": True,
             "enable.auto.commit": False,

@@ -352,7 +352,8 @@ class ClusterAdmin:
         """Return the partitions that a group with group.protocol=consumer assigned to this member.
 
         The result is empty if the group does not know the member."""
-        from eos.kafka.client.consumer_groups import ConsumerGroupDescribeRequest  # parses schemas that only this needs
+        # Imported here, because it parses message schemas.
+        from eos.kafka.client.consumer_groups import ConsumerGroupDescribeRequest
 
         request = ConsumerGroupDescribeRequest(group_ids=[group], include_authorized_operations=False)
         described = self._described_group(group, request)
@@ -370,10 +371,11 @@ class ClusterAdmin:
         librdkafka's DescribeConsumerGroups is not an alternative. If the coordinator answers after the request's
         timeout, a failed assertion (`rd_kafka_enq_once_del_source`) ends the process (2.16.1, with a paused broker).
         """
-        # Version 6 answers with an error, and without rights, for a group that does not exist yet.
+        # Use version 5: for a group that does not exist yet, version 6 answers with an error and without the
+        # operations.
         request = DescribeGroupsRequest(groups=[group], include_authorized_operations=True, max_version=5)
         described = self._described_group(group, request)
-        codes = described.authorized_operations or ()  # None: the broker does not say
+        codes = described.authorized_operations or ()  # None if the broker does not say
         found = {ACLOperation(code).name for code in codes if code >= ACLOperation.READ}
         return frozenset(found) or None
 

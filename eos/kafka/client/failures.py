@@ -21,10 +21,11 @@ STALE_MEMBER_CODES = frozenset(
     {_K.UNKNOWN_MEMBER_ID, _K.ILLEGAL_GENERATION, _K.REBALANCE_IN_PROGRESS, _K.STALE_MEMBER_EPOCH}
 )
 
-# (call, code) -> action; a row for the call takes precedence over a row for any call. Each row is measured or from
-# librdkafka's transaction manager; `classify` decides an error without a row by its flags.
+# (call, code) -> action; a row for the call takes precedence over a row for any call. Each row was measured, or comes
+# from librdkafka's transaction manager. `classify` decides an error without a row by its flags.
 TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
-    # A newer init, or the broker aborted our transaction at its timeout: both look the same (KIP-360, KIP-447).
+    # A newer instance initialised the id, or the broker aborted our transaction at its timeout. Both cause the same
+    # error (KIP-360, KIP-447).
     (ANY, _K._FENCED): Action.SETTLE,
     (ANY, _K._FATAL): Action.SETTLE,
     (ANY, _K.INVALID_PRODUCER_EPOCH): Action.SETTLE,
@@ -44,7 +45,7 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     ("commit", _K.FENCED_INSTANCE_ID): Action.REJOIN,
     ("consume", _K.FENCED_INSTANCE_ID): Action.REJOIN,
     ("consume", _K._FATAL): Action.REJOIN,
-    # An unfinished call was followed by a different one. The session never does so; replacing the producer clears it.
+    # An unfinished call was followed by a different one, which the session never does. A new producer ends this state.
     (ANY, _K._CONFLICT): Action.REBUILD,
     (ANY, _K._STATE): Action.BUG,
     (ANY, _K._NOT_CONFIGURED): Action.BUG,
@@ -58,7 +59,7 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     ("produce", _K.MSG_SIZE_TOO_LARGE): Action.POISON,
     ("produce", _K._UNKNOWN_PARTITION): Action.POISON,
     ("produce", _K._INVALID_ARG): Action.POISON,
-    # eos produces only inside a transaction, so the client's transaction has failed since it began.
+    # The client has no open transaction. eos produces only inside one, so the transaction has failed since it began.
     ("produce", _K._STATE): Action.ABORT,
     ("delivery", _K.MSG_SIZE_TOO_LARGE): Action.POISON,
     ("delivery", _K.INVALID_MSG): Action.POISON,
@@ -96,12 +97,12 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
 CHANGELOG_TABLE: dict[int, Action] = {
     _K.MSG_SIZE_TOO_LARGE: Action.POISON,
     # The topic may have been deleted or recreated, or the client's metadata is older than its partitions.
-    _K._UNKNOWN_PARTITION: Action.LOOK,
-    _K._UNKNOWN_TOPIC: Action.LOOK,
-    _K.UNKNOWN_TOPIC_OR_PART: Action.LOOK,
-    _K.UNKNOWN_TOPIC_ID: Action.LOOK,
-    _K.INCONSISTENT_TOPIC_ID: Action.LOOK,
-    # The broker refuses every record like it.
+    _K._UNKNOWN_PARTITION: Action.CHECK_TOPICS,
+    _K._UNKNOWN_TOPIC: Action.CHECK_TOPICS,
+    _K.UNKNOWN_TOPIC_OR_PART: Action.CHECK_TOPICS,
+    _K.UNKNOWN_TOPIC_ID: Action.CHECK_TOPICS,
+    _K.INCONSISTENT_TOPIC_ID: Action.CHECK_TOPICS,
+    # The broker refuses every record of this kind, so a retry is useless.
     _K._INVALID_ARG: Action.MISCONFIGURED,
     _K.INVALID_MSG: Action.MISCONFIGURED,
     _K.INVALID_RECORD: Action.MISCONFIGURED,
@@ -148,7 +149,7 @@ def describe_rebalance(failure: CallFailed) -> str:
         return ""
     error = failure.error.args[0] if isinstance(failure.error, KafkaException) else failure.error
     if isinstance(error, RuntimeError):
-        return str(error)  # the session noticed before the broker could refuse
+        return str(error)  # the session noticed the rebalance before the broker refused the offsets
     moved = not isinstance(error, BaseException) and error.code() in STALE_MEMBER_CODES
     return "the group is rebalancing" if moved else ""
 

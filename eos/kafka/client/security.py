@@ -43,8 +43,7 @@ logging.getLogger("kafka").addHandler(logging.NullHandler())
 
 def admin_configuration(settings: Settings, timeout_ms: int) -> dict[str, Any]:
     """Return the arguments of a kafka-python client that connects as the worker's clients do."""
-    # kafka-python logs its configuration, and the bytes of each request: those of a login contain the password or
-    # token.
+    # kafka-python logs its configuration and the bytes of each request. A login's bytes contain the password or token.
     log.hide_debug_lines("kafka")
     values = settings.connection()
     arguments: dict[str, Any] = {new: values[old] for old, new in _SASL.items() if old in values}

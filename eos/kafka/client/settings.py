@@ -31,7 +31,7 @@ RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}
 # processor than 200 ms; with 500 partitions, 0.6 % more. 50 ms costs twice that.
 STATISTICS_INTERVAL_MS = 100
 _MISSPELLING_CUTOFF = 0.9  # similarity from which a variable counts as a misspelt variable of eos
-# librdkafka accepts a protocol before an address, but only one of these.
+# librdkafka accepts only these four protocols before an address. The pattern matches any other.
 _URL_SCHEME = re.compile(r"\b(?!(?:plaintext|ssl|sasl_plaintext|sasl_ssl):)[a-z_]+://", re.IGNORECASE)
 STRATEGY = "partition.assignment.strategy"
 # Kafka's settings that we use as numbers ourselves, before a client could refuse an invalid one.
@@ -245,8 +245,8 @@ CONSUMER_DEFAULTS: dict[str, Any] = {
 }
 PRODUCER_DEFAULTS: dict[str, Any] = {
     "transaction.timeout.ms": 10_000,
-    # A call that took longer may have been retried, and then the session waits for the next statistics. On a busy
-    # machine a healthy commit can take longer than librdkafka's 100.
+    # A call that took longer than this backoff may have been retried, so the session waits for the next statistics. On
+    # a busy machine a healthy commit can take longer than librdkafka's default of 100 ms.
     "retry.backoff.ms": 250,
     # librdkafka's idempotent producer has one request per partition in flight and spins as soon as more are due
     # (confluentinc/librdkafka#4989). The end of a transaction does not wait for the delay, but sends the records held
@@ -260,7 +260,7 @@ PRODUCER_DEFAULTS: dict[str, Any] = {
 }
 COMMON_DEFAULTS: dict[str, Any] = {
     "bootstrap.servers": "127.0.0.1:9092",
-    # librdkafka's 10 s makes one lost connection look like a hung call.
+    # librdkafka's default of 10 s makes one lost connection look like a hung call.
     "reconnect.backoff.max.ms": 1_000,
 }
 
@@ -364,7 +364,8 @@ class Settings:
             "isolation.level": "read_committed",
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
-            # The session decides where a partition begins; any other offset out of range is an error, never a reset.
+            # The session decides where a partition begins. If a later offset is out of range, that must be an error and
+            # not a reset.
             "auto.offset.reset": "error",
         }
         if self.classic_group:
@@ -373,7 +374,8 @@ class Settings:
             # Static membership: a restart within the session timeout keeps its partitions without a rebalance, and a
             # newer instance can be distinguished from our own timeout. In the consumer protocol (KIP-848) the older
             # member wins instead and locks a restart out for 45 s, so members stay dynamic there. The name comes from
-            # the transactional.id and not the host: two loops of one group on one host would fence each other forever.
+            # the transactional.id and not from the host, because two loops of one group on one host would fence each
+            # other forever.
             values.setdefault("group.instance.id", instance_id_for(str(self.get("transactional.id") or self.instance)))
         return values
 
@@ -545,12 +547,12 @@ def _check_timeouts(settings: Settings) -> None:
             f"message.timeout.ms={number('message.timeout.ms')} must be between 1 and transaction.timeout.ms="
             f"{timeout_ms}: a record must not be sent after the broker ended its transaction"
         )
-    # eos/session/producer/retry_evidence.py detects retries by these.
+    # eos/session/producer/retry_evidence.py recognises a retried call by these pauses.
     for name in RETRY_BACKOFF_DEFAULTS:
         if name in settings.values and number(name) < MINIMUM_RETRY_BACKOFF_MS:
             raise ConfigurationError(
-                f"{name}={number(name)} is below {MINIMUM_RETRY_BACKOFF_MS}: a retried commit would look like a fast "
-                "one; raise it"
+                f"{name}={number(name)} is below {MINIMUM_RETRY_BACKOFF_MS}: with so short a pause, the duration of "
+                "a commit does not show whether the client retried it; raise it"
             )
     if "statistics.interval.ms" in settings.values and not 0 < number("statistics.interval.ms") <= 1_000:
         raise ConfigurationError(

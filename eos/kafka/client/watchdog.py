@@ -88,11 +88,12 @@ class Watchdog:
         job = self.start(function, *args)
         deadline = time.monotonic() + timeout_s
         try:
-            # Wait in slices: a signal that comes just before a wait begins does not end it, and is handled only after
-            # it.
+            # Wait in slices. A signal that comes just before a wait does not end the wait, and Python handles the
+            # signal only after it.
             while not (finished := job.done.wait(min(_WAIT_SLICE_S, max(0.0, deadline - time.monotonic())))):
                 if time.monotonic() >= deadline:
-                    # This process may have been stopped (SIGSTOP, a suspended machine), and the call with it.
+                    # This process and the call may both have been stopped (SIGSTOP, a suspended machine), so give the
+                    # call more time.
                     finished = job.done.wait(_WAIT_SLICE_S)
                     break
         except BaseException:

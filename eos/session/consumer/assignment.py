@@ -86,7 +86,7 @@ class Assignment:
     def _fire(
         self, event: Event, partitions: Iterable[Partition], starts: Mapping[Partition, TopicPartition] | None = None
     ) -> None:
-        """Move all partitions by the table, or raise IllegalState and move none."""
+        """Change the phase of each partition as TABLE says. If one has no entry, raise IllegalState and change none."""
         phases = dict(self._phases)
         for partition in partitions:
             before = self.phase(partition)

@@ -52,9 +52,9 @@ class Follower(Protocol):
 
 @runtime_checkable
 class StartsEarlier(Protocol):
-    """Is a follower that keeps offsets outside of Kafka, which decide if they are lower than those of the group."""
+    """Describes a follower with offsets outside of Kafka. An offset there decides if it is lower than the group's."""
 
-    def lower_starts(self, starts: Mapping[Partition, int]) -> Mapping[Partition, int]:
+    def find_earlier_starts(self, starts: Mapping[Partition, int]) -> Mapping[Partition, int]:
         """Return the earlier offsets at which some of these partitions must start.
 
         `starts`: the offsets at which the group starts, negative without a committed offset. Raises Unavailable.
@@ -154,15 +154,15 @@ class Fetcher:
             handover=self._handover,
             changelogs=[topic for follower in self._followers for topic in follower.topics],
             on_unreadable=self._on_unreadable,
-            lower_starts=self._lower_starts,
+            find_earlier_starts=self._find_earlier_starts,
         )
 
-    def _lower_starts(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
-        lowered: dict[Partition, int] = {}
+    def _find_earlier_starts(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
+        earlier: dict[Partition, int] = {}
         for follower in self._followers:
             if isinstance(follower, StartsEarlier):
-                lowered |= follower.lower_starts(starts)
-        return lowered
+                earlier |= follower.find_earlier_starts(starts)
+        return earlier
 
     def replace_consumer(self) -> None:
         """Replace the consumer by a new one, whose partitions start at their committed offsets. It does not join yet.
@@ -270,7 +270,7 @@ class Fetcher:
         try:
             self.group_consumer.poll(most, 0.0)
         except CallFailed as failure:
-            self._failure = failure  # the next poll raises it: the transaction ends first
+            self._failure = failure  # the next poll raises the failure, after the transaction has ended
         return len(self.positions) > before
 
 

@@ -39,7 +39,7 @@ from eos.session.consumer.start_offsets import StartOffsets
 from eos.session.consumer.unreadable import UnreadableInput
 
 _CLOSE_S = 10.0
-_STATISTICS_INTERVAL_MS = 1_000  # how old a lag may be
+_STATISTICS_INTERVAL_MS = 1_000  # the lag in metrics may be this old
 
 
 @dataclass
@@ -78,11 +78,11 @@ class GroupConsumer:
         handover: Handover | None = None,
         changelogs: Collection[str] = (),
         on_unreadable: Callable[[str, int, int, str], None] = lambda topic, partition, offset, why: None,
-        lower_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
+        find_earlier_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
     ) -> None:
         """Create the consumer. `stopping` returns True once a stop was requested, which ends waits for the cluster.
         `with_ends`: report the ends of partitions to the positions. `changelogs`: see TopicIds. `on_unreadable`: see
-        Listener. `lower_starts`: see StartsEarlier."""
+        Listener. `find_earlier_starts`: see StartsEarlier."""
         self._settings, self._world = settings, world
         self._topics = list(topics)
         self._positions = positions
@@ -115,7 +115,12 @@ class GroupConsumer:
         self._lost_assignment = LostAssignment(settings, self.group, watcher, world)
         self.queries = ClusterQueries(self.consumer, settings, self._topics, pulse or Pulse(world.now), world, stopping)
         self.start_offsets = StartOffsets(
-            self.queries, settings, self._handover.from_beginning, self._handover.start_offsets, world, lower_starts
+            self.queries,
+            settings,
+            self._handover.from_beginning,
+            self._handover.start_offsets,
+            world,
+            find_earlier_starts,
         )
         self._unreadable = UnreadableInput(positions, self.queries)
         instance_id = configuration.get("group.instance.id")
@@ -183,7 +188,7 @@ class GroupConsumer:
         try:
             statistics = decode_statistics(text)
             self._lag.note(statistics)
-            self._lost_assignment.note(statistics.late_answers)
+            self._lost_assignment.note(statistics.timed_out_requests)
         except Exception as error:  # noqa: BLE001 - must not pass through C frames
             self._latch(error)
         if self._user_stats is not None:
@@ -279,7 +284,7 @@ class GroupConsumer:
         try:
             if not self.assignment.all:
                 self.member.note_first_assignment()
-            # An empty assignment: reading starts in `start`, once the start offsets are known.
+            # Assign no partition yet. `start` assigns each partition when its start offset is known.
             (consumer.incremental_assign if self._incremental else consumer.assign)([])
             self.assignment.assign([(p.topic, p.partition) for p in partitions])
             add(self._handover.rebalances, "assigned")
@@ -342,8 +347,8 @@ class GroupConsumer:
         if not offsets:
             return None
         metadata = self.consumer.consumer_group_metadata()
-        # Read after the metadata, so it is not older. The broker skips its check for a member without an id
-        # (generation -1), so such a commit must not be sent.
+        # Read the member id after the metadata, so that the id is not older. For a member without an id (generation -1)
+        # the broker skips its check, so a commit of such a member must not be sent.
         member_id = self.member.refresh_id()
         if not member_id:
             raise _cannot_commit("this consumer is no longer a member of its group")

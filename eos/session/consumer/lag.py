@@ -38,9 +38,10 @@ class Statistics(msgspec.Struct):
     brokers: dict[str, _BrokerStatistics] = {}
 
     @property
-    def late_answers(self) -> int:
-        """Return the number of requests to the group coordinator that timed out so far: heartbeats and offset fetches.
-        In librdkafka the coordinator is a logical broker."""
+    def timed_out_requests(self) -> int:
+        """Return the number of heartbeats and offset fetches that timed out so far.
+
+        They go to the group coordinator, which is a logical broker in librdkafka."""
         return self.brokers.get("GroupCoordinator", _BrokerStatistics()).req_timeouts
 
     def partitions(self) -> Iterator[tuple[Partition, _PartitionStatistics]]:

@@ -39,7 +39,7 @@ class LostAssignment:
     def __init__(self, settings: Settings, group: str, watcher: Watcher, world: World) -> None:
         self._settings, self._group, self._world = settings, group, world
         self._watcher, self._check = watcher, Check(self._query, self._on_error)
-        self._late_answers = 0
+        self._timed_out_requests = 0
         self._looking = False
         self._answers_since = 0.0  # answers to earlier queries do not count
         self._missing_since: dict[
@@ -50,12 +50,12 @@ class LostAssignment:
         self._is_refused = False
         watcher.add(self._check)
 
-    def note(self, late: int) -> None:
-        """Record the number of late responses from the coordinator up to now."""
-        if late > self._late_answers and not self._settings.classic_group:
+    def note(self, timed_out: int) -> None:
+        """Record the number of requests to the coordinator that have timed out up to now."""
+        if timed_out > self._timed_out_requests and not self._settings.classic_group:
             self._looking = True
             self.reset()  # a slow coordinator gets time: its next responses may arrive
-        self._late_answers = late
+        self._timed_out_requests = timed_out
 
     def reset(self) -> None:
         """Record that a rebalance callback ran, so the client knows the member's whole assignment."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 
-# Records of one poll on a backlog. Few enough to stay in the processor's cache, and to keep polls short: the producer
-# has nothing to send during a poll. With fewer records, the overhead of each call dominates.
+# Limits of one poll on a backlog. The records must stay in the processor's cache, and polls must be short, because the
+# producer has nothing to send during a poll. With fewer records, the overhead of each call dominates.
 _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
-# A smaller transaction ends too fast for a prefetch to pay off. A poll also serves the group's callbacks, which should
-# run after the commit: a partition that is revoked before the commit makes the transaction abort.
+# Only transactions of at least this many records prefetch, because a smaller one ends too fast. A prefetch polls, and a
+# poll also runs the group's callbacks, which should wait for the commit: a partition that is revoked before the commit
+# makes the transaction abort.
 _PREFETCH_FROM = 2_000
 # Maximum numbers of records and bytes to prefetch during a flush or a commit: as many as arrive in 20 ms and stay in
 # the processor's last cache until they are handled (32 MB took a tenth more time with 1 KB values:
@@ -21,7 +22,7 @@ _PREFETCH, _PREFETCH_BYTES = 20_000, 4 << 20
 # Inputs of this size are rarely the reason for a slow transaction: at 64 KB/s they are sent within a second. A cluster
 # that answers late takes as long for one record, and smaller transactions only multiply its delay.
 _FEW_BYTES = 64 << 10
-# Longest pause, first pause, and number of doublings, after aborts.
+# Pauses after aborts: the longest, the first, and the number of doublings.
 _LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7
 
 

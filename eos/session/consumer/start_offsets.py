@@ -40,9 +40,9 @@ class StartOffsets:
         from_beginning: Collection[str],
         earlier: Mapping[Partition, int],
         world: World,
-        lower_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
+        find_earlier_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
     ) -> None:
-        self._lower_starts = lower_starts
+        self._find_earlier_starts = find_earlier_starts
         self._queries, self._settings, self._from_beginning, self._world = queries, settings, from_beginning, world
         self._earlier_starts = earlier
         self._group: str = settings["group.id"]
@@ -71,7 +71,8 @@ class StartOffsets:
         try:
             assignment.locate(self.find(sorted(assignment.unlocated)))
         except NotNow as error:
-            # The group must be polled meanwhile, and a stop must be noticed: a partition may lack a leader for hours.
+            # Do not wait here. A partition may lack a leader for hours, and meanwhile the session must poll the group
+            # and notice a stop.
             self._next_query = self._world.now() + _RETRY_S
             if self._waits.tick():
                 log.info(f"waiting for {error}", partitions=names_of(assignment.unlocated), group=self._group)
@@ -88,8 +89,8 @@ class StartOffsets:
         starts = self._committed(partitions)
         missing = [p for p, tp in starts.items() if tp.offset < 0]
         reset = str(self._settings.get("auto.offset.reset", "earliest"))
-        # Query the ends before the notes, whose reading needs separate clients: a partition may lack a leader for
-        # hours.
+        # Query the ends before the notes. A partition may lack a leader for hours, and each read of the notes needs
+        # clients of its own.
         ends = self._start_at_ends(missing) if reset == "latest" else {}
         try:
             found = call_client(read_notes, self._settings, self._group, missing, self._world)
@@ -100,7 +101,7 @@ class StartOffsets:
         starts |= {p: TopicPartition(*p, OFFSET_BEGINNING) for p in missing}
         starts |= {p: TopicPartition(*p, end) for p, end in ends.items()}
         try:
-            ends |= self._lower_starts({p: tp.offset for p, tp in starts.items()})
+            ends |= self._find_earlier_starts({p: tp.offset for p, tp in starts.items()})
         except Unavailable as error:
             raise NotNow(str(error)) from error
         self.uncommitted |= ends

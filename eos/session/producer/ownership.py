@@ -100,9 +100,10 @@ class TransactionalIdOwnership:
         if producer.state is State.UNINITIALISED:
             # One of our inits was interrupted. Its epoch is unknown, so the coordinator's epoch decides nothing.
             return Owner.MINE
-        # Kept until it is settled: an exception here must not lead to a replacement, whose init would take the id.
+        # Keep the arguments until the owner is known. If an exception interrupts this call, no replacement may follow,
+        # because its init would take the id over.
         self._interrupted_settle = producer, reason, empty_transaction_is_ours
-        situation = producer.poll_situation()
+        situation = producer.describe_fenced()
         owner, answer = Owner.NEWER, None  # the safe answer if our own epoch is unknown
         if situation is not None:
             known = situation

@@ -36,9 +36,9 @@ from eos.session.producer.states import OPEN, Event, Machine, State
 OLD_TRANSACTIONS = 2  # with a lower transaction.version a replacement needs another transactional.id
 HANG_MARGIN_S = 5.0
 _FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5
-_IDENTITY_S = 2.0  # wait for the first statistics, which come ten times a second
-_FRESH_S = 10.0  # wait for new statistics on a busy machine; an outdated epoch would look like a predecessor's
-_OVERDUE_S = 2.0  # how late statistics may be: on a busy machine a replacement takes longer
+_IDENTITY_S = 2.0  # longest wait for the first statistics, which come ten times a second
+_FRESH_S = 10.0  # longest wait for new statistics: an outdated epoch would look like a predecessor's
+_OVERDUE_S = 2.0  # how late the next statistics may come; without them the producer is replaced, which takes longer
 _STATISTICS_POLL_S = 0.02
 # Pause before a transaction whose first request is AddOffsetsToTxn. If it arrives while the previous transaction's
 # markers are written, the coordinator refuses the request, and the client repeats it after retry.backoff.ms. On a busy
@@ -179,7 +179,7 @@ class TransactionalProducer:
                     "transaction.state.log.replication.factor above the number of brokers also causes this error)",
                     remedy=no_broker(servers),
                 ) from failure
-            # The missing right names this id, which may be the alternate one.
+            # Name this id in the missing right: it may be the alternate one.
             right = explain_denied(failure.error, transactional_id=transactional_id)
             raise stop_error(CallFailed("init", failure.action, failure.error, right)) from failure
         return client
@@ -327,8 +327,8 @@ class TransactionalProducer:
         self._machine.fire(Event.SEND)
         fed = feed(records, self)
         self._produced_count += fed.sent
-        # Reports of successful deliveries lead to no callback, but librdkafka keeps each report until it is polled.
-        # Poll them now: during the flush there would be nothing to send in the meantime.
+        # librdkafka keeps the report of each delivery until it is polled, although only failures call back. Poll while
+        # the client's threads send records: during the flush, polls would make the end of the transaction later.
         self.poll(0)
         return fed
 
@@ -362,7 +362,7 @@ class TransactionalProducer:
             self.waited_s += self._world.now() - began
         assert isinstance(error, KafkaException)
         if classify("produce", error.args[0]) is Action.ABORT:
-            self._raise_delivery_error(_REPORT_DELAY_S)  # explains the failure if a record caused it
+            self._raise_delivery_error(_REPORT_DELAY_S)  # raises the delivery error, if a record caused the failure
         raise self._classify_failure("produce", error, topic=record[0], size=size_of(record[2], record[1])) from error
 
     def _raise_delivery_error(self, wait_s: float = 0.0) -> None:
@@ -392,7 +392,7 @@ class TransactionalProducer:
         `meanwhile` is called repeatedly while it returns True, which means that it did useful work.
         """
         deadline = self._world.now() + self._settings.transaction_timeout_ms / 1000 + HANG_MARGIN_S
-        wait_s = _FLUSH_LOOK_S  # the first call makes the client's threads send the rest of the queue
+        wait_s = _FLUSH_LOOK_S  # the first call only makes the client's threads send the rest of the queue
         while self._flush_with_timeout(wait_s):
             if self._world.now() >= deadline:
                 raise self._fail("flush", Action.ABORT, TimeoutError("records are still in the queue"))
@@ -408,7 +408,7 @@ class TransactionalProducer:
         except KafkaException as error:
             raise self._classify_failure("flush", error) from error
         except SystemError as error:
-            # A bare SystemError hides a fatal error; the abort that follows raises it.
+            # A bare SystemError hides a fatal error, which the abort after it raises.
             raise self._fail("flush", Action.ABORT, error) from error
         return left
 
@@ -421,7 +421,7 @@ class TransactionalProducer:
         try:
             self._call_timed("send_offsets", send, offsets, group_metadata, deadline=deadline)
         except CallFailed as failure:
-            # The topics are the input's, which needs the right to READ them.
+            # The error names no topic. The missing right is READ on the topics whose offsets are sent.
             right = explain_denied(failure.error, topic=", ".join(sorted({tp.topic for tp in offsets})))
             if not right:
                 raise
@@ -480,7 +480,7 @@ class TransactionalProducer:
             self.poll(0.05)
         return client.identity
 
-    def poll_situation(self) -> Situation | None:
+    def describe_fenced(self) -> Situation | None:
         """Return what this producer knows after a fenced call, for `ownership.settle`; poll for its present epoch.
         Return None if the epoch is unknown."""
         age_ms = (self._world.boot_clock() - self._open_since) * 1000  # read before the wait for statistics
@@ -521,7 +521,7 @@ class TransactionalProducer:
                 if classify(name, error.args[0]) is not Action.RETRY:
                     raise self._classify_failure(name, error) from error
                 self._replacement_reason = f"failure: {name} had to be called again"
-                self._serve(client)  # a cluster may be unreachable for days
+                self._serve(client)  # callbacks must not pile up: the cluster may be unreachable for days
                 if deadline is not None and self._world.now() >= deadline:
                     late = Action.RETRY if name == "init" else Action.REBUILD
                     raise self._fail(name, late, error) from error

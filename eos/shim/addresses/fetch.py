@@ -41,7 +41,8 @@ class HideEndpoints:
 
     def __init__(self, size: int) -> None:
         self._bytes_left = size
-        self._hidden: list[tuple[int, int, int]] = []  # [start, end) is overwritten with this byte
+        # (start, end, byte): bytes [start, end) are overwritten with `byte`.
+        self._hidden: list[tuple[int, int, int]] = []
         self._walk = Walk(self._layout)
 
     def feed(self, piece: Piece) -> Piece:
@@ -66,7 +67,8 @@ class HideEndpoints:
             tag_at = at.position
             tag = yield from walk.uvarint()
             if tag == 0:
-                # Hide the tag now: it is one byte in this piece, and the field's size may only come with the next one.
+                # Hide the tag now, because its single byte is in this piece, but the field's size may only come with
+                # the next one.
                 self._hidden.append((tag_at, tag_at + 1, _UNKNOWN_TAG))
             size = yield from walk.uvarint()
             if tag == 0:

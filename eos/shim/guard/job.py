@@ -28,10 +28,10 @@ GROUP_AUTHORIZATION_FAILED = 30
 INVALID_TRANSACTION_TIMEOUT = 50
 TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
 UNKNOWN_TOPIC_ID = 100
-# For the other partitions of a rejected Produce, so that the client sends these again without the rejected one.
+# The error for the other partitions of a rejected Produce. The client then sends these again without the rejected one.
 _NOT_LEADER = 6
 _WITH_TOPIC_IDS = range(10, MetadataResponse.max_version + 1)  # versions of Metadata; newer ones cannot be read
-_BATCHED = 4  # AddPartitionsToTxn
+_BATCHED = 4  # since this version, AddPartitionsToTxn has several transactions
 _READ_UNCOMMITTED = 0
 _WITH_TRANSACTIONAL_ID = frozenset(
     {

@@ -46,7 +46,8 @@ class _PendingEnd(NamedTuple):
     end: End
     number: int | None
     opened: bool  # whether the transaction was open before EndTxn was sent
-    act: Callable[[], object] | None  # applies the request after the response, if it could not act before
+    # Changes the machine's state after the response, for a request that may not do so before.
+    act: Callable[[], object] | None
 
 
 class _Pending(NamedTuple):
@@ -79,15 +80,16 @@ class ProtectJob(Job):
     def __init__(self, machine: Machine | None = None, journal: Journal | None = None, required: bool = False) -> None:
         self.machine = machine or Machine()
         self._journal, self._required = journal, required
-        self._unavailable_reason: str | None = None  # the logged reason why it is off
+        self._unavailable_reason: str | None = None  # why protection is not active, as logged last
         self._old_brokers: set[str] = set()  # brokers that lacked EndTxn v5 in their last response
-        # Protection started later than some clients. Unknown transactional.ids are older and are forwarded unchanged.
+        # True if clients may have started before protection did. Protection does not know their transactional.ids, and
+        # forwards requests with such an id unchanged.
         self._started_late = False
         for pair in journal.restored_pairs if journal else ():
             self.machine.restore(pair)
         self.active = False
         self.counts = {"transactions": 0, "challenged": 0, "fenced": 0, "renewed": 0}
-        self._renewing = set[int]()  # connections whose client renews its identity after an abort
+        self._renewing = set[int]()  # connections whose client requests a new identity itself after an abort
         # By connection: the transactional.ids for which the broker has accepted a request on it.
         self._accepted: dict[int, OrderedDict[str, None]] = {}
         self._pending: dict[int, int] = {}  # by connection: the number of batches and requests kept for responses
@@ -253,7 +255,8 @@ class ProtectJob(Job):
             if self._is_accepted(exchange, name):
                 return self.machine.check_produce(name, virtual, connection, broker, written)
             if not request.transactional:
-                # For such batches brokers do not check the right to the transactional.id, so success proves nothing.
+                # Brokers do not check the right to the transactional.id for batches outside of a transaction, so an
+                # accepted batch proves nothing.
                 raise Refused(_INVALID_TXN_STATE, "records outside of the transaction")
             if (pending := self._pending.get(connection, 0)) and pending + len(written) > _MOST_PENDING:
                 raise Refused(NOT_ENOUGH_REPLICAS, "too many batches before the broker accepted this connection")
@@ -334,7 +337,8 @@ class ProtectJob(Job):
         else:
             results = translate.read_partition_errors(frame, key, exchange.version)
             done = {partition for partition, code in results if code in (0, _DUPLICATE_SEQUENCE_NUMBER)}
-            # A broker opens a transaction for all partitions or for none. It may accept some of the records or offsets.
+            # A broker accepts all partitions of an AddPartitionsToTxn or none. Of records or offsets it may accept a
+            # part.
             accepted = len(done) == len(results) > 0 if key == api.ADD_PARTITIONS_TO_TXN else bool(done)
         if accepted:
             self._accept(exchange, note.name)
@@ -493,8 +497,9 @@ class _ProduceStream:
         except Malformed:
             if self._seen == self._size:
                 raise
-            # Either more bytes are needed or the request is invalid, which shows when it is complete. Read it again
-            # when twice as many bytes have arrived, so that a client that sends single bytes causes few reads.
+            # The reader needs more bytes, or the request is invalid, which only the complete request shows. Read the
+            # head again when twice as many bytes have arrived, so that a client that sends single bytes causes few
+            # reads.
             self._retry_at = self._size if self._seen > LONGEST_HEAD_BYTES else min(2 * self._seen, self._size)
             return None
 

@@ -10,7 +10,8 @@ from its init to the next. Upstream every transaction has a real identity, as KI
 
 After an abort, a client that `renews` (librdkafka) gets UNKNOWN_PRODUCER_ID. It then requests the next identity itself
 (KIP-360), inside the same call, so its abandoned requests carry an expired identity. For other clients a challenge
-separates live requests from late ones: a request on a new connection must come twice.
+separates live requests from late ones: it refuses a request on a new connection once, so that only a live client
+repeats the request.
 
 Any client may send any name and identity. So a request changes no state until the broker has accepted a request for
 that transactional.id on that connection (`Authority`). Until then requests are forwarded, and take effect after their
@@ -31,7 +32,7 @@ NOT_ENOUGH_REPLICAS = 19
 CONCURRENT_TRANSACTIONS = 51
 INVALID_PRODUCER_EPOCH = 47
 
-# Client sequences count modulo 2**31. A difference above half of that means an earlier number.
+# Client sequences count modulo 2**31. If the difference of two exceeds half of that, the sequence is an earlier one.
 _SEQUENCES = 1 << 31
 _EARLIER = 1 << 30
 
@@ -148,7 +149,7 @@ class _Transactional:
     # Sequences of a new epoch begin at 0. After an abort the client's next sequence is unknown.
     bases_known: bool = True
     trusted: dict[Hashable, int] = field(default_factory=dict)  # class of requests -> connection
-    revoked: bool = False  # requests of a class without a trusted connection must be challenged
+    revoked: bool = False  # true: a request must be challenged if its class has no trusted connection
     renews: bool = False  # the client requests its next identity after every abort
     before: Identity | None = None  # the virtual identity that a KIP-360 bump replaced
 
@@ -156,8 +157,8 @@ class _Transactional:
         self.state = MOVES[self.state, event]
 
 
-# The challenged requests of one connection, by transactional.id, transaction and class of requests. They are forgotten
-# with the connection, because clients that the broker never accepts must not fill the memory.
+# The challenged requests of one connection, by transactional.id, transaction and class of requests. The machine forgets
+# them with the connection, because clients that the broker never accepts must not fill the memory.
 _Challenged = OrderedDict[tuple[str, int, Hashable], set[Hashable]]
 _MOST_CHALLENGES = 64  # maximum number of challenges per connection; a forgotten request is challenged again
 _MOST_MARKS = 300  # maximum number of marks per connection, over all challenges
@@ -336,9 +337,10 @@ class Machine:
         self._require_move(known, Event.WRITES, NOT_ENOUGH_REPLICAS)
         kind = ("produce", broker)
         if not known.renews:
-            # A late Produce of a client that renews has an expired identity or sequence, so it needs no challenge. The
-            # error would do harm: librdkafka requeues the record, and a record requeued while abort_transaction waits
-            # for it is neither sent nor dropped until message.timeout.ms.
+            # A challenge refuses a request once, so that only a live client repeats it. A client that requests its next
+            # identity after every abort (librdkafka) needs no challenge: its late Produce has an expired identity or
+            # sequence. A challenge would even do harm. librdkafka requeues a refused record, and a record requeued
+            # while abort_transaction waits for it is neither sent nor dropped until message.timeout.ms.
             marks = [(batch.partition, batch.first) for batch in batches]
             self._challenge(name, known, kind, connection, marks, NOT_ENOUGH_REPLICAS, authority)
         bases = dict[Partition, int]()
@@ -398,7 +400,7 @@ class Machine:
         if known.state is State.ENDING and known.end is not None:
             end = known.end._replace(committed=committed)  # the broker knows its own decision
         else:
-            # Also for a transaction that is not open here: an empty abort by a client whose first request was lost.
+            # The transaction may not be open here, for example if a client aborts after its first request was lost.
             end = End(known.number, known.real, committed)
         if authority is not Authority.UNKNOWN:
             known.end = end
@@ -488,7 +490,7 @@ class Machine:
         room = most - sum(map(len, challenged.values()))
         while len(challenged) > 1 and (room < len(marks) or len(challenged) > _MOST_CHALLENGES):
             room += len(challenged.popitem(last=False)[1])
-        # Keep the first marks: a client that sent many requests at once repeats these first.
+        # Keep the first marks, because a client that sent many requests at once repeats these first.
         seen.update(marks[: max(0, room)])
         return again
 

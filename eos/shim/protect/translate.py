@@ -37,7 +37,7 @@ DESCRIBED_VERSION = 0  # the only version of DescribeTransactions
 NONE = Identity(-1, -1)
 _IDENTITY = struct.Struct(">qh")
 _PRODUCER_FENCED, _INVALID_PRODUCER_EPOCH = 90, 47
-_FENCED_KNOWN_SINCE = 2  # EndTxn
+_FENCED_KNOWN_SINCE = 2  # since this version, EndTxn may answer PRODUCER_FENCED
 
 # Positions in a record batch.
 _CRC_AT, _IDENTITY_AT, _SEQUENCE_AT, _CHANGED_END = 17, 43, 53, 57

@@ -107,7 +107,7 @@ class History:
         self.transactions: deque[Transaction] = deque(maxlen=keep)
         self.counts = {"committed": 0, "aborted": 0, "abandoned": 0, "steps": 0, "errors": 0}
         self._current: dict[str, Transaction] = {}
-        self._of_producer: dict[int, list[Transaction]] = {}
+        self._by_producer_id: dict[int, list[Transaction]] = {}
         self._last_of_identity: dict[tuple[str, int | None, int | None], Transaction] = {}
         self._steps_kept = steps_per_transaction
 
@@ -128,7 +128,7 @@ class History:
             transaction.steps.append(step)
         if step.producer_id is not None and step.name != "InitProducerId":
             transaction.producer_id, transaction.epoch = step.producer_id, step.epoch
-            known = self._of_producer.setdefault(step.producer_id, [])
+            known = self._by_producer_id.setdefault(step.producer_id, [])
             if transaction not in known:
                 known.append(transaction)
             self._last_of_identity[step.transactional_id, step.producer_id, step.epoch] = transaction
@@ -148,13 +148,13 @@ class History:
         ((partition, offset),) = step.offsets.items()
         before = [
             (old.offsets[partition], number)
-            for number, kept in enumerate(self._of_producer.get(step.producer_id, []))
+            for number, kept in enumerate(self._by_producer_id.get(step.producer_id, []))
             for old in kept.steps
             if old.name == "Produce" and old.offsets.get(partition, offset) < offset
         ]
         if not before:
             return False
-        transaction = self._of_producer[step.producer_id][max(before)[1]]
+        transaction = self._by_producer_id[step.producer_id][max(before)[1]]
         if any(old.name == "Marker" and partition in old.offsets for old in transaction.steps):
             return False
         step.transaction, step.transactional_id = transaction.number, transaction.transactional_id
@@ -197,11 +197,11 @@ class History:
         for step in oldest.steps:
             if step.producer_id is None:
                 continue
-            known = self._of_producer.get(step.producer_id, [])
+            known = self._by_producer_id.get(step.producer_id, [])
             if oldest in known:
                 known.remove(oldest)
             if not known:
-                self._of_producer.pop(step.producer_id, None)
+                self._by_producer_id.pop(step.producer_id, None)
             identity = (oldest.transactional_id, step.producer_id, step.epoch)
             if self._last_of_identity.get(identity) is oldest:
                 del self._last_of_identity[identity]

@@ -40,8 +40,8 @@ UNCHANGED = Unchanged()
 Handling = Unchanged | Handler | Stream
 
 
-# After this many frames of one connection, or this many bytes of whole ones, other connections have their turn. Small
-# frames cost 5 to 100 µs each, a large whole one up to 0.3 s.
+# Other connections get their turn after this many frames of one connection, or after this many bytes of frames that are
+# handled whole. Small frames cost 5 to 100 µs each, and a large whole frame up to 0.3 s.
 FRAMES_PER_TURN = 64
 HANDLED_BYTES_PER_TURN = 64 * 1024
 

@@ -85,7 +85,9 @@ class AcksReader:
         self._tags = 0  # tagged fields left to skip
 
     def read(self, data: Piece, pos: int) -> int | None:
-        """Return acks, or None if more than the frame's bytes so far, `data[pos:]`, are needed. Raises Malformed."""
+        """Return acks, given the bytes of the frame that have arrived: `data[pos:]`. Return None if more are needed.
+
+        Raises Malformed."""
         step, at, tags, end = self._step, pos + self._position, self._tags, len(data)
         flexible = self._version >= _FLEXIBLE_SINCE
         if step == _CLIENT_ID:

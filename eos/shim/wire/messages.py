@@ -25,7 +25,8 @@ CodeOf = Callable[[str | bytes, int], int]
 Codes = int | CodeOf  # one code for all partitions, or a function of topic and partition
 
 
-# Smaller requests have room for few elements and are decoded without this check. Nearly all requests are smaller.
+# A request of at most this size has room for few elements, so it is decoded without a check of their number. Nearly all
+# requests are this small.
 _UNCHECKED_BYTES = 256
 
 

@@ -385,7 +385,9 @@ class Cluster(ABC):
 
 
 def collect_late(seen: Metadata, topics: Iterable[str], who: str, problems: list[str]) -> int:
-    """Add the parts that `who` reports as not in sync to `problems`; return the number of partitions reported."""
+    """Add what `seen` lacks to `problems`: unknown topics, and partitions that are not in sync.
+
+    `who`: the node that reported `seen`. Return the number of partitions in `seen`."""
     known = {topic for topic, _ in seen.partitions}
     problems += [f"{who} does not know {topic}" for topic in topics if topic not in known]
     problems += [f"{topic}-{partition} at {who}" for topic, partition in seen.not_in_sync()]

@@ -35,7 +35,7 @@ LOCAL_IMAGES = "eos-kafka"
 BASE_IMAGE = "eos-base:bookworm"
 _INTERNAL_PORT, _CONTROLLER_PORT = 9092, 9093
 _ANSWER_TIMEOUT_S, _WORK_TIMEOUT_S = 5, 90
-# All interfaces except loopback, which the node uses to connect to itself and to resolve names.
+# Drop packets on all interfaces except loopback, which the node uses to connect to itself and to resolve names.
 _DROP = ("INPUT ! -i lo -j DROP", "OUTPUT ! -o lo -j DROP")
 
 
@@ -107,7 +107,7 @@ class ContainerCluster(Cluster):
 
     def __enter__(self) -> ContainerCluster:
         self._client = engine()
-        # Ryuk is a separate image, which needs a registry.
+        # Disable Ryuk, because its separate image needs a registry.
         os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"
         from testcontainers.core.network import Network
 
@@ -124,7 +124,7 @@ class ContainerCluster(Cluster):
             cluster_id = secrets.token_urlsafe(16).replace("-", "A")
             for i in range(self.size):
                 container = self._container(i, cluster_id, network)
-                # Registered before it starts, so that a container that does not start is removed too.
+                # Register the removal before the start, so that a container that does not start is removed too.
                 cleanup.callback(container.stop)
                 self._containers.append(container)
                 container.start()
@@ -145,7 +145,8 @@ class ContainerCluster(Cluster):
         container = DockerContainer(self.image, env=self._environment(i, cluster_id), name=f"{self.name}-{i}")
         container.with_network(network).with_network_aliases(_alias(i))
         container.with_kwargs(labels=self._labels(), hostname=_alias(i))
-        # On the loopback address only; testcontainers' own method binds the port on every address of the machine.
+        # Bind the port on the loopback address only. testcontainers' own method binds it on every address of the
+        # machine.
         container.ports[f"{self._ports[i]}/tcp"] = (HOST, self._ports[i])  # type: ignore[assignment]
         return container
 
@@ -171,7 +172,8 @@ class ContainerCluster(Cluster):
         return {_variable(name): value for name, value in properties.items()} | {
             "CLUSTER_ID": cluster_id,
             "KAFKA_HEAP_OPTS": f"-Xms256m -Xmx{heap_for(self.size)}",
-            # The nodes live for minutes: C2 took a third of their processor time on 2 cores and never paid off.
+            # Do not use the C2 compiler: the nodes live for minutes, and C2 took a third of their processor time on 2
+            # cores without ever paying off.
             "KAFKA_JVM_PERFORMANCE_OPTS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
             # A restarted node may have another address in the network under its old name.
             "KAFKA_OPTS": "-Dsun.net.inetaddr.ttl=1 -Dsun.net.inetaddr.negative.ttl=0",
@@ -204,7 +206,8 @@ class ContainerCluster(Cluster):
     def _kill(self, i: int) -> None:
         container = self._docker(i)
         if i in self._paused:
-            # A frozen process receives no signal. It may run for the moment between the two calls.
+            # Unfreeze the process first, because a frozen one receives no signal. It may run for a moment before the
+            # kill.
             container.unpause()
         container.kill("SIGKILL")
         container.wait(timeout=_WORK_TIMEOUT_S)

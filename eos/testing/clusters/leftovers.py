@@ -49,7 +49,8 @@ def remove_leftovers(client: Any) -> list[str]:
                 item.remove()
             removed.append(item.name)
         except docker.errors.APIError as error:
-            # 404 gone, 409 being removed, 403 a network whose container is being removed.
+            # Ignore 404 (the resource is gone), 409 (it is being removed) and 403 (a network whose container is being
+            # removed).
             if error.status_code not in (403, 404, 409):
                 raise
     return removed

@@ -33,8 +33,8 @@ from tests.containers.matrix.run import Run, Size
 
 CONFIG = {
     "group.initial.rebalance.delay.ms": 0,
-    # With the consumer protocol the brokers set the session timeout: the same as the classic one, or no pause exceeds
-    # it.
+    # With the consumer protocol the brokers set the session timeout. It equals the classic one, so that pauses can
+    # exceed it.
     "group.consumer.session.timeout.ms": int(SESSION_TIMEOUT_S * 1000),
     "group.consumer.heartbeat.interval.ms": 1000,
 }
@@ -210,7 +210,7 @@ def main() -> int:
     cells = [cell for cell in (product() if options.full else pairwise()) if options.only in cell.name]
     size = Size(options.records, options.faults)
     until = time.monotonic() + options.minutes * 60
-    # As after an interrupt: everything started is stopped, and the table shows the results so far.
+    # As after an interrupt, everything started is stopped, and the table shows the results so far.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with closing(Clusters(options.kafka)) as clusters:

@@ -211,7 +211,7 @@ def _rewind_to_the_committed_offset_of_the_assignment() -> None:
     def to_the_assignment(self: Positions[Any]) -> dict[Any, int]:
         targets = {partition: starts[partition] for partition in rewind(self)}
         self._next_fetch |= (
-            targets  # Otherwise repeated records would be dropped, as those that the client delivers twice are.
+            targets  # Without this, repeated records would be dropped, as records are that the client delivers twice.
         )
         return targets
 
@@ -240,12 +240,13 @@ def _state_of_an_abort_kept() -> None:
 
 DOUBLED, LOST = frozenset({"no_duplicates"}), frozenset({"no_losses"})
 TORN, OFFSET_REGRESSION = frozenset({"atomic"}), frozenset({"no_rewind"})
-_LONG_INTERVAL = {"eos.transaction.interval.ms": "1000"}  # a rebalance happens during an open transaction
-# Many transactions before the first fault: a request with a given number is one of the first process's, and comes after
-# offsets that this process committed since its assignment.
+# Long enough that rebalances happen during an open transaction.
+_LONG_INTERVAL = {"eos.transaction.interval.ms": "1000"}
+# With short intervals there are many transactions before the first fault. So the request with a rule's number is sent
+# by the first process, after it has committed offsets since its assignment.
 _SHORT_INTERVAL = {"eos.transaction.interval.ms": "50", "linger.ms": "5"}
-_BUSY_MS = 6.0  # fewer than are loaded, so records wait in the worker, which then handles some that it no longer owns
-_LONG_TIMEOUT = {"transaction.timeout.ms": "600000"}  # a zombie finds its transaction open
+_BUSY_MS = 6.0  # milliseconds per record: so slow that records wait, and the worker handles some that it no longer owns
+_LONG_TIMEOUT = {"transaction.timeout.ms": "600000"}  # long enough that a zombie finds its transaction open
 
 ALL: dict[str, Breakage] = {
     "offsets outside the transaction": Breakage(

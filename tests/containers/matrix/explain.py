@@ -135,7 +135,7 @@ def count_in_transaction(directory: Path, faults: Sequence[Fault]) -> int:
 def _was_open(steps: NDArray[np.void], at_ns: int) -> bool:
     last: dict[int, str] = {}
     end = int(np.searchsorted(steps["at_ns"], at_ns, "right"))
-    # At most two are unfinished, with six steps each; an older one without a commit was aborted.
+    # At most two transactions are unfinished, with six steps each. An older one without a commit was aborted.
     for entry in steps[max(0, end - 2 * len(STEPS)) : end]:
         last[int(entry["transaction"])] = STEPS[entry["step"]]
     return any(step not in ("begin", "committed") for _, step in sorted(last.items())[-2:])

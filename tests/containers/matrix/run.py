@@ -50,7 +50,7 @@ WORK_MS = 0.3
 PROGRESS_S = 180.0
 END_S = 300.0
 _LAST_MARKERS = 16
-QUIET_S = 30.0  # The transaction timeout, and time for the coordinator to look for expired ones.
+QUIET_S = 30.0  # the transaction timeout, and time for the coordinator to find expired transactions
 SETTLED_S = 40.0
 EVERY_FAULT = [*itertools.product(FAULTS, TARGETS), ("move", "transaction-coordinator")]
 HELD_AT = 5  # the occurrence of a step at which a worker is held, in the middle of its work
@@ -117,9 +117,9 @@ class Loader:
         self._producer = Producer(
             {
                 "bootstrap.servers": servers,
-                # Not idempotent: the expected outputs come from the topic, including duplicate inputs. An idempotent
-                # producer spins while it waits for slow brokers (confluentinc/librdkafka#3692, seen with 2.16). It
-                # would take up to two cores from the workers and from the brokers that are starting.
+                # The producer is not idempotent: an idempotent one spins while it waits for slow brokers
+                # (confluentinc/librdkafka#3692, seen with 2.16), and would take up to two cores from the workers and
+                # brokers. Duplicate inputs do no harm, because the expected outputs come from the topic.
                 "enable.idempotence": False,
                 "acks": "all",
                 "linger.ms": 200,
@@ -246,7 +246,7 @@ class Run:
             step_log="",
             first=stage == 0,
             state=last and self._cell.state,
-            # A transaction is then open about half of the time, and half of the faults hit one.
+            # With this work per record, a transaction is open about half of the time, and half of the faults hit one.
             work_ms=(self._breakage and self._breakage.work_ms) or WORK_MS,
             breakage=self._breakage_name,
         )
@@ -312,7 +312,7 @@ class Run:
         config = {"min.insync.replicas": str(min(2, replicas))}
         topics = [NewTopic(t, PARTITIONS, replicas, config=config) for t in self.topics]
         if self._cell.column == "K19":
-            # A single replica, so that no broker can take over while its node is down.
+            # Each partition has a single replica, so that no broker can take over while its node is down.
             alone = [[p % self._cluster.size] for p in range(PARTITIONS)]
             one = {"min.insync.replicas": "1"}
             topics[-1] = NewTopic(self._outputs[-1], PARTITIONS, replica_assignment=alone, config=one)
@@ -459,7 +459,7 @@ class Run:
         self.workers.start(member, holds=[(step, HELD_AT)])
 
         def process() -> WorkerProcess:
-            # Another process if the first one ended with an expected exit code; it is held as well.
+            # This is another process if the first one ended with an expected exit code. It is held too.
             assert member.process is not None
             return member.process
 

@@ -175,7 +175,7 @@ def main() -> int:
     console.print(f"{options.minutes:g} minutes, seed {options.seed}; {choice.reason}; {directory}", highlight=False)
     result: dict[str, object] = {"minutes": options.minutes, "seed": options.seed, "backend": choice.backend}
     outcome = None
-    # As after an interrupt: everything started is stopped, and the results so far are reported.
+    # As after an interrupt, everything started is stopped, and the results so far are reported.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with choice.cluster(3, cell.version, CONFIG) as cluster:
         settings = {"eos.state.engine": options.engine}

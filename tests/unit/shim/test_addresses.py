@@ -20,7 +20,7 @@ from tests.unit.shim.messages import FUZZ_EXAMPLES, RESPONSES, decoded, framed, 
 
 pytestmark = pytest.mark.takes(85)
 
-# The same examples every time, because each check requires that some of them contain its subject.
+# Use the same examples every time, because each check requires that some of them contain its subject.
 FEW = settings(
     max_examples=FUZZ_EXAMPLES or 15,
     derandomize=not FUZZ_EXAMPLES,
@@ -164,7 +164,7 @@ def test_streamed_fetch_keeps_its_length_and_hides_endpoints(version: int) -> No
     cls = RESPONSES[api.FETCH]
     hidden = []
 
-    # More examples: which ones they are depends on the constants of all loaded modules, and few have endpoints.
+    # Use more examples: which ones are drawn depends on the constants of all loaded modules, and few have endpoints.
     @settings(FEW, max_examples=FUZZ_EXAMPLES or 100)
     @given(frames(cls, version), st.data())
     def check(frame: bytes, data: st.DataObject) -> None:

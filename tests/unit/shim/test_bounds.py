@@ -79,7 +79,7 @@ def test_acks_reader_continues_where_it_stopped() -> None:
         found.append(reader.read(Counted(whole[:end]), 0))
     assert found[-1] == -1
     assert set(found[:-1]) == {None}
-    # Two or three reads for each new byte, all of the incomplete field.
+    # Each new byte costs two or three reads, all of the incomplete field.
     assert Counted.looks < 4 * len(whole)
 
 

@@ -58,7 +58,7 @@ def test_splitter_output_does_not_depend_on_chunks(kinds: list[tuple[bytes, str]
     data = b"".join(framed(payload) for payload, _ in kinds)
     out = b""
     for chunk in cut(data, steps):
-        # Like a connection, read into memory that the next chunk overwrites.
+        # As in a connection, frames are read into memory that the next chunk overwrites.
         buffer = bytearray(chunk)
         out += b"".join(splitter.feed(memoryview(buffer)))
         buffer[:] = b"\xee" * len(chunk)

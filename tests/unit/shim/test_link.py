@@ -351,7 +351,7 @@ def test_bytes_for_a_closed_side_are_dropped(gone: str) -> None:
     assert (side.is_closed, side.never_connected) == (True, False)
     assert [name for name, transport in transports.items() if transport.closed] == list({*transports} - {gone})
     side.write([b"late"])
-    side.write_end()
+    side.write_eof()
     side.pause_for(PauseReason.FULL)
     side.clear_pause(PauseReason.FULL)
     for late in (side.close, side.abort, side.reset):

@@ -172,7 +172,7 @@ def test_challenge_ends_with_its_transaction(client: Client) -> None:
     assert client.machine.state("t") is State.ENDED
 
 
-def test_writes_after_an_abort_are_challenged(client: Client) -> None:
+def test_first_write_to_each_broker_after_an_abort_is_refused_once(client: Client) -> None:
     client.add()
     client.write(0, broker=0)
     client.offsets()
@@ -185,7 +185,7 @@ def test_writes_after_an_abort_are_challenged(client: Client) -> None:
     assert client.offsets() == real(8)
 
 
-def test_first_write_to_a_broker_is_not_challenged(client: Client) -> None:
+def test_first_write_to_a_broker_is_not_refused(client: Client) -> None:
     client.transaction(0)
     client.add()
     assert client.write(0, broker=1, connection=C, partition=P1) == 0

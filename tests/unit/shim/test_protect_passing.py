@@ -120,7 +120,7 @@ def test_damaged_produce_in_chunks_is_handled_like_a_whole_frame(version: int, s
             passed.feed(chunk)
     except ProtocolError:
         return
-    # In any division, only identity, sequence and checksum of a batch change.
+    # However the frame is divided, only identity, sequence and checksum of a batch change.
     different = [at for at, (old, new) in enumerate(zip(frame, passed.out, strict=False)) if old != new]
     assert len(passed.out) in (0, len(frame))
     allowed = 4 + 14
@@ -236,7 +236,7 @@ def test_interrupted_produce_counts_once_after_a_retry(renews: bool) -> None:
     assert (sequences(sent), answer) == ([0], None)
     machine.note_end("t", machine.check_end("t", OLD, 1, True, "end"), LATER)
     machine.check_open("t", OLD, 1, "next")
-    # Three records: the next sequence upstream is 0, and no record was counted twice.
+    # Three records were sent, so the next base sequence upstream is 0, and no record was counted twice.
     sent, _ = again(passed, produce_request(9, "t", {"a": {3: records(3)}}), 2)
     assert sequences(sent) == [0]
 

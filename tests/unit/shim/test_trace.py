@@ -271,7 +271,7 @@ def test_history_keeps_only_the_last_transactions(wire: Wire) -> None:
     assert len(history.transactions) == 5
     assert history.counts["committed"] == 100
     assert len(history._current) <= 5
-    assert sum(map(len, history._of_producer.values())) <= 5
+    assert sum(map(len, history._by_producer_id.values())) <= 5
     assert len(history._last_of_identity) <= 5
 
 
@@ -288,7 +288,8 @@ def test_fetched_marker_is_added_once_to_its_transaction() -> None:
         wire.produce(3, two, offset=10 * number)
         wire.end(commit=commit)
     wire.produce(3, two, offset=30)
-    # The markers that a reader from the beginning gets: of the second transaction, of another producer, and a cut one.
+    # A reader from the beginning gets these markers: of the second transaction, of another producer, and one that is
+    # cut off.
     frame = fetched(
         batch(4000, 5, 0, 2, b"xx", offset=10)
         + batch(4000, 5, -1, 1, marker(False), control=True, offset=12)

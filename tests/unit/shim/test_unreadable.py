@@ -101,7 +101,7 @@ def damaged(draw: st.DrawFn, key: int) -> tuple[int, bytes]:
     made = bytearray(draw(requests(cls, version)))
     made = made[: draw(st.integers(12, len(made)))]
     for _ in range(draw(st.integers(0, 3))):
-        # Most often a length: null, zero, or far too large.
+        # Change a byte, most often one of a length: to null, zero, or far too large.
         made[draw(st.integers(4, len(made) - 1))] = draw(st.sampled_from((0xFF, 0, 0x80)) | st.integers(0, 255))
     return version, bytes(made)
 

@@ -77,7 +77,7 @@ def test_function_receives_the_record_a_worker_would_read() -> None:
         Record("in", 2, 5, 1_700_000_000_123, b"k", b"v", [("h", b"\x00"), ("none", None)]),
         Record("in", 2, 6, -1, None, None),
     ]
-    # In this process, so that `seen` is filled here.
+    # Run in this process, so that `seen` is filled here.
     list(Apply(app, 100)(iter([rows(*records)])))
     assert seen == records
 
@@ -244,7 +244,7 @@ def test_hooks_run_around_a_task_and_async_outputs_keep_order() -> None:
     events: list[str] = []
     app.on_start(lambda: events.append("start"))
     app.on_stop(lambda: events.append("stop"))
-    # Each record waits for the next one: run one at a time, none would ever end.
+    # Each record waits for the next one, so none would end if they ran one at a time.
     done = [asyncio.Event() for _ in range(6)]
     done[5].set()
 

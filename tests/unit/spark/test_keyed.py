@@ -193,7 +193,7 @@ def test_function_with_time_equals_a_run_without_spark(make: Callable[[], App], 
     """Split the records into random micro-batches; each is repeated, and only its last run counts."""
     rows, draw = timed_rows(200), random.Random(seed)
     records = [Record("in", 1, row["offset"], row["timestamp"] // 1_000, row["key"], row["value"]) for row in rows]
-    # All of one partition, so that the outputs have one order.
+    # All records are of one partition, so that the outputs have one order.
     expected = [sent.value for sent in run_offline(make(), records).sent]
     app, state, found, at = keyed.Keyed(make(), 7), State_(began_ms=10**13), list[bytes | None](), 0
     while at < len(rows):

@@ -29,7 +29,7 @@ def test_settings_contain_file_contents_instead_of_paths(tmp_path: Path) -> None
     }
     java = java_consumer(settings)
     assert (java["ssl.truststore.certificates"], java["ssl.keystore.key"]) == ("CA", "KEY")
-    # Queries from the driver keep the path, so that they use a replaced file.
+    # Queries that run on the driver keep the path, so that they use a replaced file.
     assert options.settings["ssl.ca.location"] == settings["ssl.ca.location"]
 
 
