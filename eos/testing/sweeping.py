@@ -9,7 +9,7 @@ on the worker's own report. Only the contents of Kafka count, and the fault must
     def sweeper(eos_kafka): return Sweeper("flights.py:app", eos_kafka.bootstrap_servers, {"flights": values})
 
     @pytest.mark.parametrize("case", every_case(), ids=str)
-    def test_no_fault_loses_or_doubles(case, sweeper): sweeper.run(case).raise_if_wrong()
+    def test_fault_loses_and_duplicates_nothing(case, sweeper): sweeper.run(case).raise_if_wrong()
     # pytest's summary has the table of all cases
 
     # or all of it, with a table at the end
