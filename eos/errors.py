@@ -153,7 +153,10 @@ def raise_if_interrupted(error: BaseException) -> None:
 
 
 def safe_str(error: BaseException) -> str:
-    """Return the text of an exception, with those of group members. If its `__str__` raises, name that error."""
+    """Return the text of an exception; for an ExceptionGroup, also the texts of its exceptions.
+
+    If `__str__` raises, the text names the error that it raised.
+    """
     try:
         text = str(error)
         if isinstance(error, BaseExceptionGroup):

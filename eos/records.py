@@ -148,7 +148,7 @@ class Record(msgspec.Struct, Generic[V], frozen=True, gc=False):
             topic,
             headers,
             partition,
-            timestamp if timestamp > 0 else 0,  # 0 for an unknown timestamp: the time when the output is sent
+            timestamp if timestamp > 0 else 0,  # 0: unknown, so it becomes the time of sending
         )
 
 

@@ -64,7 +64,7 @@ class ShutdownExpired(Interruption):
 
 
 def stop_timeout_error(expired: ShutdownExpired) -> Temporary:
-    """Return the error that ends a run whose stop expired."""
+    """Return the error that ends a run whose shutdown took too long."""
     return Temporary(
         f"the stop took too long ({expired}): the open transaction was abandoned, and its records will be handled again"
     )

@@ -96,7 +96,8 @@ def gather(
 def _select_columns(
     df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], most_packers: int | None
 ) -> tuple[DataFrame, Places]:
-    """Return the columns to write, in the partitions that pack them, and the rule that assigns rows to targets."""
+    """Return the rows with only the columns to write, in the Spark partitions that pack them, and the rule that assigns
+    rows to targets."""
     types = _check(df, topic)
     routed = not isinstance(topic, str) and TOPIC in types
     # Select only the needed columns: Spark's conversion to Arrow costs for each. Select them in one step: Spark

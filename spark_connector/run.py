@@ -310,7 +310,7 @@ def _is_replaced(write: Stream) -> bool:
     try:
         return write.is_replaced()
     except EosError as unanswered:
-        log.warning("check for a replacing run failed", error=str(unanswered))
+        log.warning("check for a newer run failed", error=str(unanswered))
         return False
 
 

@@ -33,8 +33,8 @@ def parameter_annotation(
         signature.bind(*[None] * (1 + more))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{name} must be callable with exactly one positional argument, apart from a second one that is annotated "
-            f"Record and those annotated State[...]: {error}"
+            f"{name} must take exactly one positional argument; it may also take a second one annotated Record, and "
+            f"any number annotated State[...]: {error}"
         ) from error
     except NameError as error:  # Python >= 3.14 evaluates annotations here
         raise ConfigurationError(f"an annotation of {name} cannot be resolved: {error}") from error

@@ -79,7 +79,7 @@ def make_normaliser(name: str, destinations: tuple[str, ...], hints: Hints, pass
             if destinations and record.value is None:
                 hints.warn_tombstone(record)
             elif not hints.allows_none:
-                hints.warn_none(record)
+                hints.warn_about_none(record)
             return ()
         if not HOLDS_SEVERAL[type(result)]:
             return (one(record, result),)
@@ -87,7 +87,7 @@ def make_normaliser(name: str, destinations: tuple[str, ...], hints: Hints, pass
         # middle.
         items: list[Any] = result if type(result) is list else list(cast("Iterable[Any]", result))
         if type(result) is tuple and looks_like_a_pair(items, Out):
-            hints.warn_pair(record)
+            hints.warn_about_pair(record)
         sends = [one(record, item) for item in items if item is not None]
         if record.value is None and len(sends) < len(items):
             hints.warn_tombstone(record)
@@ -135,11 +135,11 @@ class Hints:
         """Warn that the result None dropped a tombstone."""
         self._warn_once("tombstone dropped", _TOMBSTONE, record)
 
-    def warn_none(self, record: Record) -> None:
+    def warn_about_none(self, record: Record) -> None:
         """Warn that a function returned None against its annotation."""
         self._warn_once("function returned None against its annotation", _NOTHING, record)
 
-    def warn_pair(self, record: Record) -> None:
+    def warn_about_pair(self, record: Record) -> None:
         """Warn that a returned tuple looks like a key and a value."""
         self._warn_once("tuple sent as separate records", _PAIR, record)
 

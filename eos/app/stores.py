@@ -328,7 +328,7 @@ class Stores:
         return run
 
     def write(self, states: Iterable[Any], cells: Cells, now: int) -> None:
-        """Write the changes of a function in its states, at a time of its task."""
+        """Write the changes that a function made to its states. `now` is the time of its task in ms."""
         aged = self.with_expiry(cells, now)
         for one in states:
             one._write(aged)

@@ -275,7 +275,7 @@ def record_of(topic: str, partition: int, cell: bytes, due_ms: int, find_window:
 
 
 def due_of(record: Record) -> DueTimer | None:
-    """Return the timer that a record stands for; None for a record of a topic."""
+    """Return the timer that this record represents, or None if the record was read from a topic."""
     return record.headers.due if record.offset <= _FIRST_ID and isinstance(record.headers, _TimerHeaders) else None
 
 

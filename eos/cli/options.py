@@ -33,7 +33,7 @@ UntilEnd = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 LogFormat = Annotated[str, typer.Option(help="human or json")]
-SEND_ID_PREFIX = "eos-topic-send-"  # begins the transactional.ids of `eos topic send`
+SEND_ID_PREFIX = "eos-topic-send-"  # prefix of the transactional.ids that `eos topic send` uses
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error")]
 
 

@@ -26,7 +26,8 @@ from eos.demo.show import Show
 from eos.kafka.client.cluster import TransactionalIdState
 
 TRANSACTION_TIMEOUT_MS = 5_000
-# A run has about this many transactions for any number of flights. They are small, so that a fault finds one open.
+# A run has about this many transactions, however many flights there are. Small ones make it likely that one is open
+# when a fault is injected.
 _TRANSACTIONS = 1_000
 _KILL_AT, _PAUSE_AT = 0.03, 0.10  # fractions of the flights to handle
 # This fraction of the flights is loaded before the workers start. The rest is loaded after the faults, and small parts

@@ -48,7 +48,7 @@ class SlowFunctions:
     def __init__(self, settings: Settings) -> None:
         self._transaction_ms = settings.transaction_timeout_ms
         self._poll_ms = int(settings.get("max.poll.interval.ms", DEFAULT_MAX_POLL_INTERVAL_MS))
-        self._most_records = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
+        self._max_records = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
         self._attempts: dict[Partition, _Attempt] = {}  # the last attempt of each partition in the open transaction
         self._attempt_lost_twice: _Attempt | None = None
         self._slow: dict[Partition, int] = {}  # first record of each partition in a call that was lost
@@ -150,7 +150,7 @@ class SlowFunctions:
         limits, remedy = self._limits(took_s)
         if len(records) > 1 and (route.batch or route.concurrent):
             kind = "batch" if route.batch else "async"
-            remedy += f", or lower eos.{kind}.max.records={self._most_records[kind]}"
+            remedy += f", or lower eos.{kind}.max.records={self._max_records[kind]}"
         return (
             f"{_took(route.name, records, took_s)}, longer than {limits}: {remedy} "
             "(the broker takes transactions up to its transaction.max.timeout.ms)"

@@ -88,7 +88,7 @@ class Transaction:
         self, loop: Turns, began_at: float, until: float, first_timestamp_ms: int, waited_before: float = 0.0
     ) -> None:
         self._loop = loop
-        # World.now(); after `until` no more records are handed out.
+        # Both are times of World.now(). No more records are handed out after `until`.
         self.began_at, self._hand_out_until = began_at, until
         # Timestamp of the first record that was waiting when the transaction began.
         self.first_timestamp_ms = first_timestamp_ms

@@ -257,7 +257,7 @@ class Pipeline:
         streaming = None not in streams
         if streaming and len(jobs) == 1 and jobs[0] is self.jobs[0]:
             assert streams[0] is not None
-            return streams[0]  # no other job handles the frame or must see this job's response
+            return streams[0]  # no other job handles the frame, and none needs this job's response
         steps = [
             partial(hook, exchange) if stream is None else stream.feed if streaming else partial(_whole, stream)
             for hook, stream in zip(whole, streams, strict=True)

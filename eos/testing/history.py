@@ -434,7 +434,7 @@ class _Reading:
         return sum(max(0, end - self.positions.get(partition, 0)) for partition, end in (self._targets or {}).items())
 
     def progress(self) -> tuple[int, int]:
-        """Return the offsets passed, and their total."""
+        """Return how many offsets have been read so far, and how many there are in total."""
         return self._total - self._remaining(), self._total
 
     def unfinished(self) -> set[Partition]:

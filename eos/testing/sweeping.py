@@ -104,7 +104,7 @@ ERRORS: Mapping[str, tuple[str, ...]] = {
 }
 # Errors that brokers return for a request that is in the log already.
 _AFTER_APPLY = ("REQUEST_TIMED_OUT", "NOT_ENOUGH_REPLICAS_AFTER_APPEND", "DUPLICATE_SEQUENCE_NUMBER")
-# The later step during which the late copy of a step arrives. A late FindCoordinator changes nothing.
+# For each request, the step during which a delayed copy of it arrives. One of FindCoordinator would change nothing.
 _LATE: Mapping[str, Event] = {
     "InitProducerId": Event("Produce"),
     "AddPartitionsToTxn": Event("EndTxn"),

@@ -162,7 +162,7 @@ class Done:
         return Done(offset, tuple(runs))
 
     def starting_at(self, low: int) -> Done:
-        """Return these settled dead letters for a partition whose first offset is `low` now."""
+        """Return a copy for a partition that now begins at offset `low`: all offsets before it count as settled."""
         return Done(max(self.offset, low), self.runs).add()
 
     def metadata(self) -> str:

@@ -154,6 +154,10 @@ class Sinks:
         assert dict(self.execute("select id, balance from accounts")) == balances
         too_large = sorted(v["cents"] for topic, v in self.sent if topic == self.payments and v["cents"] > 1000)
         assert sorted(json.loads(v)["cents"] for v in self.dead_letters(self.payments)) == too_large
+        wrong = sorted(
+            v["id"] for topic, v in self.sent if topic == self.source and v["amount"] < 0 and v["id"] % 17 != 5
+        )
+        assert sorted(json.loads(v)["id"] for v in self.dead_letters(self.source)) == wrong
         offsets = self.execute(f"select sum(next_offset) from eos_offsets where app = '{self.id}'")
         assert int(offsets[0][0]) >= len(self.sent), "all records, and the markers of their transactions"
 
@@ -304,7 +308,7 @@ def test_group_offset_moved_back_writes_nothing_twice_but_reset_does(sinks: Sink
 
 
 @pytest.mark.deep
-def test_stopped_record_can_be_skipped(on_postgres: Sinks) -> None:
+def test_record_that_stopped_the_worker_can_be_skipped(on_postgres: Sinks) -> None:
     sinks = on_postgres
     sinks.policy = "stop"
     sinks.define()

@@ -137,7 +137,7 @@ def test_fatal_error_is_never_retried() -> None:
         assert classify(call, kafka_error(code, "1/1/0")) is not Action.RETRY, (call, code)
 
 
-def test_table_names_existing_calls_and_codes() -> None:
+def test_error_table_refers_only_to_existing_calls_and_codes() -> None:
     codes = set(EXACT_CODES.values())
     assert {call for call, _ in TABLE} <= {*CALLS, "*"}
     assert {code for _, code in TABLE} <= codes

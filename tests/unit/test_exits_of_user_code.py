@@ -220,7 +220,7 @@ def test_keyboard_interrupt_with_custom_handler_is_a_record_failure() -> None:
 
 
 @pytest.mark.parametrize("way", [plain, coroutine, batch])
-def test_memory_error_inside_a_group_is_not_dead_lettered(way: Way) -> None:
+def test_memory_error_in_an_exception_group_is_not_dead_lettered(way: Way) -> None:
     group = ExceptionGroup("tasks", [ValueError("a"), ExceptionGroup("inner", [MemoryError()])])
     with pytest.raises(Temporary, match="ran out of resources"):
         eos.testing.run(app_of(way, group, on_error=dlq), [BAD])

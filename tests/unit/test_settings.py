@@ -395,7 +395,7 @@ def test_consumer_reads_committed_and_never_commits_or_resets() -> None:
     assert given["auto.offset.reset"] == "error", "the session decides where a partition starts"
 
 
-def test_classic_member_is_static_cooperative_with_ten_seconds() -> None:
+def test_classic_member_is_static_with_a_session_timeout_of_10_s() -> None:
     given = Settings({"transactional.id": "app-i-1"}).consumer()
     assert given["group.instance.id"] == "app-i-1"
     assert given["session.timeout.ms"] == 10_000

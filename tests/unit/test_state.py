@@ -271,7 +271,7 @@ def test_wrong_state_definition_is_refused_at_definition() -> None:
     def impossible(value: str, seen: State[Callable[[], int]]) -> None: ...
 
     assert "the state seen of untyped has no type" in refused("in", untyped)
-    assert "must be callable with exactly one positional argument" in refused("in", other)
+    assert "must take exactly one positional argument" in refused("in", other)
     assert "the state seen of default must be an ordinary parameter" in refused("in", default)
     assert "Callable" in refused("in", impossible)
     assert "has state, but reads a, b: a function with state must read one topic" in refused(["a", "b"], count)

@@ -319,7 +319,7 @@ def test_abort_restores_bounds() -> None:
     assert task.bounds(ROW).low == MAP.field(0), "a change of a row that is not read in order counts too"
 
 
-def test_bounds_per_task_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_bounds_kept_per_task_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_MAX_BOUNDS", 3)
     task = Task()
     for key in range(9):

@@ -69,7 +69,7 @@ class Batch:
     def _checked(self, result: Any, records: list[Record]) -> list[Any]:
         if result is None:
             if not self._hints.allows_none:
-                self._hints.warn_none(records[0])
+                self._hints.warn_about_none(records[0])
             return []
         if isinstance(result, (Out, str, bytes, bytearray, Mapping)) or not isinstance(result, Iterable):
             raise TypeError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from eos.kafka.client.cluster import TransactionalIdState
 
 ABORTING = ("PrepareEpochFence", "PrepareAbort")
-AGREEMENT_INTERVAL_S = 1.5  # a newer instance that is in its init looks for a moment like our own timeout
+AGREEMENT_INTERVAL_S = 1.5  # for a moment, a newer instance's init cannot be told from our own timeout
 
 
 class Identity(NamedTuple):
@@ -87,8 +87,8 @@ def judge(situation: Situation, answer: TransactionalIdState | None) -> Owner:
         return Owner.NEWER
     if situation.age_ms >= situation.timeout_ms and situation.progress is not Progress.NOTHING:
         return Owner.OWN_TIMEOUT
-    # A newer instance that works would have left a different state. So a newer instance died in its init, or is still
-    # in its init, or our clock stood still because the virtual machine was paused.
+    # A newer instance that completed its init would have left a different state. So either it died during its init, or
+    # the init is still in progress, or our clock stood still because the virtual machine was paused.
     return Owner.ABORTED_EARLY if situation.progress is Progress.ACKNOWLEDGED else Owner.UNKNOWN_TIMEOUT
 
 

@@ -119,8 +119,8 @@ class GroupOffsets:
             if self._world.now() >= deadline:
                 count = f"{len(names)} member{'s' if len(names) != 1 else ''}"
                 raise Unavailable(
-                    f"group {self.group} has {count} ({', '.join(names)}): stop them first; a member that was killed, "
-                    "or that a failed record stopped, counts until its session.timeout.ms has passed (--wait 30)"
+                    f"group {self.group} has {count} ({', '.join(names)}): stop them first; a member that was killed "
+                    "or stopped by a failed record remains one until its session.timeout.ms has passed (use --wait 30)"
                 )
             self._world.sleep(_POLL_INTERVAL_S)
 

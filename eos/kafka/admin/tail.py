@@ -175,8 +175,7 @@ def _list_offsets(
 def _list_readable_offsets(
     client: Any, topic_partitions: list[TopicPartition], spec: Any, level: IsolationLevel
 ) -> dict[int, int | Unavailable]:
-    """Return first or end offsets. In place of a negative offset, up to which nothing can be read, return
-    Unavailable."""
+    """Return first or end offsets; Unavailable replaces a negative one, because nothing could be read up to it."""
     found = _list_offsets(client, topic_partitions, spec, level)
     for partition, offset in found.items():
         if isinstance(offset, int) and offset < 0:

@@ -33,7 +33,7 @@ class Pacing:
 
     def __init__(self, interval_s: float, most: int, handled_at_once: int = 1, timeout_s: float = math.inf) -> None:
         self.interval_s, self._timeout_s = interval_s, timeout_s
-        self._most_records, self.handled_at_once = most, handled_at_once
+        self._max_records, self.handled_at_once = most, handled_at_once
         self.limit = most
         """The maximum number of records of the next transaction. Shrinks during the search for a refused record, and
         after transactions whose records could not be sent in time."""
@@ -58,16 +58,16 @@ class Pacing:
     def most_to_gather(self, waiting: int) -> int:
         """Return how many records to poll before a transaction begins. At least one, even without room: the group's
         callbacks must run."""
-        return min(max(1, self._most_records - waiting), _CHUNK)
+        return min(max(1, self._max_records - waiting), _CHUNK)
 
     def most_to_add(self, taken: int) -> int:
         """Return how many records to poll for the open transaction, which took `taken`."""
-        return min(self._chunk, self._most_records - taken)
+        return min(self._chunk, self._max_records - taken)
 
     def most_to_prefetch(self, taken: int, waiting: int, size: int) -> int:
         """Return how many records to fetch while a transaction that took `taken` ends. `waiting` records are fetched
         already, the last of them of `size` bytes."""
-        if taken < _PREFETCH_FROM or waiting >= self._most_records:
+        if taken < _PREFETCH_FROM or waiting >= self._max_records:
             return 0
         return max(0, min(self._chunk, min(_PREFETCH, _PREFETCH_BYTES // max(1, size)) - waiting))
 
@@ -123,8 +123,8 @@ class Pacing:
             fast = self.limit < self._records_of_few_bytes or (
                 open_s < self._timeout_s / 4 and not self._recovers_from_timeout
             )
-            self.limit = min(self._most_records, self.limit * 2 if fast else self.limit + self.limit // 4 + 1)
-            self._recovers_from_timeout = self._recovers_from_timeout and self.limit < self._most_records
+            self.limit = min(self._max_records, self.limit * 2 if fast else self.limit + self.limit // 4 + 1)
+            self._recovers_from_timeout = self._recovers_from_timeout and self.limit < self._max_records
         elif sending_s > self._timeout_s * 3 / 4:
             at_most = min(self.limit, taken)
             self.limit = max(1, at_most * 3 // 4, min(at_most, self._records_of_few_bytes))

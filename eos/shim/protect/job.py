@@ -51,7 +51,7 @@ class _PendingEnd(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """Hold a request on a connection that the broker has not accepted yet, to apply it after a successful response.
+    """Hold a connection's request that the broker has not accepted yet. It is applied after a successful response.
 
     `act` applies the request. It gets the partitions for which the response was successful, which may be only some of
     them.

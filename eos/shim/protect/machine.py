@@ -38,7 +38,7 @@ _EARLIER = 1 << 30
 
 
 _LAST_EPOCH = (1 << 15) - 1
-# The coordinator's states of a transaction that EndTxn ends, for commit and abort.
+# The states that the coordinator reports after EndTxn, for a commit (True) and for an abort (False).
 _END = {True: ("PrepareCommit", "CompleteCommit"), False: ("PrepareAbort", "CompleteAbort")}
 
 

@@ -67,7 +67,7 @@ def test_rule_matches_if_all_conditions_match(conditions: dict[str, object], fit
     assert not Rule("EndTxn", "reset", **conditions).matches(said, CONNECTION)  # type: ignore[arg-type]
 
 
-def test_beside_rule_counts_only_later_requests_of_other_partitions() -> None:
+def test_rule_with_beside_counts_later_requests_of_other_partitions() -> None:
     lost, beside = Plan([Rule("Produce", "reset"), Rule("Produce", "reset", beside=1)]).progress
     one, other = (RequestFacts(0, partitions=frozenset({f"out-{number}"})) for number in range(2))
     assert not lost.is_on_other_partitions(other), "no request was matched yet"

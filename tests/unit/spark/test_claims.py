@@ -206,7 +206,7 @@ def test_server_listens_on_the_configured_port_or_a_later_one() -> None:
         assert port < server.claims_client.port <= port + 16
 
 
-def test_foreign_bind_address_is_refused_by_name() -> None:
+def test_error_for_a_foreign_bind_address_names_the_setting() -> None:
     with pytest.raises(ConfigurationError, match=r"at 192\.0\.2\.1:\d+: .*spark\.driver\.bindAddress"):
         ClaimServer("driver", "192.0.2.1")
 
