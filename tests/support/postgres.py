@@ -28,12 +28,23 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def _executable_by_user(binaries: Path, directory: Path) -> Path:
+    """Return the folder of PostgreSQL's programs; a copy if the user that runs them may not enter their folder."""
+    try:
+        subprocess.run([binaries / "postgres", "--version"], user=_USER, cwd="/", check=True, capture_output=True)
+    except PermissionError:
+        copy = Path(shutil.copytree(binaries.parent, directory / "installation", symlinks=True))
+        copy.chmod(0o755)
+        return copy / binaries.name
+    return binaries
+
+
 class PostgresServer:
     """Own one server in a directory of its own. Each test creates a database there."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.port = directory, free_port()
-        self._bin = Path(max(POSTGRES_VERSIONS.items())[1])
+        self._bin = _executable_by_user(Path(max(POSTGRES_VERSIONS.items())[1]), directory)
         self._process: subprocess.Popen[bytes] | None = None
         if _USER:
             shutil.chown(directory, _USER)
