@@ -85,7 +85,7 @@ def directory_for_logs() -> Iterator[Path]:
             raise
         directory.rmdir()
         raise
-    except BaseException:  # after an interrupt nobody reads the logs
+    except BaseException:  # an interrupted run does not need its logs
         shutil.rmtree(directory, ignore_errors=True)
         raise
     shutil.rmtree(directory)

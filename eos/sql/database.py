@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -31,8 +30,7 @@ class Cursor(Protocol):
     def fetchall(self) -> list[Any]: ...
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Names the table that gets the rows, and the columns of its key. Without a key every row is inserted."""
 
     name: str
@@ -128,10 +126,8 @@ class Database(Protocol):
         """Open a connection. Raises DatabaseError, and ConfigurationError if the driver is not installed."""
 
 
-@dataclass(frozen=True)
-class SinkTarget:
+class SinkTarget(NamedTuple):
     """Names the database and table for a function's rows. Without a table, the function runs its own SQL."""
 
     database: Database
     table: Table | None = None
-    create: bool = field(default=False, compare=False)

@@ -9,40 +9,21 @@ from __future__ import annotations
 
 import math
 from base64 import b16encode
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from eos.errors import ConfigurationError
-from eos.sql.database import (
-    OFFSETS_TABLE,
-    Cursor,
-    DatabaseError,
-    Fault,
-    Partition,
-    Stored,
-    Table,
-    decode_failed,
-    encode_failed,
-)
+from eos.sql.database import OFFSETS_TABLE, DatabaseError, Fault, Table
 from eos.sql.rows import Row, split_by_columns
+from eos.sql.statements import CREATE_OFFSETS, SqlConnection, on_conflict, quoted
 
 if TYPE_CHECKING:
     import psycopg
 
-_CREATE: Final = f"""create table if not exists {OFFSETS_TABLE} (app text, topic text, partition integer,
-  next_offset bigint, owner text not null, failed text not null default '', primary key (app, topic, partition))"""
-_CLAIM: Final = f"""insert into {OFFSETS_TABLE} as o (app, topic, partition, owner) values (%s, %s, %s, %s)
-  on conflict (app, topic, partition) do update set owner = excluded.owner returning next_offset, failed"""
-_LOCK: Final = f"""select topic, partition, next_offset, owner, failed from {OFFSETS_TABLE}
-  where app = %s and owner = %s order by topic, partition for update"""
-_OFFSETS: Final = f"""select topic, partition, next_offset from {OFFSETS_TABLE}
-  where app = %s and next_offset is not null"""
-_MOVE: Final = f"""update {OFFSETS_TABLE} set next_offset = %s, failed = %s
-  where app = %s and topic = %s and partition = %s"""
-# A suspended worker must not hold its locks for ever, and nobody waits for them for long.
+# The server ends the transaction of a suspended worker, and a wait for a lock ends early.
 _LIMITS: Final = "set local idle_in_transaction_session_timeout = '{idle_ms}'; set local lock_timeout = '{lock_ms}'"
 _LOCK_TIMEOUT_MS, _IDLE_TIMEOUT_MS, _CONNECT_TIMEOUT_S = 5_000, 60_000, 5
 # Classes and codes of SQLSTATE (PostgreSQL's appendix A).
@@ -86,14 +67,17 @@ class Postgres:
         return Connection(self, connection)
 
 
-class Connection:
+class Connection(SqlConnection):
+    _mark, _lock = "%s", " for update"
+
     def __init__(self, database: Postgres, connection: psycopg.Connection[Any]) -> None:
         self._database, self._connection = database, connection
         self._cursor = connection.cursor()
 
-    def _execute(self, sql: str, parameters: Sequence[Any] | None = None) -> Any:
+    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
         try:
-            return self._cursor.execute(sql, parameters)
+            # Without parameters, several statements may be sent at once.
+            return self._cursor.execute(sql, parameters or None)
         except Exception as error:
             raise self.translate(error) or error from error
 
@@ -101,16 +85,16 @@ class Connection:
         self._execute("select to_regclass(%s)", [OFFSETS_TABLE])
         if self._cursor.fetchone() == (None,):
             try:
-                self._execute(_CREATE)
+                self._execute(CREATE_OFFSETS)
             except DatabaseError as error:
                 self.roll_back()
                 raise DatabaseError(
-                    error.fault, f"{error}. Let somebody who may create tables run: {_CREATE}"
+                    error.fault, f"{error}. Let somebody who may create tables run: {CREATE_OFFSETS}"
                 ) from error
         self.commit()
 
     def check(self, table: Table) -> None:
-        name, key = _quoted_table(table.name), ", ".join(map(_quoted, table.key))
+        name, key = _quoted_table(table.name), ", ".join(map(quoted, table.key))
         try:
             # Changes nothing, but needs the table, its columns and the rights.
             self._execute(f"select {key or '*'} from {name} limit 0")
@@ -119,25 +103,6 @@ class Connection:
         finally:
             self.roll_back()
 
-    def offsets(self, app: str) -> dict[Partition, int]:
-        found = self._execute(_OFFSETS, [app]).fetchall()
-        self.roll_back()
-        return {(topic, partition): next_offset for topic, partition, next_offset in found}
-
-    def claim(self, app: str, owner: str, partitions: Collection[Partition]) -> dict[Partition, Stored]:
-        self._begin()
-        found: dict[Partition, Stored] = {}
-        for topic, partition in sorted(partitions):
-            next_offset, failed = self._execute(_CLAIM, [app, topic, partition, owner]).fetchone()
-            found[topic, partition] = Stored(next_offset, owner, decode_failed(failed))
-        self.commit()
-        return found
-
-    def begin(self, app: str, owner: str) -> dict[Partition, Stored]:
-        self._begin()
-        rows = self._execute(_LOCK, [app, owner]).fetchall()
-        return {(topic, part): Stored(at, its, decode_failed(failed)) for topic, part, at, its, failed in rows}
-
     def _begin(self) -> None:
         self._execute(_LIMITS.format(idle_ms=_IDLE_TIMEOUT_MS, lock_ms=_LOCK_TIMEOUT_MS))
 
@@ -145,22 +110,9 @@ class Connection:
         for columns, run in split_by_columns(rows):
             self._execute(_write_statement(table, columns), [_to_json(run)])
 
-    def cursor(self) -> Cursor:
-        return self._cursor
-
-    def savepoint(self) -> None:
-        self._execute("savepoint eos")
-
     def release_savepoint(self) -> None:
         self._execute("set constraints all immediate")
-        self._execute("release savepoint eos")
-
-    def roll_back_to_savepoint(self) -> None:
-        self._execute("rollback to savepoint eos")
-
-    def move(self, app: str, moved: Mapping[Partition, Stored]) -> None:
-        for (topic, partition), stored in sorted(moved.items()):
-            self._execute(_MOVE, [stored.next_offset, encode_failed(stored.failed), app, topic, partition])
+        super().release_savepoint()
 
     def commit(self) -> None:
         try:
@@ -191,17 +143,10 @@ class Connection:
 
 
 def _write_statement(table: Table, columns: Sequence[str]) -> str:
-    named = ", ".join(map(_quoted, columns))
+    named = ", ".join(map(quoted, columns))
     name = _quoted_table(table.name)
     sql = f"insert into {name} ({named}) select {named} from json_populate_recordset(null::{name}, %s::json)"
-    if not table.key:
-        return sql
-    changed = [column for column in columns if column not in table.key]
-    key = ", ".join(map(_quoted, table.key))
-    if not changed:
-        return f"{sql} on conflict ({key}) do nothing"
-    sets = ", ".join(f"{_quoted(column)} = excluded.{_quoted(column)}" for column in changed)
-    return f"{sql} on conflict ({key}) do update set {sets}"
+    return sql + on_conflict(table, columns)
 
 
 def _to_json(rows: Sequence[Row]) -> str:
@@ -220,13 +165,9 @@ def _json_value(value: Any) -> Any:
     return value
 
 
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
 def _quoted_table(name: str) -> str:
     """Return a table's name quoted, with its schema if it has one: `sales.orders`."""
-    return ".".join(map(_quoted, name.split(".")))
+    return ".".join(map(quoted, name.split(".")))
 
 
 def _first_line(error: BaseException) -> str:

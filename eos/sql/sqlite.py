@@ -6,34 +6,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
-from eos.sql.database import (
-    OFFSETS_TABLE,
-    Cursor,
-    DatabaseError,
-    Fault,
-    Partition,
-    Stored,
-    Table,
-    decode_failed,
-    encode_failed,
-)
+from eos.sql.database import DatabaseError, Fault, Table
 from eos.sql.rows import Row, split_by_columns
+from eos.sql.statements import CREATE_OFFSETS, SqlConnection, on_conflict, quoted
 
-_CREATE: Final = f"""create table if not exists {OFFSETS_TABLE} (app text, topic text, partition integer,
-  next_offset integer, owner text not null, failed text not null default '', primary key (app, topic, partition))"""
-_CLAIM: Final = f"""insert into {OFFSETS_TABLE} (app, topic, partition, owner) values (?, ?, ?, ?)
-  on conflict (app, topic, partition) do update set owner = excluded.owner returning next_offset, failed"""
-_READ: Final = f"select topic, partition, next_offset, owner, failed from {OFFSETS_TABLE} where app = ? and owner = ?"
-_OFFSETS: Final = f"""select topic, partition, next_offset from {OFFSETS_TABLE}
-  where app = ? and next_offset is not null"""
-_MOVE: Final = f"update {OFFSETS_TABLE} set next_offset = ?, failed = ? where app = ? and topic = ? and partition = ?"
 _LOCKED_TIMEOUT_S = 5.0
 _MISSING: Final = ("no such table", "no such column", "has no column", "syntax error", "ON CONFLICT clause does not")
 
@@ -56,42 +39,29 @@ class SQLite:
         return Connection(self, connection)
 
 
-class Connection:
+class Connection(SqlConnection):
+    _mark, _lock = "?", ""
+
     def __init__(self, database: SQLite, connection: sqlite3.Connection) -> None:
         self._database, self._connection = database, connection
         self._cursor = connection.cursor()
 
-    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
         try:
             return self._cursor.execute(sql, parameters)
         except sqlite3.Error as error:
             raise self.translate(error) or error from error
 
     def create_offsets(self) -> None:
-        self._execute(_CREATE)
+        self._execute(CREATE_OFFSETS)
 
     def check(self, table: Table) -> None:
-        self._execute(f"select {', '.join(map(_quoted, table.key)) or '*'} from {_quoted(table.name)} limit 0")
+        self._execute(f"select {', '.join(map(quoted, table.key)) or '*'} from {quoted(table.name)} limit 0")
         if table.key:
             self._execute(f"explain {_write_statement(table, table.key)}", [None] * len(table.key))
 
-    def offsets(self, app: str) -> dict[Partition, int]:
-        found = self._execute(_OFFSETS, [app]).fetchall()
-        return {(topic, partition): next_offset for topic, partition, next_offset in found}
-
-    def claim(self, app: str, owner: str, partitions: Collection[Partition]) -> dict[Partition, Stored]:
+    def _begin(self) -> None:
         self._execute("begin immediate")
-        found: dict[Partition, Stored] = {}
-        for topic, partition in sorted(partitions):
-            ((next_offset, failed),) = self._execute(_CLAIM, [app, topic, partition, owner]).fetchall()
-            found[topic, partition] = Stored(next_offset, owner, decode_failed(failed))
-        self.commit()
-        return found
-
-    def begin(self, app: str, owner: str) -> dict[Partition, Stored]:
-        self._execute("begin immediate")
-        rows = self._execute(_READ, [app, owner]).fetchall()
-        return {(topic, part): Stored(at, its, decode_failed(failed)) for topic, part, at, its, failed in rows}
 
     def write(self, table: Table, rows: Sequence[Row]) -> None:
         for columns, run in split_by_columns(rows):
@@ -100,22 +70,6 @@ class Connection:
                 self._cursor.executemany(_write_statement(table, columns), values)
             except (sqlite3.Error, OverflowError) as error:
                 raise self.translate(error) or error from error
-
-    def cursor(self) -> Cursor:
-        return self._cursor
-
-    def savepoint(self) -> None:
-        self._execute("savepoint eos")
-
-    def release_savepoint(self) -> None:
-        self._execute("release eos")
-
-    def roll_back_to_savepoint(self) -> None:
-        self._execute("rollback to eos")
-
-    def move(self, app: str, moved: Mapping[Partition, Stored]) -> None:
-        for (topic, partition), stored in sorted(moved.items()):
-            self._execute(_MOVE, [stored.next_offset, encode_failed(stored.failed), app, topic, partition])
 
     def commit(self) -> None:
         self._execute("commit")
@@ -150,15 +104,8 @@ class Connection:
 
 def _write_statement(table: Table, columns: Sequence[str]) -> str:
     marks = ", ".join("?" * len(columns))
-    sql = f"insert into {_quoted(table.name)} ({', '.join(map(_quoted, columns))}) values ({marks})"
-    if not table.key:
-        return sql
-    key = ", ".join(map(_quoted, table.key))
-    changed = [column for column in columns if column not in table.key]
-    if not changed:
-        return f"{sql} on conflict ({key}) do nothing"
-    sets = ", ".join(f"{_quoted(column)} = excluded.{_quoted(column)}" for column in changed)
-    return f"{sql} on conflict ({key}) do update set {sets}"
+    sql = f"insert into {quoted(table.name)} ({', '.join(map(quoted, columns))}) values ({marks})"
+    return sql + on_conflict(table, columns)
 
 
 def _plain(value: Any) -> Any:
@@ -168,7 +115,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Decimal):
         return str(value)
     return json.dumps(value) if isinstance(value, list | tuple | dict) else value
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

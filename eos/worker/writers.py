@@ -101,11 +101,11 @@ class DatabaseWriter:
             self._connection = self._database.connect()
         return self._connection
 
-    def find_earlier_starts(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
+    def take_over(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
         """Take over the partitions of this writer's sources, and return the earlier offsets at which some must start.
 
-        `starts`: the offsets at which the group starts, negative without a committed offset. A database that was
-        restored from a backup is behind the group, so its missing rows are written again. Raises Unavailable.
+        `starts`: the offsets at which the group starts, negative without a committed offset. The offsets of a
+        database that was restored from a backup are lower, so its missing rows are written again. Raises Unavailable.
         """
         mine = [partition for partition in starts if partition[0] in self._sources]
         if not mine:
@@ -311,9 +311,7 @@ class DatabaseWriter:
             for table, rows in self._rows.items():
                 connection.write(table, merge_by_key(rows, table.key) if table.key else rows)
             connection.move(self._app_id, changes)
-            self._world.step("database commit")
             connection.commit()
-            self._world.step("database committed")
         except (DatabaseError, TypeError, ValueError) as error:
             if isinstance(error, DatabaseError) and error.fault is not Fault.RECORD:
                 raise self._failure(error) from error

@@ -54,8 +54,8 @@ class Follower(Protocol):
 class StartsEarlier(Protocol):
     """Describes a follower with offsets outside of Kafka. An offset there decides if it is lower than the group's."""
 
-    def find_earlier_starts(self, starts: Mapping[Partition, int]) -> Mapping[Partition, int]:
-        """Return the earlier offsets at which some of these partitions must start.
+    def take_over(self, starts: Mapping[Partition, int]) -> Mapping[Partition, int]:
+        """Take these partitions over, and return the earlier offsets at which some of them must start.
 
         `starts`: the offsets at which the group starts, negative without a committed offset. Raises Unavailable.
         """
@@ -154,14 +154,14 @@ class Fetcher:
             handover=self._handover,
             changelogs=[topic for follower in self._followers for topic in follower.topics],
             on_unreadable=self._on_unreadable,
-            find_earlier_starts=self._find_earlier_starts,
+            take_over=self._take_over,
         )
 
-    def _find_earlier_starts(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
+    def _take_over(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
         earlier: dict[Partition, int] = {}
         for follower in self._followers:
             if isinstance(follower, StartsEarlier):
-                earlier |= follower.find_earlier_starts(starts)
+                earlier |= follower.take_over(starts)
         return earlier
 
     def replace_consumer(self) -> None:

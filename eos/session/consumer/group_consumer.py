@@ -78,11 +78,11 @@ class GroupConsumer:
         handover: Handover | None = None,
         changelogs: Collection[str] = (),
         on_unreadable: Callable[[str, int, int, str], None] = lambda topic, partition, offset, why: None,
-        find_earlier_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
+        take_over: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
     ) -> None:
         """Create the consumer. `stopping` returns True once a stop was requested, which ends waits for the cluster.
         `with_ends`: report the ends of partitions to the positions. `changelogs`: see TopicIds. `on_unreadable`: see
-        Listener. `find_earlier_starts`: see StartsEarlier."""
+        Listener. `take_over`: see StartsEarlier."""
         self._settings, self._world = settings, world
         self._topics = list(topics)
         self._positions = positions
@@ -120,7 +120,7 @@ class GroupConsumer:
             self._handover.from_beginning,
             self._handover.start_offsets,
             world,
-            find_earlier_starts,
+            take_over,
         )
         self._unreadable = UnreadableInput(positions, self.queries)
         instance_id = configuration.get("group.instance.id")

@@ -42,9 +42,8 @@ class LostAssignment:
         self._timed_out_requests = 0
         self._looking = False
         self._answers_since = 0.0  # answers to earlier queries do not count
-        self._missing_since: dict[
-            Partition, float
-        ] = {}  # time of the first query in a row whose answer named the partition
+        # The time of the first query in a row whose answer named the partition.
+        self._missing_since: dict[Partition, float] = {}
         self._unchecked_report: ReportedAssignment | None = None  # a report that was not compared yet
         self._member_id = ""  # the id to query; "" while no query runs
         self._is_refused = False

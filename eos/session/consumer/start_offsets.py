@@ -40,9 +40,9 @@ class StartOffsets:
         from_beginning: Collection[str],
         earlier: Mapping[Partition, int],
         world: World,
-        find_earlier_starts: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
+        take_over: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
     ) -> None:
-        self._find_earlier_starts = find_earlier_starts
+        self._take_over = take_over
         self._queries, self._settings, self._from_beginning, self._world = queries, settings, from_beginning, world
         self._earlier_starts = earlier
         self._group: str = settings["group.id"]
@@ -101,7 +101,7 @@ class StartOffsets:
         starts |= {p: TopicPartition(*p, OFFSET_BEGINNING) for p in missing}
         starts |= {p: TopicPartition(*p, end) for p, end in ends.items()}
         try:
-            ends |= self._find_earlier_starts({p: tp.offset for p, tp in starts.items()})
+            ends |= self._take_over({p: tp.offset for p, tp in starts.items()})
         except Unavailable as error:
             raise NotNow(str(error)) from error
         self.uncommitted |= ends
