@@ -3,9 +3,11 @@ shape of benchmarks/shapes.py and settings."""
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.shapes import SHAPES, app_of
 from eos import App, Settings
@@ -39,6 +41,33 @@ def measure(app: App, settings: Mapping[str, object], count: int) -> None:
     replaced = sum(counters.replacements.values())
     seconds = marks["last"] - marks["begin"]
     print(f"{counters.records_in} {seconds:.4f} {counters.transactions} {replaced} {counters.aborts}", flush=True)
+
+
+def measure_workers(
+    make_app: Callable[..., App], names: tuple[str, ...], settings: Mapping[str, object], workers: int
+) -> None:
+    """Run as many worker processes until the end of the input, and print how long they took together."""
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(_run_to_end, make_app, names, {**settings, "eos.instance": str(n)}) for n in range(workers)]
+        spans = [job.result() for job in jobs]
+    seconds = max(last for _, last, _ in spans) - min(begin for begin, _, _ in spans)
+    print(f"{sum(handled for _, _, handled in spans)} {seconds:.4f}", flush=True)
+
+
+def _run_to_end(
+    make_app: Callable[..., App], names: tuple[str, ...], settings: Mapping[str, object]
+) -> tuple[float, float, int]:
+    """Run a worker until the end of the input. Return when it began its first transaction, when it committed its last,
+    and the number of its records."""
+    marks: list[float] = []
+    worker = Worker(
+        make_app(*names),
+        Settings(dict(settings)),
+        until_end=True,
+        world=World(step=lambda _: marks.append(time.monotonic())),
+    )
+    worker.run()
+    return marks[0], marks[-1], worker.session.counters.records_in
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def interruption_of(error: BaseException) -> BaseException | None:
-    """Return the interruption of the run that `error` is or hides: an Interruption, or Ctrl-C in this thread.
+    """Return the Interruption or Ctrl-C in this thread that `error` is or was caused by; otherwise None.
 
     Everything else that user code raises is a failure of that code: SystemExit, CancelledError, and a
     KeyboardInterrupt where Ctrl-C has another handler than Python's.
@@ -147,7 +147,7 @@ def interruption_of(error: BaseException) -> BaseException | None:
 
 
 def raise_if_interrupted(error: BaseException) -> None:
-    """Raise the interruption that `error` is or hides, if any: see `interruption_of`."""
+    """Raise what `interruption_of` returns, if anything."""
     if (interruption := interruption_of(error)) is not None:
         raise interruption
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PACKERS_PER_CORE = 4  # with one packing task per core, the slowest would delay the batch
-_LONGEST_PAUSE = 64  # longest pause before the driver tries to write a batch again, in batches
+_LONGEST_PAUSE = 64  # after at most this many batches, the driver tries again to write one itself
 _DRIVER_SHARES = 16  # the driver fetches a batch of at most this many times the bytes that one task may return
 _MAX_RESULT = "spark.driver.maxResultSize"
 

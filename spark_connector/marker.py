@@ -91,7 +91,7 @@ class Marker:
 
 
 def sink_key(transactional_id: str, batch_id: str | None = None) -> bytes:
-    """Return the marker's key: the transactional id, for a batch write with its batch_id."""
+    """Return the marker's key: the transactional id, and for a batch write also its batch_id."""
     name = {"sink": transactional_id} if batch_id is None else {"sink": transactional_id, "batch": batch_id}
     return json.dumps(name, sort_keys=True).encode()
 

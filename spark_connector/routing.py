@@ -34,7 +34,8 @@ _COLUMNS = {
 _AS_THEY_ARE = ("binary", "int", "smallint", "tinyint", _HEADERS)
 _ADAPTIVE = "spark.sql.adaptive.enabled"
 _BATCH_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
-# Spark ends a batch after the row that reaches the limit, and one slice should hold the batch.
+# Less than SLICE_BYTES: Spark ends a batch after the row that reaches the limit, and a batch should still fit one
+# slice.
 _BATCH_BYTES_HERE = str(SLICE_BYTES * 7 // 8)
 
 

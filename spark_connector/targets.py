@@ -1,7 +1,7 @@
 """Reads the targets of a sink: the topics' partitions, and the settings of the cluster that a batch must respect.
 
-Owns the checks before the first record, each with one sentence, and the creation of the marker's topic. It must never
-change an existing topic.
+Owns the checks before the first record, each explained in one sentence, and the creation of the marker's topic. It
+must never change an existing topic.
 """
 
 from __future__ import annotations

@@ -88,11 +88,11 @@ class Wire:
 
     def ask(self, request: Any, node: int) -> Any:
         """Return the answer of `node`. Raise Broken if none came; AuthenticationError and the like pass unchanged."""
-        with _as_broken():
+        with _translate_errors():
             return self._selector.run(self._manager.send, request, node)
 
     def ask_any(self, request: Any) -> Any:
-        with _as_broken():
+        with _translate_errors():
             return self._selector.run(self._manager.send, request)
 
     def start(self, request: Any, node: int) -> Any:
@@ -219,7 +219,7 @@ class Wire:
 
 
 @contextlib.contextmanager
-def _as_broken() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except (

@@ -1,5 +1,5 @@
 """The job of windows.py on the worker: `python -m benchmarks.peers.eos_windows BOOTSTRAP SOURCE TARGET COUNT GROUP
-SHAPE DIRECTORY ENGINE`, where the last are `eos.state.dir` ("": values in memory) and `eos.state.engine`.
+SHAPE DIRECTORY ENGINE [WORKERS]`, where the last are `eos.state.dir` ("": values in memory) and `eos.state.engine`.
 
 Shapes: `windows` counts in tumbling windows of a minute, `once` drops duplicates within an hour, and `plain` is the
 function of `once` without deduplication.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 
-from benchmarks.eos_loop import measure
+from benchmarks.eos_loop import measure, measure_workers
 from eos import App, State, Window, tumbling
 
 
@@ -42,6 +42,9 @@ def app_of(shape: str, group: str, source: str, target: str) -> App:
 
 
 if __name__ == "__main__":
-    bootstrap, source, target, count, group, shape, directory, engine = sys.argv[1:]
+    bootstrap, source, target, count, group, shape, directory, engine, *workers = sys.argv[1:]
     settings = {"bootstrap.servers": bootstrap, "eos.state.dir": directory, "eos.state.engine": engine}
-    measure(app_of(shape, group, source, target), settings, int(count))
+    if workers:
+        measure_workers(app_of, (shape, group, source, target), settings, int(workers[0]))
+    else:
+        measure(app_of(shape, group, source, target), settings, int(count))

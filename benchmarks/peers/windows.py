@@ -28,8 +28,10 @@ def peers(build: Path, quix_python: Path, keys: int) -> list[Peer]:
         Peer(YARDSTICK, streams, (str(STREAMS_THREADS), "{directory}", str(10 << 20), WINDOW_MS), True, outputs),
         Peer("eos, windows, LMDB", eos, ("windows", "{directory}", "lmdb"), outputs=outputs),
         Peer("eos, windows, memory", eos, ("windows", "", "lmdb"), outputs=outputs),
+        Peer("eos, windows, LMDB, 2 workers", eos, ("windows", "{directory}", "lmdb", "2"), outputs=outputs),
         Peer("Quix Streams", quix, ("{directory}", WINDOW_MS), True, outputs),
         Peer("eos, once, LMDB", eos, ("once", "{directory}", "lmdb"), outputs=1),
+        Peer("eos, once, LMDB, 2 workers", eos, ("once", "{directory}", "lmdb", "2"), outputs=1),
         Peer("eos, without once", eos, ("plain", "", "lmdb")),
     ]
 

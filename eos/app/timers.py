@@ -65,7 +65,7 @@ class TimersDue(Exception):
         self.now_ms = now_ms
 
 
-class TimedTask(Protocol):
+class TaskClock(Protocol):
     """The part of a task that timers use."""
 
     time_ms: int
@@ -114,7 +114,7 @@ class Timers:
     __slots__ = ("_base_ms", "_changes", "_in_timer_function", "_is_open", "_names", "_suffix", "_task")
 
     def __init__(
-        self, names: Collection[str], task: TimedTask, suffix: bytes, base_ms: int, in_timer_function: bool
+        self, names: Collection[str], task: TaskClock, suffix: bytes, base_ms: int, in_timer_function: bool
     ) -> None:
         """Create the timers of one key.
 
@@ -147,7 +147,7 @@ class Timers:
             raise ValueError(f"the timer {name} is due {due_ms} ms after the epoch, which is too late")
         self._changes[name] = clock, max(due_ms, 0)
 
-    def _due_after(self, task: TimedTask, name: str, after: object, clock: bool) -> int:
+    def _due_after(self, task: TaskClock, name: str, after: object, clock: bool) -> int:
         if not isinstance(after, timedelta):
             raise TypeError(f"after= of the timer {name} must be a timedelta, not {after!r}")
         step = after // _MS
@@ -177,7 +177,7 @@ class Timers:
                 remedy=f'decorate one with @app.on_timer(function, "{name}")',
             )
 
-    def _open(self) -> TimedTask:
+    def _open(self) -> TaskClock:
         if not self._is_open:
             raise IllegalState(
                 "timers were used after their function had returned",

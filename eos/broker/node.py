@@ -82,7 +82,7 @@ class Node:
         if self._formatted.exists():
             return None
         if (storage := storage_copy_path(self.java, self.jars)).exists():
-            self._copy_format(storage, cluster_id)
+            self._copy_formatted_storage(storage, cluster_id)
             return None
         # Use only the C1 compiler: the tool runs for 1.5 s, which is too short for C2 to pay off.
         command = self._java_command(["-Xmx128m", "-XX:TieredStopAtLevel=1"], "kafka.tools.StorageTool")
@@ -95,7 +95,7 @@ class Node:
             cwd=self.directory,  # a JVM that crashes writes its report here
         )
 
-    def _copy_format(self, storage: Path, cluster_id: str) -> None:
+    def _copy_formatted_storage(self, storage: Path, cluster_id: str) -> None:
         meta = self.directory / "data" / META
         shutil.copytree(storage, meta.parent, dirs_exist_ok=True)
         text = meta.read_text()

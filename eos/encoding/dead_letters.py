@@ -55,7 +55,7 @@ def make_dead_letter(
 
 
 def split_headers(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
-    """Split a dead letter's headers into the record's own and the worker's notes, by name without PREFIX.
+    """Return the record's own headers of a dead letter, and the worker's notes by their names without PREFIX.
 
     A record that no worker wrote has only headers of its own.
     """

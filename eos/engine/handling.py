@@ -41,8 +41,8 @@ Position = tuple[str, int, int]  # topic, partition and offset of a record
 
 _TIMERS_AT_ONCE = 500
 _LINES, _LINES_INTERVAL_S = 10, 10.0  # maximum number of log lines about single records per interval
-# Failures are logged with frames for at most this many lines of the user's code. The limit bounds memory, because a
-# program may create a function for each record.
+# A failure is logged with a traceback the first time that its line of the user's code fails, for at most this many
+# lines. The limit bounds memory, because a program may create a function for each record.
 _MOST_TRACES = 100
 # Errors in which the operating system reports its own state, not the request: no handles, memory, disk space or
 # processes left; a disk that cannot be read or written.
@@ -410,7 +410,7 @@ class Handler:
         """Fire the timers that are due before a record that moves the time of its task to `now_ms`."""
         timed, place = self._timed[route], (record.topic, record.partition)
         task = self._tasks_of(timed)[place]
-        # Timers that were set to a time already past first: they must not see the time of this record.
+        # First fire the timers that were set to a past time: they must not see the time of this record.
         if (halt := self._fire(txn, timed, place, task, task.timers, task.time_ms)) is not None:
             return halt
         task.time_ms = now_ms

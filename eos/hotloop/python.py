@@ -197,7 +197,7 @@ def _call_of(item: Any, record: Any, target: Target, latest_ms: int = 0) -> Call
     if key is keep:
         key = record.key
     elif key is not None and type(key) is not bytes:
-        key = _text(key, key_of)
+        key = _encode_text(key, key_of)
     if timestamp is keep:
         timestamp = latest_ms if record is None else max(record.timestamp, 0)
     if type(timestamp) is not int or not 0 <= timestamp < END_OF_TIME:
@@ -207,7 +207,7 @@ def _call_of(item: Any, record: Any, target: Target, latest_ms: int = 0) -> Call
         given = [name for name, _ in own]
         headers = [header for header in record.headers if header[0] in passing and header[0] not in given] + own
     if type(value) is not bytes and value is not None:
-        value = _text(value, value_of)
+        value = _encode_text(value, value_of)
     if headers:
         return topic, value, key, partition, None, None, timestamp, headers
     # Leave out the other arguments if possible: seven take 60 ns more than three.
@@ -216,7 +216,7 @@ def _call_of(item: Any, record: Any, target: Target, latest_ms: int = 0) -> Call
     return topic, value, key, partition, None, None, timestamp
 
 
-def _text(value: Any, other: Encode) -> bytes | None:
+def _encode_text(value: Any, other: Encode) -> bytes | None:
     """Return text as UTF-8, everything else encoded by `other`."""
     return value.encode() if type(value) is str else other(value)
 
@@ -233,7 +233,7 @@ def _headers(headers: Any) -> list[Header]:
         if b"\0" in name.encode():  # raises for text that UTF-8 cannot encode
             raise _Unusual
         if value is not None and type(value) is not bytes:
-            value = _text(value, _no_text)
+            value = _encode_text(value, _no_text)
         result.append((name, value))
     return result
 

@@ -62,8 +62,7 @@ class CommitOffsets:
         return {partition: at for partition, at in committed.items() if is_due or partition in unmoved} | offsets
 
     def with_metadata(self, offsets: Mapping[Partition, int], producer: TransactionalProducer) -> list[TopicPartition]:
-        """Return the offsets with the metadata of a new commit; `outcome_of` later finds the outcome of the commit by
-        it."""
+        """Return the offsets with the metadata of a new commit, by which `outcome_of` later recognises it."""
         self._number += 1
         self._stamp, commits = self._owner_info.metadata(producer) | {"n": self._number}, list[TopicPartition]()
         for partition, offset in offsets.items():

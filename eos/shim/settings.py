@@ -63,7 +63,7 @@ class ShimSettings:
     connect_timeout_s: float = 10.0
     drain_timeout_s: float = 10.0
     version_query_interval_s: float = 5.0  # time between two queries of brokers that lack a needed version
-    is_internal: bool = False  # true between two shims of one process: its ports are internal
+    is_internal: bool = False  # true for a shim whose only client is another shim of this process
 
     def __post_init__(self) -> None:
         if not self.upstream:

@@ -17,8 +17,8 @@ from eos.app.timers import decode_due, encode_due
 from eos.state.timer_index import TimerIndex
 from eos.state.values import InMemory, Value, Values, own_entries
 
-# Each transaction deletes this many expired entries at most, or twice as many as it changed. This bounds the
-# transaction and keeps up with expiry.
+# A transaction deletes at most this many expired entries, or twice as many as it changed if that is more. This bounds
+# the transaction and keeps up with expiry.
 _MAX_EXPIRED = 1_000
 _MAX_BOUNDS = 4_096  # per task, about 1 MB
 _CLOCK_TIMERS = store_prefix(CLOCK_TIMERS)

@@ -638,7 +638,7 @@ class _Index:
         self._firsts[filled], self._lasts[filled] = offset[edges[:-1][filled]], offset[edges[1:][filled] - 1]
         spans = self._lasts - self._firsts + 1
         if float(spans.sum(dtype=np.float64)) > 2.0**62:
-            raise ValueError("the offsets are too large to be numbered")
+            raise ValueError("the offset ranges are too large for the checker: more than 2**62 offsets")
         self._shift = np.cumsum(spans) - spans - self._firsts
         slots = offset + self._shift[parts]
         total = int(spans.sum())

@@ -236,7 +236,7 @@ class Settling:
                 return
             ((first, one),) = batch
             if one.failed:
-                raise  # the dead letter for another replay is refused too
+                raise  # its replay failed, and the new dead letter was refused as well
             batch = [_Step(first, settler.on_refused(one.letter, refused))]
             self._send(topic, batch)
         for one in (step.settled for step in batch):

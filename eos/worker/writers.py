@@ -60,7 +60,7 @@ class DatabaseWriter:
         self._owner = uuid.uuid4().hex
         self._connection: Connection | None = None
         self._stored: dict[Partition, Stored] = {}
-        self._rows: dict[Table, list[Row]] = {}  # the rows of the open transaction, which its end writes
+        self._rows: dict[Table, list[Row]] = {}  # the rows to write when the open transaction ends
         self._failed: dict[Partition, dict[int, str]] = {}  # by offset: the errors of records that failed
         self._offsets: Mapping[Partition, int] = {}  # the offsets that the open transaction commits to the group
         self._behind: Mapping[Partition, int] = {}  # the group's offsets at the start that the database has not reached
@@ -121,14 +121,14 @@ class DatabaseWriter:
             self._failed[partition] = dict(stored.failed)
             at, start = stored.next_offset, starts[partition]
             if at is not None and start < 0:
-                # The dead letters of failed records may not be committed yet.
+                # Start at the first failed record, because its dead letter was perhaps not committed.
                 earlier[partition] = min([at, *stored.failed])
             elif at is not None and at < start:
                 earlier[partition] = at
             if at is not None and start >= 0 and at != start:
                 # A crash between the two commits leaves the database ahead of the group. A restore leaves it behind.
                 (log.info if at > start else log.warning)(
-                    "group offset differs from the database, which decides",
+                    "group offset differs from the database's, which is used",
                     partition=format_position(*partition),
                     group=start,
                     database=at,
@@ -204,7 +204,7 @@ class DatabaseWriter:
     def is_written(self, record: Record) -> bool:
         """Return whether the database has the rows of this record already.
 
-        Raise FailedBefore if they were written without those of this record, because the record failed."""
+        Raise FailedBefore if the database is past this record but left out its rows, because the record failed."""
         partition = record.topic, record.partition
         at = self._stored[partition].next_offset
         if at is None or record.offset >= at:

@@ -89,7 +89,7 @@ class Loop:
 
 
 @runs(8, 300)
-def test_healthy_producer_is_kept_at_any_distance(
+def test_healthy_producer_is_not_replaced_at_any_latency(
     request: pytest.FixtureRequest, broker: str, each_way_ms: int, count: int, names: Callable[[str], str]
 ) -> None:
     kafka: LocalKafka = request.getfixturevalue(broker)

@@ -33,7 +33,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 @pytest.mark.long
 @pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_finding_script_shows_the_fault_and_leaves_no_process(script: Path, tmp_path: Path) -> None:
+def test_script_of_each_finding_shows_its_fault_and_leaves_no_process(script: Path, tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

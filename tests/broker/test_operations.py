@@ -133,7 +133,7 @@ def own_kafka() -> Iterator[LocalKafka]:
 # ---- metrics -----------------------------------------------------------------------------------------------
 
 
-def test_metrics_agree_with_kafka_and_lag_with_the_stable_offset(kafka: LocalKafka, pipelines: Pipelines) -> None:
+def test_metrics_agree_with_kafka_and_lag_ends_at_stable_offset(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     run = Running(pipeline, settings=(*QUICK[:-1], "eos.lineage=true"))
     run.wait("/readyz", 200)

@@ -92,7 +92,7 @@ def test_added_partition_is_read_from_its_beginning_with_latest(kafka: LocalKafk
     pipeline.verify()
 
 
-def test_latest_reads_topics_between_functions_completely(kafka: LocalKafka, life: Life) -> None:
+def test_auto_offset_reset_latest_skips_nothing_between_functions(kafka: LocalKafka, life: Life) -> None:
     """Write with one function before the partition of the other one has an offset; `latest` must not skip it."""
     between = create_topic(kafka.bootstrap_servers, f"{life.app}-between")
     (life.path / "theapp.py").write_text(CHAIN.format(app=life.app, source=life.input, between=between, to=life.output))

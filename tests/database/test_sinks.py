@@ -280,7 +280,7 @@ def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
             values = ", ".join("null" if v is None else f"'{v}'" for v in found)
             sinks.execute(f"insert into {table} values ({values})")
     log = sinks.run()
-    assert "group offset differs from the database, which decides" in log
+    assert "group offset differs from the database's, which is used" in log
     orders, balances = sinks.expected()
     assert {int(i): int(amount) for i, amount in sinks.execute("select id, amount from orders")} == orders
     assert dict(sinks.execute("select id, balance from accounts")) == balances
@@ -294,7 +294,7 @@ def test_group_offset_moved_back_writes_nothing_twice_but_reset_does(sinks: Sink
     sinks.require_exact()
     sinks.execute("update accounts set balance = 0")
     sinks.eos("reset", "--group", sinks.id, "--topic", sinks.payments, "--from", "earliest", "--yes")
-    assert "group offset differs from the database, which decides" in sinks.run()
+    assert "group offset differs from the database's, which is used" in sinks.run()
     assert dict(sinks.execute("select id, balance from accounts")) == {0: 0, 1: 0, 2: 0}
     printed = sinks.eos("reset", "sinking:app", "--topic", sinks.payments, "--from", "earliest", "--yes")
     assert f"database: {PARTITIONS} offsets set" in printed

@@ -166,7 +166,7 @@ def test_dotted_names_in_documents_about_the_code_exist() -> None:
     assert checked > 20, checked
 
 
-def test_name_with_its_file_in_a_document_is_defined_in_that_file() -> None:
+def test_names_that_documents_cite_with_a_file_are_defined_there() -> None:
     """For example "eos/state/notes.py `require_offset_note`" and "`decide` in spark_connector/marker.py"."""
     path, quoted = r"((?:eos|spark_connector|tests)/[\w/]+\.py)", r"((?:(?:,? )?`\w+`)+)"
     unknown, checked = [], 0

@@ -241,7 +241,7 @@ def test_topic_read_from_its_beginning_ignores_latest() -> None:
     assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 0)]).values()] == [-2]
 
 
-def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
+def test_auto_offset_reset_latest_reads_own_topics_from_the_start() -> None:
     """Every consumer of the session does so, including a replacement."""
     group = _Cluster()
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]

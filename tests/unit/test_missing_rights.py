@@ -128,7 +128,7 @@ def test_missing_permission_names_topic_of_offset_commit(monkeypatch: pytest.Mon
     assert str(stopped).startswith(said("topic in", "READ"))
 
 
-def test_missing_permission_names_forbidden_output() -> None:
+def test_authorization_error_names_the_forbidden_output() -> None:
     """The client's metadata may show it before a send: then `produce` itself raises, and not the delivery."""
     transactional = TransactionalProducer(Settings(), "t")
 

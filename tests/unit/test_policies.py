@@ -579,7 +579,7 @@ def test_waiting_for_queue_room_is_not_function_time(monkeypatch: pytest.MonkeyP
     assert handler.open_time_s(txn, clock.now) == 1
 
 
-def test_failed_first_send_opens_the_transaction() -> None:
+def test_open_time_counts_from_a_failed_first_send() -> None:
     """If the transaction is lost, the error must name the slow function."""
     clock = SimpleNamespace(now=0.0)
 

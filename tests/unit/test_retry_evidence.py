@@ -347,7 +347,7 @@ BEFORE, INSIDE, AFTER = 4_900_000, 5_200_000, 5_500_000
 
 
 @SLOW_CALLS
-def test_expected_counts_on_the_same_connections_clear_a_slow_call(call: str) -> None:
+def test_slow_call_with_expected_request_counts_is_no_evidence(call: str) -> None:
     evidence = after_slow_call(call, counted(BEFORE, 0))
     assert evidence.has_undecided_calls
     evidence.add_statistics(counted(AFTER))
@@ -455,7 +455,7 @@ def test_statistics_emitted_during_a_call_are_not_from_before_it() -> None:
     assert REPLACED in evidence.reason
 
 
-def test_send_offsets_is_decided_while_the_commit_runs() -> None:
+def test_slow_send_offsets_can_be_judged_while_the_commit_runs() -> None:
     evidence = RetryEvidence(one_clock=True)
     evidence.add_statistics(counted(BEFORE, 0))
     evidence.begin_call()

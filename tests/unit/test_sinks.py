@@ -56,7 +56,7 @@ def test_row_without_its_key_is_refused() -> None:
             check_key(row, ("shop", "id"), "f")
 
 
-def test_rows_of_a_key_merge_as_statements_in_order_would() -> None:
+def test_rows_with_the_same_key_merge_like_consecutive_upserts() -> None:
     rows = [{"id": 1, "a": 1}, {"id": 2, "a": 2}, {"id": 1, "b": 3}, {"id": 2, "a": 4}]
     assert merge_by_key(rows, ("id",)) == [{"id": 1, "a": 1, "b": 3}, {"id": 2, "a": 4}]
 
@@ -113,7 +113,7 @@ def test_object_that_is_no_database_is_refused() -> None:
 def test_offline_run_of_a_function_that_writes_rows_is_refused() -> None:
     app = App("rows")
     app.sink("orders", SQLite("rows.db"), table="orders")(returns_row)
-    with pytest.raises(ConfigurationError, match="needs its database"):
+    with pytest.raises(ConfigurationError, match="opens no database"):
         run(app, [("orders", b'{"id": 1}')])
 
 

@@ -82,7 +82,7 @@ class RowSink:
 
     def _refuse_to_run(self) -> NoReturn:
         raise ConfigurationError(
-            f"{self._name} writes rows, which needs its database: run it with `eos run` or `eos.run`",
+            f"{self._name} writes rows, but this run opens no database: run it with `eos run` or `eos.run`",
             remedy="in a test call the function itself, or give the App an SQLite database",
         )
 

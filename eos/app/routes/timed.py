@@ -307,7 +307,7 @@ def find_window(timing: Timing, task: TaskCells, stored_key: bytes) -> Window | 
 
 
 class TimerFunction:
-    """A function of due timers, or one that closes windows. It gets the records that stand for timers."""
+    """Runs a timer function, or the function that closes windows, for records that the engine makes from due timers."""
 
     def __init__(
         self,

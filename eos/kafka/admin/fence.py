@@ -17,8 +17,8 @@ from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 
 _TIMEOUT_S = 30.0
-_LEFT_OPEN_S = 2.0  # seconds; after this time the init itself waits for the abort
-_LEFT_OPEN_PAUSE_S = 0.01
+_ABORT_LEFTOVERS_S = 2.0  # afterwards the init itself waits until the open transaction is aborted
+_ABORT_LEFTOVERS_PAUSE_S = 0.01
 _BUSY = ("Ongoing", "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 
 
@@ -68,7 +68,7 @@ def abort_open_transactions(admin: ClusterAdmin, transactional_ids: Sequence[str
     and librdkafka then waits a fixed 500 ms before it retries (rdkafka_idempotence.c), once or twice for each id:
     measured 0.56 or 1.02 s, where a coordinator takes some 10 ms.
     """
-    deadline = world.now() + _LEFT_OPEN_S
+    deadline = world.now() + _ABORT_LEFTOVERS_S
     ended: set[str] = set()
     try:
         while busy := [row for row in admin.describe_transactions(transactional_ids) if row.state in _BUSY]:
@@ -80,6 +80,6 @@ def abort_open_transactions(admin: ClusterAdmin, transactional_ids: Sequence[str
                     answer = admin.abort_if_ongoing(row)
                     who = {"transactional_id": row.transactional_id, "producer_id": row.producer_id, "epoch": row.epoch}
                     log.debug("transaction of a predecessor aborted", answer=answer, **who, state=row.state)
-            world.sleep(_LEFT_OPEN_PAUSE_S)
+            world.sleep(_ABORT_LEFTOVERS_PAUSE_S)
     except EosError as error:
         log.debug("abort of a predecessor's transaction failed", error=str(error))

@@ -87,7 +87,7 @@ def find_open(admin: ClusterAdmin, topics: Iterable[str] | None = None) -> list[
     judged = [(s, *judge(s, known.get(s.producer_id), complete)) for s in seen]
     doubtful = {s.partition for s, verdict, _ in judged if verdict is Verdict.HANGING}
     still = {(s.partition, s.producer_id, s.start_offset) for s in admin.open_producers(sorted(doubtful))}
-    held = admin.unstable_offsets({s.partition for s in seen})
+    held = admin.count_unstable_offsets({s.partition for s in seen})
     found = []
     for producer, verdict, reason in judged:
         key = (producer.partition, producer.producer_id, producer.start_offset)

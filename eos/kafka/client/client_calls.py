@@ -49,8 +49,9 @@ def call_client(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T
 def guard_callbacks(configuration: dict[str, Any], keep: Callable[[Exception], None]) -> dict[str, Any]:
     """Return the configuration with callbacks that pass their exceptions to `keep` instead of raising them.
 
-    `oauth_cb` may raise: the client then has no token and asks again in ten seconds. The wrapped one raises for a
-    malformed token too, which would otherwise surface as an exception from the call that served it.
+    `oauth_cb` is the exception: what it raises reaches the client, which then has no token and asks again in ten
+    seconds. Its wrapper also raises for a malformed token, which would otherwise surface as an exception from the call
+    that served it.
     """
     wrapped = {
         name: _guard_callback(configuration[name], keep) for name in _GUARDED if callable(configuration.get(name))

@@ -295,7 +295,7 @@ class ClusterAdmin:
             if row.current_transaction_start_offset >= 0
         ]
 
-    def unstable_offsets(self, partitions: Collection[Partition]) -> dict[Partition, int]:
+    def count_unstable_offsets(self, partitions: Collection[Partition]) -> dict[Partition, int]:
         """Return the number of offsets between the last stable offset and the high watermark of each partition."""
         asked = {TopicPartition(*p): OffsetSpec.LATEST for p in partitions}
         topics = ", ".join(sorted({topic for topic, _ in partitions}))

@@ -259,7 +259,7 @@ def _token_source(values: Mapping[str, Any]) -> Callable[[], Token]:
 
 
 def _require_credentials(values: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for a grant type other than client credentials, which the admin client lacks."""
+    """Raise ConfigurationError for a grant type other than client credentials: the admin client supports no other."""
     wanted = {
         "sasl.oauthbearer.grant.type": _CLIENT_CREDENTIALS,
         "sasl.oauthbearer.metadata.authentication.type": "none",

@@ -52,7 +52,8 @@ class Follower(Protocol):
 
 @runtime_checkable
 class StartsEarlier(Protocol):
-    """Describes a follower with offsets outside of Kafka. An offset there decides if it is lower than the group's."""
+    """Describes a follower with offsets outside of Kafka. Where such an offset is lower than the group's, reading
+    starts there."""
 
     def take_over(self, starts: Mapping[Partition, int]) -> Mapping[Partition, int]:
         """Take these partitions over, and return the earlier offsets at which some of them must start.

@@ -179,7 +179,7 @@ class TransactionalProducer:
                     "transaction.state.log.replication.factor above the number of brokers also causes this error)",
                     remedy=no_broker(servers),
                 ) from failure
-            # Name this id in the missing right: it may be the alternate one.
+            # The error must name this transactional.id, because it may be the alternate one.
             right = explain_denied(failure.error, transactional_id=transactional_id)
             raise stop_error(CallFailed("init", failure.action, failure.error, right)) from failure
         return client
@@ -187,8 +187,7 @@ class TransactionalProducer:
     def _init(self, client: Client, deadline: float | None) -> None:
         """Initialise a client's transactional.id. After a signal interrupted the wait, continue with the same client.
 
-        Another client's init could take an epoch that the interrupted one then takes back, so there are never two at
-        once."""
+        Two inits never run at once: the interrupted one could fence the client that initialised after it."""
         resumed, self._initialising_client = client is self._initialising_client, client
         if resumed:
             client.watchdog.close()
@@ -212,7 +211,8 @@ class TransactionalProducer:
     def decide_replacement(self) -> str | None:
         """Return why this producer must be replaced before its next transaction, or None.
 
-        After a slow call, wait for the next statistics: they show whether the broker was only far or busy.
+        After a slow call, wait for the next statistics: they show whether the broker was merely distant or
+        busy.
         """
         if self._machine.state is State.UNINITIALISED:
             return self._replacement_reason or "failure: an init did not return"

@@ -28,7 +28,7 @@ def response(injection: Injection, frame: bytes) -> bytes:
 
 async def _copy_first(injection: Injection, held: HeldFrame) -> None:
     await injection.deliver_copy("duplicate")
-    await injection.send_held(held, "request of a closed connection after its duplicate")
+    await injection.send_held(held, "held request")
 
 
 async def _copy_before_response(injection: Injection, held: HeldFrame) -> None:

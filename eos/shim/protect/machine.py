@@ -32,7 +32,7 @@ NOT_ENOUGH_REPLICAS = 19
 CONCURRENT_TRANSACTIONS = 51
 INVALID_PRODUCER_EPOCH = 47
 
-# Client sequences count modulo 2**31. If the difference of two exceeds half of that, the sequence is an earlier one.
+# Sequences wrap at 2**31: `a` is earlier than `b` if (a - b) % 2**31 is at least half of that.
 _SEQUENCES = 1 << 31
 _EARLIER = 1 << 30
 
@@ -149,7 +149,7 @@ class _Transactional:
     # Sequences of a new epoch begin at 0. After an abort the client's next sequence is unknown.
     bases_known: bool = True
     trusted: dict[Hashable, int] = field(default_factory=dict)  # class of requests -> connection
-    revoked: bool = False  # true: a request must be challenged if its class has no trusted connection
+    trust_revoked: bool = False  # true: a request must be challenged if its class has no trusted connection
     renews: bool = False  # the client requests its next identity after every abort
     before: Identity | None = None  # the virtual identity that a KIP-360 bump replaced
 
@@ -223,7 +223,7 @@ class Machine:
     def restore(self, pair: Pair) -> None:
         """Restore the state of a client, without trusted connections."""
         known = _Transactional(pair.virtual, pair.real, end=pair.end, renews=pair.renews, before=pair.before)
-        known.revoked = True
+        known.trust_revoked = True
         known.bases_known = pair.sequences is not None
         known.bases = {(topic, index): _SequenceBase(sequence) for topic, index, sequence in pair.sequences or ()}
         if pair.end is not None:
@@ -432,7 +432,7 @@ class Machine:
         # a request could pass as a new one, so no connection stays trusted for Produce requests.
         known.bases.clear()
         known.bases_known = False
-        known.revoked = True
+        known.trust_revoked = True
         known.trusted = {kind: number for kind, number in known.trusted.items() if kind == COORDINATOR}
         return spent
 
@@ -470,7 +470,7 @@ class Machine:
         trusted = known.trusted.get(kind)
         if trusted == connection:
             return
-        challenges = trusted is not None or known.revoked
+        challenges = trusted is not None or known.trust_revoked
         if challenges and authority is not Authority.ANSWERED:
             most = _MOST_MARKS if authority is Authority.UNKNOWN else _MOST_MARKS_ACCEPTED
             if not self._is_repeated((name, known.number, kind), connection, marks, most):

@@ -25,7 +25,9 @@ def owner() -> str:
 
 
 def is_dead(name: str) -> bool:
-    """Return whether the named process was on this machine and has ended; False for any other text."""
+    """Return whether a process was on this machine and has ended.
+
+    `name`: as `owner` returns it. False for a text of another form."""
     machine, _, process = name.rpartition("/")[0].rpartition("/")
     start = name.rpartition("/")[2]
     return machine == _machine() and process.isdecimal() and _start_of(int(process)) != start

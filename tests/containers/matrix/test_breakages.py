@@ -17,7 +17,7 @@ RECORDS, RECORDS_PER_S = 10_000, 500
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_verdict_finds_the_removed_rule(name: str, single_nodes: Clusters, tmp_path: Path) -> None:
+def test_checks_fail_when_a_rule_of_the_engine_is_removed(name: str, single_nodes: Clusters, tmp_path: Path) -> None:
     breakage = ALL[name]
     red: list[set[str]] = []
     # A fault may miss the moment in which the rule matters, so try other seeds until one hits it.

@@ -423,7 +423,16 @@ def test_least_recently_used_id_is_forgotten() -> None:
 def seen(machine: Machine) -> tuple[object, ...]:
     known = machine._known["t"]
     bases = {partition: (base.sequence, base.sent) for partition, base in known.bases.items()}
-    return known.state, known.number, known.real, known.virtual, known.end, bases, dict(known.trusted), known.revoked
+    return (
+        known.state,
+        known.number,
+        known.real,
+        known.virtual,
+        known.end,
+        bases,
+        dict(known.trusted),
+        known.trust_revoked,
+    )
 
 
 STRANGER = 77
