@@ -1,11 +1,12 @@
-"""Define `eos verify`, which checks on a live cluster that each committed input has exactly its outputs.
+"""Define `eos verify`, which checks on a live cluster that each committed input has exactly its outputs and rows.
 
-The App must run with eos.lineage=true.
+Outputs are examined for an App that runs with eos.lineage=true.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,11 +18,14 @@ from eos.errors import EosError, UsageError
 from eos.kafka.admin import facts
 from eos.worker.loading import load_app, refuse_ids
 from eos.worker.new_topics import NewTopics
+from eos.worker.verify_rows import Verified, verify_rows
 
 if TYPE_CHECKING:
     from eos.app.definition import App
     from eos.kafka.client.settings import Settings
     from eos.testing.verify import Verification
+
+_MAX_WRONG = 10  # wrong rows of a table that are printed
 
 
 class NothingToExamine(EosError):
@@ -41,11 +45,10 @@ def verify(
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> int:
-    """Check on a live cluster that each committed input has exactly its outputs (written with eos.lineage=true)."""
-    try:
-        from eos.testing.verify import verify as verify_cluster
-    except ImportError as error:
-        raise UsageError(f"eos verify needs {error.name}: pip install 'eos-kafka[verify]'") from error
+    """Check on a live cluster that each committed input has exactly its outputs (written with eos.lineage=true).
+
+    If the App writes into databases, check that each committed record has its row there.
+    """
     named = (input, output, group)
     if any(named) if target else not all(named):
         raise UsageError("eos verify needs either MODULE:APP, or --input, --output and --group")
@@ -53,7 +56,6 @@ def verify(
     app = None if target is None else load_app(target)
     # Check now whether any broker answers. A read would wait as long as a killed broker may need to restart.
     facts.connect(loaded, loaded["eos.startup.timeout.ms"] / 1000)
-    inputs, outputs, group_id = (input or [], output or [], group or "") if app is None else _topics(loaded, app)
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
@@ -63,21 +65,65 @@ def verify(
                 tasks[what] = bars.add_task(f"reading {what}")
             bars.update(tasks[what], completed=done, total=total)
 
-        found = verify_cluster(
-            *(loaded.bootstrap_servers, inputs, outputs, group_id, loaded.connection()),
-            progress=progress,
-            on_wait=lambda sentence: console.print(f"eos: {sentence}", markup=False, highlight=False, soft_wrap=True),
-        )
-    return _print_result(found, group_id, outputs, app)
+        tables = [] if app is None else verify_rows(app, loaded, progress)
+        names = (input or [], output or [], group or "") if app is None else _topics(loaded, app)
+        found = _verify_outputs(loaded, names, console, progress) if names[0] else None
+    codes = [_print_rows(table) for table in tables]
+    for function in () if app is None else _functions_with_own_sql(app):
+        print(f"note: {function} runs its own SQL, whose effects are not examined", file=sys.stderr)
+    if found is not None and not (codes and not found.report.verdicts):
+        codes.append(_print_result(found, names[2], names[1], app))
+    elif found is not None:
+        print("note: no outputs were examined: run the worker with eos.lineage=true", file=sys.stderr)
+    if not codes:
+        raise NothingToExamine("nothing to examine: the App has neither outputs nor tables")
+    return max(codes)
+
+
+def _functions_with_own_sql(app: App) -> list[str]:
+    return [route.name for route in app.functions if route.sink is not None and route.sink.table is None]
+
+
+def _verify_outputs(
+    loaded: Settings,
+    names: tuple[list[str], list[str], str],
+    console: Console,
+    progress: Callable[[str, int, int], None],
+) -> Verification:
+    try:
+        from eos.testing.verify import verify as verify_cluster
+    except ImportError as error:
+        raise UsageError(f"eos verify needs {error.name}: pip install 'eos-kafka[verify]'") from error
+    return verify_cluster(
+        *(loaded.bootstrap_servers, *names, loaded.connection()),
+        progress=progress,
+        on_wait=lambda sentence: console.print(f"eos: {sentence}", markup=False, highlight=False, soft_wrap=True),
+    )
+
+
+def _print_rows(found: Verified) -> int:
+    where = f"table {found.table.name} in {found.database}"
+    for note in found.notes:
+        print(f"note: {where}: {note}", file=sys.stderr)
+    if not found.records:
+        raise NothingToExamine(f"nothing to examine: the database covers no record of {where} that Kafka still has")
+    wrong = f"VIOLATED: {len(found.wrong):,} rows are wrong" if found.wrong else "holds"
+    print(f"{where}: {found.rows:,} rows of {found.records:,} committed records examined: {wrong}")
+    for row in found.wrong[:_MAX_WRONG]:
+        print(f"  {row}")
+    if len(found.wrong) > _MAX_WRONG:
+        print(f"  and {len(found.wrong) - _MAX_WRONG:,} more")
+    return 1 if found.wrong else 0
 
 
 def _topics(loaded: Settings, app: App) -> tuple[list[str], list[str], str]:
-    """Return the topics that a worker of the App reads now, those it writes, and its group."""
+    """Return the topics that a worker of the App reads now for outputs, those it writes, and its group."""
     app.check()
     refuse_ids(loaded, "eos verify")
     if app.patterns:
         app.add_topics(NewTopics(loaded.without("eos.create.topics"), app).now())
-    return app.topics, sorted(app.destinations), app.id
+    inputs = [topic for topic, route in app.routes.items() if route.sink is None]
+    return inputs, sorted(app.destinations), app.id
 
 
 def _print_result(found: Verification, group: str, outputs: list[str], app: App | None) -> int:

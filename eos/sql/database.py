@@ -74,6 +74,16 @@ def decode_failed(text: str | None) -> dict[int, str]:
     return {int(offset): error for offset, error in json.loads(text or "{}").items()}
 
 
+class WrongRow(NamedTuple):
+    """Describes a row of a table that is not as expected: which row, and what is wrong with it."""
+
+    row: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.row} {self.what}"
+
+
 class Connection(Protocol):
     """Runs the transactions of one worker. All methods raise DatabaseError."""
 
@@ -85,6 +95,15 @@ class Connection(Protocol):
 
     def offsets(self, app: str) -> dict[Partition, int]:
         """Return the next offsets of all partitions of an App that have one."""
+
+    def begin_reading(self, app: str) -> dict[Partition, int]:
+        """Begin a transaction that sees one state of the database, and return the same offsets as `offsets` in it."""
+
+    def find_wrong_rows(self, table: Table, rows: Sequence[Row], exactly: bool) -> list[WrongRow]:
+        """Return which of these rows, all with the same columns, the table does not have; call `begin_reading` before.
+
+        Without a key, a row that is expected n times must be there n times, or with `exactly` false at least n times.
+        """
 
     def claim(self, app: str, owner: str, partitions: Collection[Partition]) -> dict[Partition, Stored]:
         """Take over partitions in a separate transaction, and return their rows of the offsets table.

@@ -106,6 +106,15 @@ class Connection(SqlConnection):
     def _begin(self) -> None:
         self._execute(_LIMITS.format(idle_ms=_IDLE_TIMEOUT_MS, lock_ms=_LOCK_TIMEOUT_MS))
 
+    def _begin_snapshot(self) -> None:
+        self._execute("set transaction isolation level repeatable read")
+
+    def _as_text(self, table: str, columns: Sequence[str]) -> str:
+        return f"row({', '.join(f'{table}.{quoted(column)}' for column in columns)})::text"
+
+    def _quoted_table(self, name: str) -> str:
+        return _quoted_table(name)
+
     def write(self, table: Table, rows: Sequence[Row]) -> None:
         for columns, run in split_by_columns(rows):
             self._execute(_write_statement(table, columns), [_to_json(run)])

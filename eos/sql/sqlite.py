@@ -63,6 +63,12 @@ class Connection(SqlConnection):
     def _begin(self) -> None:
         self._execute("begin immediate")
 
+    def _begin_snapshot(self) -> None:
+        self._execute("begin")
+
+    def _as_text(self, table: str, columns: Sequence[str]) -> str:
+        return " || ',' || ".join(f"quote({table}.{quoted(column)})" for column in columns)
+
     def write(self, table: Table, rows: Sequence[Row]) -> None:
         for columns, run in split_by_columns(rows):
             values = [[_plain(row[column]) for column in columns] for row in run]

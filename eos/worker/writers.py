@@ -83,7 +83,7 @@ class DatabaseWriter:
             stored = connection.offsets(self._app_id)
             self._behind = {p: offset for p, offset in group.items() if p in stored and stored[p] < offset}
         except DatabaseError as error:
-            raise _start_error(error) from error
+            raise start_error(error) from error
 
     def has_caught_up(self) -> bool:
         """Return whether the database has reached the offsets that the group had at the start."""
@@ -178,7 +178,7 @@ class DatabaseWriter:
     def _note_away(self, error: DatabaseError) -> float:
         now = self._world.now()
         if error.fault not in (Fault.AWAY, Fault.AGAIN):
-            raise _start_error(error) from error
+            raise start_error(error) from error
         if self._away_since is None:
             self._away_since = now
             log.warning("database away, waiting", error=str(error))
@@ -337,7 +337,7 @@ class DatabaseWriter:
         self._drop_connection()
         if error.fault in (Fault.AWAY, Fault.AGAIN):
             return CallFailed("database", Action.ABORT, error)
-        return _start_error(error)
+        return start_error(error)
 
     def _abort_and_use_savepoints(self, error: Exception) -> CallFailed:
         """Return the exception that aborts the transaction. Its records are handed out again, then with savepoints."""
@@ -368,7 +368,7 @@ class DatabaseWriter:
             self._connection = None
 
 
-def _start_error(error: DatabaseError) -> Exception:
+def start_error(error: DatabaseError) -> Exception:
     """Return the exception for an error of the database that ends the run, because a later attempt would fail too."""
     if error.fault is Fault.DENIED:
         return NotAuthorised(str(error))
@@ -398,7 +398,7 @@ def check_database(database: Database, targets: Iterable[SinkTarget]) -> None:
         finally:
             connection.close()
     except DatabaseError as error:
-        raise _start_error(error) from error
+        raise start_error(error) from error
 
 
 def _check_tables(connection: Connection, targets: Iterable[SinkTarget]) -> None:
@@ -458,5 +458,5 @@ def move_offsets(app: App, offsets: Mapping[Partition, int]) -> int:
             connection.commit()
             connection.close()
         except DatabaseError as error:
-            raise _start_error(error) from error
+            raise start_error(error) from error
     return sum(map(len, moved.values()))

@@ -127,9 +127,9 @@ class Sinks:
         assert "secret-9f2c" not in ended.stderr
         return ended.stderr
 
-    def eos(self, *arguments: str) -> str:
+    def eos(self, *arguments: str, ends: int = 0) -> str:
         ended = forked.run(["eos", *arguments], cwd=self.folder, env=self.environment)
-        assert ended.returncode == 0, ended.stderr
+        assert ended.returncode == ends, ended.stderr + ended.stdout
         return ended.stdout
 
     def start(self, log: Path, *arguments: str) -> contextlib.AbstractContextManager[Any]:
@@ -339,3 +339,43 @@ def test_missing_table_column_or_key_exits_with_78(sinks: Sinks) -> None:
     sinks.execute("alter table orders_old rename to orders")
     sinks.run()
     sinks.require_exact()
+
+
+INSERTS = """
+
+@app.sink({log!r}, database, table="log")
+def line(text: str) -> dict:
+    return {{"word": text, "length": len(text)}} if text != "nothing" else None
+"""
+
+
+def test_verify_finds_missing_changed_and_doubled_rows(sinks: Sinks) -> None:
+    words = f"{sinks.id}-words"
+    create_topic(sinks.servers, words, partitions=2)
+    with (sinks.folder / "sinking.py").open("a") as program:
+        program.write(INSERTS.format(log=words))
+    sinks.execute(
+        "create table log (number integer primary key, word varchar(20), length numeric)".replace(
+            "integer primary key", "integer primary key" if sinks.server is None else "serial primary key"
+        )
+    )
+    with eos.transaction({"bootstrap.servers": sinks.servers, "transactional.id": f"{sinks.id}-words"}) as txn:
+        for number in range(50):
+            txn.send(words, ["a", "b", "it's", "nothing", "\u00e9, \\"][number % 5], key=str(number))
+    sinks.load(300)
+    sinks.run()
+    printed = sinks.eos("verify", "sinking:app")
+    assert re.search(r"table orders in \S+.*: 1\d\d rows of 150 committed records examined: holds", printed), printed
+    assert re.search(r"table log in .*: 40 rows of 50 committed records examined: holds", printed), printed
+
+    ids = [row[0] for row in sinks.execute("select id from orders order by id")]
+    sinks.execute(f"delete from orders where id = {ids[0]}")
+    sinks.execute(f"update orders set amount = null where id = {ids[1]}")
+    sinks.execute("insert into log (word, length) values ('a', 1)")
+    sinks.execute("delete from log where number = (select max(number) from log where word = 'b')")
+    printed = sinks.eos("verify", "sinking:app", ends=1)
+    assert "VIOLATED: 2 rows are wrong" in printed
+    assert f"id={ids[0]} is missing" in printed
+    assert f"id={ids[1]} has other values" in printed
+    assert "is there 11 times instead of 10" in printed
+    assert "is there 9 times instead of 10" in printed
