@@ -1,30 +1,35 @@
-"""Holds the SQL that PostgreSQL and SQLite share: the offsets table, savepoints and upserts."""
+"""Holds the SQL that databases share: the offsets table, savepoints and upserts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from eos.sql.database import OFFSETS_TABLE, Cursor, Partition, Stored, Table, decode_failed, encode_failed
+from eos.sql.rows import Row
 
 CREATE_OFFSETS: Final = f"""create table if not exists {OFFSETS_TABLE} (app text, topic text, partition integer,
   next_offset bigint, owner text not null, failed text not null default '', primary key (app, topic, partition))"""
-# Each ? is replaced by the driver's own mark of a parameter.
-_CLAIM: Final = f"""insert into {OFFSETS_TABLE} (app, topic, partition, owner) values (?, ?, ?, ?)
-  on conflict (app, topic, partition) do update set owner = excluded.owner returning next_offset, failed"""
-_OWNED: Final = f"""select topic, partition, next_offset, owner, failed from {OFFSETS_TABLE}
-  where app = ? and owner = ? order by topic, partition"""
-_OFFSETS: Final = f"select topic, partition, next_offset from {OFFSETS_TABLE} where app = ? and next_offset is not null"
-_MOVE: Final = f"update {OFFSETS_TABLE} set next_offset = ?, failed = ? where app = ? and topic = ? and partition = ?"
+_OFFSETS_KEYS: Final = Table(OFFSETS_TABLE, ("app", "topic", "partition"))
+# Each ? is replaced by the driver's own mark of a parameter. `partition` is a reserved word of some databases.
+_OWNED: Final = f"""select topic, "partition", next_offset, owner, failed from {OFFSETS_TABLE}{{}}
+  where app = ? and owner = ? order by topic, "partition\""""
+_OFFSETS: Final = (
+    f'select topic, "partition", next_offset from {OFFSETS_TABLE} where app = ? and next_offset is not null'
+)
+_MOVE: Final = f'update {OFFSETS_TABLE} set next_offset = ?, failed = ? where app = ? and topic = ? and "partition" = ?'
 
 
 class SqlConnection:
     """Is the base of connections that use these statements (see eos/sql/database.py `Connection`)."""
 
-    _mark: ClassVar[str]
-    """The driver's mark of a parameter."""
-    _lock: ClassVar[str]
+    _mark: str
+    """The driver's mark of a parameter. Braces in it stand for the parameter's number."""
+    _lock: str
     """The end of a select that locks its rows; empty if a transaction locks everything."""
+    _hint: str = ""
+    """The clause that names an index for the select of one owner's rows, if the database needs it."""
+    _quote: str = '"'
     _cursor: Any
 
     def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
@@ -34,6 +39,9 @@ class SqlConnection:
     def _begin(self) -> None:
         raise NotImplementedError
 
+    def write(self, table: Table, rows: Sequence[Row]) -> None:
+        raise NotImplementedError
+
     def commit(self) -> None:
         raise NotImplementedError
 
@@ -41,25 +49,34 @@ class SqlConnection:
         raise NotImplementedError
 
     def _run(self, sql: str, *parameters: Any) -> Any:
-        return self._execute(sql.replace("?", self._mark), parameters)
+        first, *others = sql.replace('"', self._quote).split("?")
+        marked = (self._mark.format(number) + text for number, text in enumerate(others, 1))
+        return self._execute(first + "".join(marked), parameters)
+
+    def _fetch(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        found: list[tuple[Any, ...]] = self._run(sql, *parameters).fetchall()
+        return found
 
     def offsets(self, app: str) -> dict[Partition, int]:
-        found = self._run(_OFFSETS, app).fetchall()
+        found = self._fetch(_OFFSETS, app)
         self.roll_back()
         return {(topic, partition): next_offset for topic, partition, next_offset in found}
 
     def claim(self, app: str, owner: str, partitions: Collection[Partition]) -> dict[Partition, Stored]:
         self._begin()
-        found: dict[Partition, Stored] = {}
         for topic, partition in sorted(partitions):
-            ((next_offset, failed),) = self._run(_CLAIM, app, topic, partition, owner).fetchall()
-            found[topic, partition] = Stored(next_offset, owner, decode_failed(failed))
+            self.write(_OFFSETS_KEYS, [{"app": app, "topic": topic, "partition": partition, "owner": owner}])
+        owned = self._owned(app, owner)
         self.commit()
-        return found
+        return {partition: owned[partition] for partition in partitions}
 
     def begin(self, app: str, owner: str) -> dict[Partition, Stored]:
         self._begin()
-        rows = self._run(_OWNED + self._lock, app, owner).fetchall()
+        return self._owned(app, owner)
+
+    def _owned(self, app: str, owner: str) -> dict[Partition, Stored]:
+        """Lock the rows of this owner in the offsets table, and return them."""
+        rows = self._fetch(_OWNED.format(self._hint) + self._lock, app, owner)
         return {(topic, part): Stored(at, its, decode_failed(failed)) for topic, part, at, its, failed in rows}
 
     def cursor(self) -> Cursor:
@@ -89,5 +106,10 @@ def on_conflict(table: Table, columns: Sequence[str]) -> str:
     return f" on conflict ({key}) do update set {sets}" if sets else f" on conflict ({key}) do nothing"
 
 
-def quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
+def quoted(name: str, quote: str = '"') -> str:
+    return quote + name.replace(quote, 2 * quote) + quote
+
+
+def quoted_table(name: str, quote: str = '"') -> str:
+    """Return a table's name quoted, with its schema if it has one: `sales.orders`."""
+    return ".".join(quoted(part, quote) for part in name.split("."))
