@@ -39,7 +39,7 @@ class MariaDBServer:
 
     def start(self) -> None:
         options = [f"--datadir={self._data}", f"--port={self.port}", f"--socket={self.directory / 'socket'}", *_USER]
-        options += ["--bind-address=127.0.0.1", "--skip-name-resolve", "--innodb-flush-log-at-trx-commit=0"]
+        options += ["--bind-address=127.0.0.1", "--skip-name-resolve", "--innodb-flush-log-at-trx-commit=2"]
         options += [
             f"--pid-file={self.directory / 'pid'}",
             "--innodb-buffer-pool-size=32M",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -175,7 +176,7 @@ class CommitLoss:
         answers.start()
         with contextlib.suppress(OSError):
             while request := client.recv(1 << 16):
-                if b"COMMIT" in request:
+                if re.search(rb"\bcommit\b", request, re.IGNORECASE):
                     self.commits += 1
                     if self.commits in self._numbers:
                         self._cut(request, client, server)
