@@ -17,7 +17,9 @@ _OWNED: Final = f"""select topic, "partition", next_offset, owner, failed from {
 _OFFSETS: Final = (
     f'select topic, "partition", next_offset from {OFFSETS_TABLE} where app = ? and next_offset is not null'
 )
-_MOVE: Final = f'update {OFFSETS_TABLE} set next_offset = ?, failed = ? where app = ? and topic = ? and "partition" = ?'
+# DuckDB refuses concurrent updates of the same column only, so this statement and a claim both set the owner.
+_MOVE: Final = f"""update {OFFSETS_TABLE} set next_offset = ?, failed = ?, owner = ?
+  where app = ? and topic = ? and "partition" = ?"""
 
 
 class SqlConnection:
@@ -94,7 +96,7 @@ class SqlConnection:
 
     def move(self, app: str, moved: Mapping[Partition, Stored]) -> None:
         for (topic, partition), stored in sorted(moved.items()):
-            self._run(_MOVE, stored.next_offset, encode_failed(stored.failed), app, topic, partition)
+            self._run(_MOVE, stored.next_offset, encode_failed(stored.failed), stored.owner, app, topic, partition)
 
 
 def on_conflict(table: Table, columns: Sequence[str]) -> str:

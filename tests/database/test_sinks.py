@@ -36,7 +36,7 @@ SMALL = ("-X", "eos.transaction.max.records=50", "--until-end", "--instance", "o
 APP = """
 import os
 import eos
-from eos.sql import DBAPI, Cursor, Postgres, SQLite
+from eos.sql import DBAPI, Cursor, DuckDB, Postgres, SQLite
 
 database = {database}
 app = eos.App({id!r})
@@ -79,6 +79,11 @@ def mariadb() -> Iterator[MariaDBServer]:
 
 
 @pytest.fixture
+def duckdb(tmp_path: Path) -> DuckDBFolder:
+    return DuckDBFolder(tmp_path)
+
+
+@pytest.fixture
 def sqlite(tmp_path: Path) -> SQLiteFolder:
     return SQLiteFolder(tmp_path)
 
@@ -113,6 +118,19 @@ class SQLiteFolder:
 
     def source(self, database: str, port: int | None = None) -> str:
         return f"SQLite({str(self.folder / database)!r})"
+
+
+class DuckDBFolder(SQLiteFolder):
+    module, mark = "eos.sql.duckdb", "?"
+
+    def execute(self, database: str, sql: str) -> list[tuple[Any, ...]]:
+        import duckdb
+
+        with duckdb.connect(self.folder / database) as connection:
+            return connection.execute(sql).fetchall()
+
+    def source(self, database: str, port: int | None = None) -> str:
+        return f"DuckDB({str(self.folder / database)!r})"
 
 
 class Sinks:
@@ -207,7 +225,7 @@ class Sinks:
 MARIADB = pytest.param("mariadb", marks=needs_mariadb)
 
 
-@pytest.fixture(params=["postgres", "sqlite", MARIADB, "pg8000"])
+@pytest.fixture(params=["postgres", "sqlite", "duckdb", MARIADB, "pg8000"])
 def sinks(request: pytest.FixtureRequest, kafka: LocalKafka, names: Names, tmp_path: Path) -> Sinks:
     return Sinks(kafka, names, tmp_path, request.getfixturevalue(request.param))
 
@@ -221,6 +239,7 @@ def on_server(request: pytest.FixtureRequest, kafka: LocalKafka, names: Names, t
     *("postgres-move-before", "postgres-send_offsets-before"),
     *("sqlite-move-before", "sqlite-commit-behind", "sqlite-send_offsets-before"),
     *("mariadb-move-before", "mariadb-send_offsets-before", "mariadb-flush-behind", "pg8000-*"),
+    *("duckdb-move-before", "duckdb-send_offsets-before", "duckdb-flush-behind"),
 )
 @pytest.mark.parametrize(
     ("step", "when"), [("move", "before"), ("commit", "behind"), ("send_offsets", "before"), ("flush", "behind")]
@@ -310,7 +329,7 @@ def test_worker_waits_for_a_killed_database(
         sinks.run(ends=69)
 
 
-@pytest.mark.deep_for("sqlite", "mariadb", "pg8000")
+@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000")
 def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
     """D11: the tables of an earlier moment come back; the group's offset is ahead of them."""
     sinks.load(200)
@@ -331,7 +350,7 @@ def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
     assert dict(sinks.execute("select id, balance from accounts")) == balances
 
 
-@pytest.mark.deep_for("postgres", "mariadb", "pg8000")
+@pytest.mark.deep_for("postgres", "duckdb", "mariadb", "pg8000")
 def test_group_offset_moved_back_writes_nothing_twice_but_reset_does(sinks: Sinks) -> None:
     """D12, D13: a group that was rewound by hand, `eos reset`, and a second App with the same table of offsets."""
     sinks.load(100)
@@ -369,7 +388,7 @@ def test_record_that_stopped_the_worker_can_be_skipped(on_server: Sinks) -> None
     assert skips == 2
 
 
-@pytest.mark.deep_for("sqlite", "pg8000")
+@pytest.mark.deep_for("sqlite", "duckdb", "pg8000")
 def test_missing_table_column_or_key_exits_with_78(sinks: Sinks) -> None:
     sinks.load(10)
     sinks.execute("alter table orders rename to orders_old")

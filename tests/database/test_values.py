@@ -7,6 +7,8 @@ import functools
 import math
 import re
 import sqlite3
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
@@ -19,7 +21,7 @@ import pymysql
 import pytest
 
 from eos.errors import ConfigurationError
-from eos.sql import DBAPI, Postgres, SQLite
+from eos.sql import DBAPI, DuckDB, Postgres, SQLite
 from eos.sql.database import Connection, DatabaseError, Fault, Stored, Table
 from eos.sql.mysql import MySQLConnection
 from eos.sql.rows import Row, merge_by_key
@@ -58,10 +60,12 @@ def through_dbapi(request: pytest.FixtureRequest) -> DBAPI:
     return DBAPI(lambda: pg8000.dbapi.connect(**arguments))
 
 
-@pytest.fixture(params=["postgres", "sqlite", MARIADB, "pg8000"])
+@pytest.fixture(params=["postgres", "sqlite", "duckdb", MARIADB, "pg8000"])
 def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connection]:
     if request.param == "sqlite":
         made: Connection = SQLite(str(tmp_path / "values.db")).connect()
+    elif request.param == "duckdb":
+        made = DuckDB(str(tmp_path / "values.duckdb")).connect()
     elif request.param == "postgres":
         made = Postgres(request.getfixturevalue("server").dsn()).connect()
     else:
@@ -272,13 +276,13 @@ def test_mariadb_tables_that_cannot_be_exact_are_refused(
     mariadb: MariaDBServer, columns: str, message: str | None
 ) -> None:
     definition = f"create table wrong ({columns})".replace("('')", "''")
+    mariadb.execute("shop", "drop table if exists wrong")
     mariadb.execute("shop", definition)
     connection = DBAPI(lambda: pymysql.connect(**mariadb.arguments("shop"))).connect()
     refused = contextlib.nullcontext() if message is None else pytest.raises(DatabaseError, match=message)
     with refused as found:
         connection.check(Table("wrong", ("id",)))
     connection.close()
-    mariadb.execute("shop", "drop table wrong")
     assert message is None or found.value.fault is Fault.DEFINITION
 
 
@@ -367,3 +371,122 @@ def test_password_is_in_no_message() -> None:
             Postgres(conninfo).connect()
         assert away.value.fault is Fault.AWAY
         assert "hidden" not in f"{away.value} {Postgres(conninfo)!r}"
+
+
+@pytest.fixture
+def duck(tmp_path: Path) -> Iterator[Connection]:
+    connection = DuckDB(str(tmp_path / "values.duckdb")).connect()
+    connection.create_offsets()
+    connection.claim("app", "owner", [("orders", 0)])
+    connection.cursor().execute("create table stock (id integer primary key, a integer check (a >= 0))")
+    yield connection
+    connection.close()
+
+
+def test_duckdb_keeps_every_type_of_value(duck: Connection) -> None:
+    types = (
+        TYPES.replace("at timestamptz", '"at" timestamptz')
+        .replace("jsonb", "json")
+        .replace("big numeric", "big int128")
+    )
+    duck.cursor().execute(f"create table kinds ({types})")
+    row = {
+        "id": 1,
+        "amount": Decimal("12345678901234.5678"),
+        "at": datetime(2026, 3, 29, 1, 30, tzinfo=UTC),
+        "doc": {"a": [1, None]},
+        "tags": ["a,b", 'quote"', "ü"],
+        "raw": bytes(range(256)),
+        "ratio": 0.1,
+        "note": "line\nbreak \\x00 zero \0 ü",
+        "code": uuid.UUID(int=7),
+        "big": 2**70,
+    }
+    many = ({"id": number, "note": None, "ratio": math.nan} for number in range(2, 3_000))
+    write(duck, Table("kinds", ("id",)), row, *many)
+    assert select(duck, "select * from kinds where id = 1") == [tuple((row | {"doc": '{"a":[1,null]}'}).values())]
+    assert select(duck, "select count(*) from kinds where isnan(ratio) and note is null") == [(2998,)]
+    for wrong in (
+        {"id": "nine"},
+        {"id": None},
+        {"id": 2**40},
+        {"id": 9, "amount": "much"},
+        {"id": 9, "note": object()},
+    ):
+        duck.begin("app", "owner")
+        with pytest.raises(DatabaseError) as refused:
+            duck.write(Table("kinds", ("id",)), [wrong])
+        assert refused.value.fault is Fault.RECORD, wrong
+        duck.roll_back()
+    for columns in ({"missing": 1}, {"id": 1, "missing": 1}):
+        with pytest.raises(DatabaseError) as refused:
+            duck.write(Table("kinds", ("id",)), [columns])
+        assert refused.value.fault is Fault.DEFINITION
+
+
+def test_duckdb_repeats_accepted_statements_after_a_refused_one(duck: Connection) -> None:
+    duck.begin("app", "owner")
+    for number in range(9):
+        duck.savepoint()
+        try:
+            duck.write(Table("stock", ("id",)), [{"id": number % 4, "a": -1 if number % 3 == 2 else number}])
+            cursor = duck.cursor()
+            cursor.execute("update stock set a = a + ? where id = ? returning a", [1, number % 4])
+            assert cursor.fetchone() == (number + 1,)
+            if number == 7:
+                raise ValueError("a function's own error")
+            duck.release_savepoint()
+        except (DatabaseError, ValueError):
+            duck.roll_back_to_savepoint()
+    duck.move("app", {("orders", 0): Stored(9, "owner", {})})
+    duck.commit()
+    assert select(duck, "select id, a from stock order by id") == [(0, 5), (1, 2), (2, 7), (3, 4)]
+    assert duck.offsets("app") == {("orders", 0): 9}
+
+
+def test_duckdb_refuses_statements_that_return_something_else(duck: Connection) -> None:
+    duck.begin("app", "owner")
+    duck.savepoint()
+    duck.cursor().execute("insert into stock select 1, cast(random() * 1e9 as integer) returning a")
+    duck.release_savepoint()
+    duck.savepoint()
+    with pytest.raises(DatabaseError) as changed:
+        duck.roll_back_to_savepoint()
+    assert changed.value.fault is Fault.DEFINITION
+
+
+def test_duckdb_error_that_a_function_ignored_fails_its_record(duck: Connection) -> None:
+    duck.begin("app", "owner")
+    duck.savepoint()
+    with pytest.raises(Exception, match="CHECK constraint"):
+        duck.cursor().execute("insert into stock values (1, -1)")
+    for call in (duck.release_savepoint, duck.commit):
+        with pytest.raises(DatabaseError, match="transaction is aborted") as ignored:
+            call()
+        assert ignored.value.fault is Fault.RECORD
+    duck.roll_back()
+    duck.begin("app", "owner")
+    duck.cursor().execute("commit")
+    with pytest.raises(DatabaseError, match="must not commit") as committed:
+        duck.commit()
+    assert committed.value.fault is Fault.DEFINITION
+
+
+def test_duckdb_file_of_another_process_is_away(duck: Connection, tmp_path: Path) -> None:
+    program = f"from eos.sql import DuckDB\nDuckDB({str(tmp_path / 'values.duckdb')!r}).connect()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "Could not set lock on file" in ended.stderr
+
+
+def test_duckdb_owner_that_changes_during_a_transaction_wins(duck: Connection, tmp_path: Path) -> None:
+    """D4: another connection of this process takes the partition over between the comparison and the commit."""
+    other = DuckDB(str(tmp_path / "values.duckdb")).connect()
+    assert duck.begin("app", "owner").keys() == {("orders", 0)}
+    duck.write(Table("stock", ("id",)), [{"id": 1, "a": 1}])
+    other.claim("app", "newer", [("orders", 0)])
+    with pytest.raises(DatabaseError) as changed:
+        duck.move("app", {("orders", 0): Stored(9, "owner", {})})
+    assert changed.value.fault is Fault.AGAIN
+    duck.roll_back()
+    assert duck.begin("app", "owner") == {}
+    other.close()
