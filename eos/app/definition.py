@@ -298,7 +298,7 @@ class App:
         inserted. Without `table`, the function gets a cursor as its second parameter and runs its own SQL, which
         commits together with the offsets: `def pay(payment: Payment, db: Cursor)`.
 
-        `database`: eos.sql.Postgres or eos.sql.SQLite; it gets a table eos_offsets (docs/howto/databases.md). Such a
+        `database`: for example eos.sql.Postgres; it gets a table eos_offsets (docs/howto/databases.md). Such a
         function sends nothing to Kafka and has no state. `on_error`, `decode`, `name` and the first parameter: as for
         `process`. The decorator returns the function unchanged.
         """

@@ -4,24 +4,21 @@
 imported at their first use, because each App imports this package.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from eos.sql.database import Cursor
 
 if TYPE_CHECKING:
+    from eos.sql.dbapi import DBAPI
+    from eos.sql.duckdb import DuckDB
     from eos.sql.postgres import Postgres
     from eos.sql.sqlite import SQLite
 
-__all__ = ["Cursor", "Postgres", "SQLite"]
+__all__ = ["DBAPI", "Cursor", "DuckDB", "Postgres", "SQLite"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Postgres":
-        from eos.sql.postgres import Postgres
-
-        return Postgres
-    if name == "SQLite":
-        from eos.sql.sqlite import SQLite
-
-        return SQLite
+    if name in __all__:
+        return getattr(import_module(f"eos.sql.{name.lower()}"), name)
     raise AttributeError(f"module 'eos.sql' has no attribute {name!r}")

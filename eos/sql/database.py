@@ -96,6 +96,9 @@ class Connection(Protocol):
     def offsets(self, app: str) -> dict[Partition, int]:
         """Return the next offsets of all partitions of an App that have one."""
 
+    can_compare: bool
+    """Whether `find_wrong_rows` is possible."""
+
     def begin_reading(self, app: str) -> dict[Partition, int]:
         """Begin a transaction that sees one state of the database, and return the same offsets as `offsets` in it."""
 

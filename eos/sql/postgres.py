@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from base64 import b16encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,8 +17,10 @@ import msgspec
 
 from eos.errors import ConfigurationError
 from eos.sql.database import OFFSETS_TABLE, DatabaseError, Fault, Table
+from eos.sql.faults import fault_of_state, first_line, says_denied
+from eos.sql.quoting import quoted, quoted_table
 from eos.sql.rows import Row, split_by_columns
-from eos.sql.statements import CREATE_OFFSETS, SqlConnection, on_conflict, quoted
+from eos.sql.statements import CREATE_OFFSETS, SqlConnection, on_conflict
 
 if TYPE_CHECKING:
     import psycopg
@@ -26,14 +28,6 @@ if TYPE_CHECKING:
 # The server ends the transaction of a suspended worker, and a wait for a lock ends early.
 _LIMITS: Final = "set local idle_in_transaction_session_timeout = '{idle_ms}'; set local lock_timeout = '{lock_ms}'"
 _LOCK_TIMEOUT_MS, _IDLE_TIMEOUT_MS, _CONNECT_TIMEOUT_S = 5_000, 60_000, 5
-# Classes and codes of SQLSTATE (PostgreSQL's appendix A).
-_FAULTS: Final[Mapping[str, Fault]] = {
-    **dict.fromkeys(("08", "53", "57", "58", "XX", "25P03", "55P03", "F0"), Fault.AWAY),
-    **dict.fromkeys(("28", "3D", "42501"), Fault.DENIED),
-    **dict.fromkeys(("40",), Fault.AGAIN),
-    **dict.fromkeys(("21", "22", "23", "44", "P0"), Fault.RECORD),
-    **dict.fromkeys(("42", "0A"), Fault.DEFINITION),
-}
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,10 @@ class Postgres:
                 self.conninfo, prepare_threshold=None, connect_timeout=_CONNECT_TIMEOUT_S, application_name="eos"
             )
         except psycopg.ProgrammingError as error:
-            raise ConfigurationError(f"the connection string of Postgres is wrong: {_first_line(error)}") from error
+            raise ConfigurationError(f"the connection string of Postgres is wrong: {first_line(error)}") from error
         except psycopg.Error as error:
-            denied = any(text in str(error) for text in ("password", "authentication", "does not exist", "pg_hba"))
-            raise DatabaseError(Fault.DENIED if denied else Fault.AWAY, f"{self}: {_first_line(error)}") from error
+            fault = Fault.DENIED if says_denied(error) else Fault.AWAY
+            raise DatabaseError(fault, f"{self}: {first_line(error)}") from error
         return Connection(self, connection)
 
 
@@ -94,7 +88,7 @@ class Connection(SqlConnection):
         self.commit()
 
     def check(self, table: Table) -> None:
-        name, key = _quoted_table(table.name), ", ".join(map(quoted, table.key))
+        name, key = quoted_table(table.name), ", ".join(map(quoted, table.key))
         try:
             # Changes nothing, but needs the table, its columns and the rights.
             self._execute(f"select {key or '*'} from {name} limit 0")
@@ -109,11 +103,8 @@ class Connection(SqlConnection):
     def _begin_snapshot(self) -> None:
         self._execute("set transaction isolation level repeatable read")
 
-    def _as_text(self, table: str, columns: Sequence[str]) -> str:
-        return f"row({', '.join(f'{table}.{quoted(column)}' for column in columns)})::text"
-
-    def _quoted_table(self, name: str) -> str:
-        return _quoted_table(name)
+    def _as_text(self, columns: Sequence[str]) -> str:
+        return f"row({', '.join(columns)})::text"
 
     def write(self, table: Table, rows: Sequence[Row]) -> None:
         for columns, run in split_by_columns(rows):
@@ -143,17 +134,16 @@ class Connection(SqlConnection):
 
         if not isinstance(error, psycopg.Error):
             return None
-        state = error.sqlstate or ""
-        fault = _FAULTS.get(state) or _FAULTS.get(state[:2])
+        fault = fault_of_state(error.sqlstate or "")
         if fault is None:  # an error of the client, and not of the server
             away = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or self._connection.closed
             fault = Fault.AWAY if away else Fault.RECORD
-        return DatabaseError(fault, f"{self._database}: {_first_line(error)}")
+        return DatabaseError(fault, f"{self._database}: {first_line(error)}")
 
 
 def _write_statement(table: Table, columns: Sequence[str]) -> str:
     named = ", ".join(map(quoted, columns))
-    name = _quoted_table(table.name)
+    name = quoted_table(table.name)
     sql = f"insert into {name} ({named}) select {named} from json_populate_recordset(null::{name}, %s::json)"
     return sql + on_conflict(table, columns)
 
@@ -172,15 +162,6 @@ def _json_value(value: Any) -> Any:
     if kind is list or kind is tuple:
         return [_json_value(one) for one in value]
     return value
-
-
-def _quoted_table(name: str) -> str:
-    """Return a table's name quoted, with its schema if it has one: `sales.orders`."""
-    return ".".join(map(quoted, name.split(".")))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _without_secrets(conninfo: str) -> str:

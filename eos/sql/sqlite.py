@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from eos.sql.database import DatabaseError, Fault, Table
+from eos.sql.quoting import quoted
 from eos.sql.rows import Row, split_by_columns
-from eos.sql.statements import CREATE_OFFSETS, SqlConnection, on_conflict, quoted
+from eos.sql.statements import CREATE_OFFSETS, SqlConnection, on_conflict
 
 _LOCKED_TIMEOUT_S = 5.0
 _MISSING: Final = ("no such table", "no such column", "has no column", "syntax error", "ON CONFLICT clause does not")
@@ -66,8 +67,8 @@ class Connection(SqlConnection):
     def _begin_snapshot(self) -> None:
         self._execute("begin")
 
-    def _as_text(self, table: str, columns: Sequence[str]) -> str:
-        return " || ',' || ".join(f"quote({table}.{quoted(column)})" for column in columns)
+    def _as_text(self, columns: Sequence[str]) -> str:
+        return " || ',' || ".join(f"quote({column})" for column in columns)
 
     def write(self, table: Table, rows: Sequence[Row]) -> None:
         for columns, run in split_by_columns(rows):

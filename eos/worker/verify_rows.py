@@ -23,6 +23,7 @@ from eos.worker.dead_letters import read_dead_letters
 from eos.worker.writers import start_error
 
 _CONNECT_S = 10.0
+_CANNOT_COMPARE = "only rows in PostgreSQL, SQLite, DuckDB, MySQL and MariaDB can be compared"
 Key = tuple[Any, ...]
 Position = tuple[str, int, int]
 
@@ -122,6 +123,9 @@ def verify_rows(
         try:
             connection = database.connect()
             try:
+                if not connection.can_compare:
+                    found += [Verified(database, table, 0, 0, (), (_CANNOT_COMPARE,)) for table in tables]
+                    continue
                 offsets = connection.begin_reading(app.id)
                 for table, functions in tables.items():
                     expected = _expect(app, settings, table, functions, offsets, progress)

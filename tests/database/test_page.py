@@ -14,6 +14,7 @@ import pytest
 import eos
 from eos.broker import LocalKafka
 from tests.support import forked
+from tests.support.mariadb import mariadb_server, needs_mariadb
 from tests.support.postgres import PostgresServer, postgres_server
 from tests.support.reading import create_topic
 
@@ -39,7 +40,8 @@ def run_program(kafka: LocalKafka, folder: Path, file: str, topic: str, values: 
         for value in values:
             txn.send(topic, value, key="k")
     command = ["eos", "run", file, "--until-end", "--instance", "one", "--bootstrap-servers", kafka.bootstrap_servers]
-    ended = forked.run(command, cwd=folder, env=os.environ | {"PGUSER": "postgres"})
+    environment = os.environ | {"PGUSER": "postgres", "SHOP_PASSWORD": "secret-9f2c"}
+    ended = forked.run(command, cwd=folder, env=environment)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -59,6 +61,20 @@ def test_orders_example_upserts_rows(
             (1, "c7", 7),
             (2, "c8", 8),
         ]
+
+
+@needs_mariadb
+def test_shop_example_upserts_rows_in_mariadb(kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("orders"))
+    with mariadb_server() as mariadb:
+        mariadb.create("shop")
+        mariadb.execute("shop", "create table orders (id bigint primary key, customer text)")
+        values = [f'{{"id": {i % 3}, "customer": "c{i}"}}' for i in range(9)]
+        program = {'"orders", DBAPI': f'"{topic}", DBAPI', "orders-to-shop": names("app")}
+        run_program(
+            kafka, tmp_path, "shop.py", topic, values, **program, **{'"localhost"': f'"127.0.0.1", port={mariadb.port}'}
+        )
+        assert mariadb.execute("shop", "select * from orders order by id") == [(0, "c6"), (1, "c7"), (2, "c8")]
 
 
 def test_payments_example_books_each_payment_once(

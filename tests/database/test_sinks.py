@@ -14,7 +14,7 @@ import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pytest
@@ -24,10 +24,11 @@ from eos.broker import LocalKafka
 from tests.support import forked
 from tests.support.killed import KILLED
 from tests.support.life import until_killed
-from tests.support.postgres import CommitLoss, Loss, PostgresServer, postgres_server
+from tests.support.mariadb import MariaDBServer, mariadb_server, needs_mariadb
+from tests.support.postgres import CommitLoss, Loss, PostgresServer, PostgresThroughDBAPI, postgres_server
 from tests.support.reading import create_topic, visible_records, wait_until
 
-pytestmark = pytest.mark.takes(60)
+pytestmark = pytest.mark.takes(100)
 
 Names = Callable[[str], str]
 PARTITIONS = 3
@@ -35,7 +36,7 @@ SMALL = ("-X", "eos.transaction.max.records=50", "--until-end", "--instance", "o
 APP = """
 import os
 import eos
-from eos.sql import Cursor, Postgres, SQLite
+from eos.sql import DBAPI, Cursor, DuckDB, Postgres, SQLite
 
 database = {database}
 app = eos.App({id!r})
@@ -54,51 +55,106 @@ def pay(payment: dict, db: Cursor) -> None:
         raise ValueError("too much")
 """
 TABLES = (
-    "create table orders (id integer primary key, amount numeric check (amount >= 0), partition integer)",
+    'create table orders (id integer primary key, amount numeric check (amount >= 0), "partition" integer)',
     "create table accounts (id integer primary key, balance integer not null default 0)",
     "insert into accounts values (0, 0), (1, 0), (2, 0)",
 )
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
+def postgres() -> Iterator[PostgresServer]:
     with postgres_server() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def pg8000(postgres: PostgresServer) -> PostgresThroughDBAPI:
+    return PostgresThroughDBAPI(postgres)
+
+
+@pytest.fixture(scope="module")
+def mariadb() -> Iterator[MariaDBServer]:
+    with mariadb_server() as running:
+        yield running
+
+
+@pytest.fixture
+def duckdb(tmp_path: Path) -> DuckDBFolder:
+    return DuckDBFolder(tmp_path)
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path) -> SQLiteFolder:
+    return SQLiteFolder(tmp_path)
+
+
+class Server(Protocol):
+    """Runs the databases of tests, and gives the text that describes one in an App."""
+
+    module: str
+    mark: str
+
+    def create(self, database: str) -> None: ...
+
+    def execute(self, database: str, sql: str) -> list[tuple[Any, ...]]: ...
+
+    def source(self, database: str, port: int | None = None) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+
+class SQLiteFolder:
+    module, mark = "eos.sql.sqlite", "?"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def create(self, database: str) -> None: ...
+
+    def execute(self, database: str, sql: str) -> list[tuple[Any, ...]]:
+        with contextlib.closing(sqlite3.connect(self.folder / database, timeout=30)) as connection, connection:
+            return connection.execute(sql).fetchall()
+
+    def source(self, database: str, port: int | None = None) -> str:
+        return f"SQLite({str(self.folder / database)!r})"
+
+
+class DuckDBFolder(SQLiteFolder):
+    module, mark = "eos.sql.duckdb", "?"
+
+    def execute(self, database: str, sql: str) -> list[tuple[Any, ...]]:
+        import duckdb
+
+        with duckdb.connect(self.folder / database) as connection:
+            return connection.execute(sql).fetchall()
+
+    def source(self, database: str, port: int | None = None) -> str:
+        return f"DuckDB({str(self.folder / database)!r})"
 
 
 class Sinks:
     """Run an App that upserts orders and books payments, and compare the tables with a plain loop."""
 
-    def __init__(self, kafka: LocalKafka, names: Names, folder: Path, server: PostgresServer | None) -> None:
+    def __init__(self, kafka: LocalKafka, names: Names, folder: Path, server: Server) -> None:
         self.servers, self.folder, self.server, self.policy = kafka.bootstrap_servers, folder, server, "dlq"
         self.id, self.source, self.payments = names("app"), names("orders"), names("payments")
         for topic in (self.source, self.payments):
             create_topic(self.servers, topic, partitions=PARTITIONS)
             create_topic(self.servers, f"{topic}.dlq")
         self.database = names("db").replace("-", "_")[-60:]
-        self.file = folder / "rows.db"
-        if server is not None:
-            with server.connect() as admin:
-                admin.execute(f'create database "{self.database}"')
+        server.create(self.database)
         for statement in TABLES:
             self.execute(statement)
         self.define()
         self.sent: list[tuple[str, dict[str, int]]] = []
 
     def define(self, port: int | None = None) -> None:
-        if self.server is None:
-            database, mark = f"SQLite({str(self.file)!r})", "?"
-        else:
-            database, mark = f"Postgres({self.server.dsn(self.database, port)!r})", "%s"
-        (self.folder / "sinking.py").write_text(APP.format(**(vars(self) | {"database": database, "mark": mark})))
+        values = {"database": self.server.source(self.database, port), "mark": self.server.mark}
+        (self.folder / "sinking.py").write_text(APP.format(**(vars(self) | values)))
 
     def execute(self, sql: str) -> list[tuple[Any, ...]]:
-        if self.server is None:
-            with contextlib.closing(sqlite3.connect(self.file, timeout=30)) as connection, connection:
-                return connection.execute(sql).fetchall()
-        with self.server.connect(self.database) as connection:
-            found = connection.execute(sql)  # type: ignore[call-overload]
-            return found.fetchall() if found.description else []
+        return self.server.execute(self.database, sql)
 
     def load(self, count: int) -> None:
         """Load orders, of which some have a wrong amount, and payments, of which some are too large."""
@@ -166,20 +222,24 @@ class Sinks:
         return [record.value() or b"" for records in found.values() for record in records]
 
 
-@pytest.fixture(params=["postgres", "sqlite"])
+MARIADB = pytest.param("mariadb", marks=needs_mariadb)
+
+
+@pytest.fixture(params=["postgres", "sqlite", "duckdb", MARIADB, "pg8000"])
 def sinks(request: pytest.FixtureRequest, kafka: LocalKafka, names: Names, tmp_path: Path) -> Sinks:
-    server = request.getfixturevalue("server") if request.param == "postgres" else None
-    return Sinks(kafka, names, tmp_path, server)
+    return Sinks(kafka, names, tmp_path, request.getfixturevalue(request.param))
 
 
-@pytest.fixture
-def on_postgres(kafka: LocalKafka, names: Names, tmp_path: Path, server: PostgresServer) -> Sinks:
-    return Sinks(kafka, names, tmp_path, server)
+@pytest.fixture(params=["postgres", MARIADB, "pg8000"])
+def on_server(request: pytest.FixtureRequest, kafka: LocalKafka, names: Names, tmp_path: Path) -> Sinks:
+    return Sinks(kafka, names, tmp_path, request.getfixturevalue(request.param))
 
 
 @pytest.mark.deep_for(
     *("postgres-move-before", "postgres-send_offsets-before"),
     *("sqlite-move-before", "sqlite-commit-behind", "sqlite-send_offsets-before"),
+    *("mariadb-move-before", "mariadb-send_offsets-before", "mariadb-flush-behind", "pg8000-*"),
+    *("duckdb-move-before", "duckdb-send_offsets-before", "duckdb-flush-behind"),
 )
 @pytest.mark.parametrize(
     ("step", "when"), [("move", "before"), ("commit", "behind"), ("send_offsets", "before"), ("flush", "behind")]
@@ -188,23 +248,19 @@ def test_rows_are_exact_after_kills_at_a_step(sinks: Sinks, step: str, when: str
     """D1: the worker dies between the database's commit and Kafka's, and at other steps."""
     for number in (2, 4):
         sinks.load(300)
-        where = "eos.sql.postgres" if sinks.server is not None else "eos.sql.sqlite"
-        sinks.run(
-            program=("-c", KILLED, f"{where}:{step}" if step in ("move", "commit") else step, when, str(number)),
-            ends=-9,
-        )
+        where = f"{sinks.server.module}:{step}" if step in ("move", "commit") else step
+        sinks.run(program=("-c", KILLED, where, when, str(number)), ends=-9)
     sinks.run()
     sinks.require_exact()
 
 
-@pytest.mark.deep_for("lost")
+@pytest.mark.deep_for("postgres-lost", "mariadb-*", "pg8000-*")
 @pytest.mark.parametrize("loss", ["done", "lost", "late"])
-def test_commit_without_answer_is_settled(on_postgres: Sinks, loss: Loss) -> None:
+def test_commit_without_answer_is_settled(on_server: Sinks, loss: Loss) -> None:
     """D2, D3, D6: a COMMIT is done, not done, or done only after the worker has connected again."""
-    sinks = on_postgres
+    sinks = on_server
     sinks.load(600)
-    assert sinks.server is not None
-    with CommitLoss(sinks.server, loss, (5, 9, 14)) as proxy:
+    with CommitLoss(sinks.server.port, loss, (5, 9, 14)) as proxy:
         sinks.define(proxy.port)
         log = sinks.run()
         assert proxy.commits > 14
@@ -212,13 +268,14 @@ def test_commit_without_answer_is_settled(on_postgres: Sinks, loss: Loss) -> Non
     sinks.require_exact()
 
 
-def test_suspended_worker_writes_nothing_and_exits_with_79(on_postgres: Sinks, tmp_path: Path) -> None:
+@pytest.mark.deep_for("pg8000")
+def test_suspended_worker_writes_nothing_and_exits_with_79(on_server: Sinks, tmp_path: Path) -> None:
     """D4: another worker has taken over while this one was suspended before its commit in the database."""
-    sinks = on_postgres
+    sinks = on_server
     sinks.load(400)
     program = sinks.folder / "suspended.py"
     program.write_text(
-        "import os, signal, sys\nfrom eos import cli\nfrom eos.sql.postgres import Connection\n"
+        f"import os, signal, sys\nfrom eos import cli\nfrom {sinks.server.module} import Connection\n"
         "begin, calls = Connection.begin, []\n"
         "def suspended(self, *arguments):\n"
         "    calls.append(1)\n"
@@ -242,9 +299,16 @@ def test_suspended_worker_writes_nothing_and_exits_with_79(on_postgres: Sinks, t
     sinks.require_exact()
 
 
-def test_worker_waits_for_a_killed_database(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+@pytest.mark.deep_for("mariadb_server")
+@pytest.mark.parametrize("database", [postgres_server, pytest.param(mariadb_server, marks=needs_mariadb)])
+def test_worker_waits_for_a_killed_database(
+    kafka: LocalKafka,
+    names: Names,
+    tmp_path: Path,
+    database: Callable[[], contextlib.AbstractContextManager[PostgresServer | MariaDBServer]],
+) -> None:
     """D5: a commit in a database that is killed is no success. The worker waits, and gives up after a limit."""
-    with postgres_server() as server:
+    with database() as server:
         sinks = Sinks(kafka, names, tmp_path, server)
         sinks.load(2_000)
         log = tmp_path / "log"
@@ -265,7 +329,7 @@ def test_worker_waits_for_a_killed_database(kafka: LocalKafka, names: Names, tmp
         sinks.run(ends=69)
 
 
-@pytest.mark.deep_for("sqlite")
+@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000")
 def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
     """D11: the tables of an earlier moment come back; the group's offset is ahead of them."""
     sinks.load(200)
@@ -286,7 +350,7 @@ def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
     assert dict(sinks.execute("select id, balance from accounts")) == balances
 
 
-@pytest.mark.deep_for("postgres")
+@pytest.mark.deep_for("postgres", "duckdb", "mariadb", "pg8000")
 def test_group_offset_moved_back_writes_nothing_twice_but_reset_does(sinks: Sinks) -> None:
     """D12, D13: a group that was rewound by hand, `eos reset`, and a second App with the same table of offsets."""
     sinks.load(100)
@@ -308,8 +372,8 @@ def test_group_offset_moved_back_writes_nothing_twice_but_reset_does(sinks: Sink
 
 
 @pytest.mark.deep
-def test_record_that_stopped_the_worker_can_be_skipped(on_postgres: Sinks) -> None:
-    sinks = on_postgres
+def test_record_that_stopped_the_worker_can_be_skipped(on_server: Sinks) -> None:
+    sinks = on_server
     sinks.policy = "stop"
     sinks.define()
     sinks.load(100)
@@ -324,13 +388,13 @@ def test_record_that_stopped_the_worker_can_be_skipped(on_postgres: Sinks) -> No
     assert skips == 2
 
 
-@pytest.mark.deep_for("sqlite")
+@pytest.mark.deep_for("sqlite", "duckdb", "pg8000")
 def test_missing_table_column_or_key_exits_with_78(sinks: Sinks) -> None:
     sinks.load(10)
     sinks.execute("alter table orders rename to orders_old")
     assert "orders" in (log := sinks.run(ends=78))
     assert "create what is missing" in log
-    sinks.execute("create table orders (id integer, amount numeric, partition integer)")
+    sinks.execute('create table orders (id integer, amount numeric, "partition" integer)')
     assert "create what is missing" in sinks.run(ends=78)
     sinks.execute("drop table orders")
     sinks.execute("create table orders (id integer primary key, amount numeric)")
@@ -354,16 +418,15 @@ def test_verify_finds_missing_changed_and_doubled_rows(sinks: Sinks) -> None:
     create_topic(sinks.servers, words, partitions=2)
     with (sinks.folder / "sinking.py").open("a") as program:
         program.write(INSERTS.format(log=words))
-    sinks.execute(
-        "create table log (number integer primary key, word varchar(20), length numeric)".replace(
-            "integer primary key", "integer primary key" if sinks.server is None else "serial primary key"
-        )
-    )
+    sinks.execute("create table log (word varchar(20), length numeric)")
     with eos.transaction({"bootstrap.servers": sinks.servers, "transactional.id": f"{sinks.id}-words"}) as txn:
         for number in range(50):
             txn.send(words, ["a", "b", "it's", "nothing", "\u00e9, \\"][number % 5], key=str(number))
     sinks.load(300)
     sinks.run()
+    if isinstance(sinks.server, PostgresThroughDBAPI):
+        sinks.eos("verify", "sinking:app", ends=65)
+        return
     printed = sinks.eos("verify", "sinking:app")
     assert re.search(r"table orders in \S+.*: 1\d\d rows of 150 committed records examined: holds", printed), printed
     assert re.search(r"table log in .*: 40 rows of 50 committed records examined: holds", printed), printed
@@ -372,7 +435,9 @@ def test_verify_finds_missing_changed_and_doubled_rows(sinks: Sinks) -> None:
     sinks.execute(f"delete from orders where id = {ids[0]}")
     sinks.execute(f"update orders set amount = null where id = {ids[1]}")
     sinks.execute("insert into log (word, length) values ('a', 1)")
-    sinks.execute("delete from log where number = (select max(number) from log where word = 'b')")
+    sinks.execute("delete from log where word = 'b'")
+    for _ in range(9):
+        sinks.execute("insert into log (word, length) values ('b', 1)")
     printed = sinks.eos("verify", "sinking:app", ends=1)
     assert "VIOLATED: 2 rows are wrong" in printed
     assert f"id={ids[0]} is missing" in printed

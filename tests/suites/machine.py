@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from eos.broker.java import find_java
 from eos.errors import Unavailable
 from spark_connector.session import spark_java
-from tests.support.chromium import PROGRAM
+from tests.support import chromium, mariadb
 
 
 def lacks() -> Iterator[str]:
@@ -21,7 +21,9 @@ def lacks() -> Iterator[str]:
             yield str(error)
     if not shutil.which("docker"):
         yield "a container engine: clusters are local JVMs; cuts and compose are left out (as root: make engine)"
-    if PROGRAM is None:
+    if chromium.PROGRAM is None:
         yield "Chromium: the page of --http-port is not looked at (apt-get install chromium)"
+    if mariadb.PROGRAM is None:
+        yield "MariaDB: no rows are written into it (apt-get install mariadb-server)"
     if not shutil.which("kcat"):
         yield "kcat: the shim is not shown to it (apt-get install kcat)"

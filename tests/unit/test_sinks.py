@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,10 @@ from eos.app.routes.sink import make_sink_target
 from eos.cli.doctor import _database_findings
 from eos.errors import ConfigurationError
 from eos.sql import Cursor, SQLite
+from eos.sql.database import Fault, Table
+from eos.sql.faults import fault_of
 from eos.sql.rows import check_key, merge_by_key, split_by_columns, to_row
+from eos.sql.standard import Connection as StandardConnection
 from eos.testing import run
 from tests.support import forked
 
@@ -138,3 +142,60 @@ def test_topology_shows_where_rows_go(tmp_path: Path) -> None:
     )
     printed = forked.run(["eos", "topology", "rows.py"], cwd=tmp_path).stdout
     assert "writes  table orders in SQLite(path='rows.db')" in printed
+
+
+class OperationalError(Exception): ...
+
+
+class UniqueViolation(Exception):
+    pgcode = "23505"
+
+
+class ProgrammingError(Exception): ...
+
+
+class ClientError(ProgrammingError):
+    pgcode = None
+
+
+@pytest.mark.parametrize(
+    ("error", "is_mysql", "fault"),
+    [
+        (OperationalError("gone"), False, Fault.AWAY),
+        (ProgrammingError("no such table"), False, Fault.DEFINITION),
+        (RuntimeError("other"), False, Fault.RECORD),
+        (UniqueViolation(), False, Fault.RECORD),
+        (ClientError("cannot send this value"), False, Fault.RECORD),
+        (OperationalError({"C": "40001", "M": "could not serialize"}), False, Fault.AGAIN),
+        (OperationalError("42S02", "missing"), False, Fault.DEFINITION),
+        (OperationalError(1213, "deadlock"), True, Fault.AGAIN),
+        (OperationalError(1142, "denied"), True, Fault.DENIED),
+        (OperationalError(3819, "check"), True, Fault.RECORD),
+        (OperationalError(1054, "unknown column"), True, Fault.DEFINITION),
+        (OperationalError(2013, "lost"), True, Fault.AWAY),
+        (OperationalError(9999, "unknown to the table"), True, Fault.RECORD),
+        (ProgrammingError("nan can not be used with MySQL"), True, Fault.RECORD),
+        (OperationalError("closed"), True, Fault.AWAY),
+    ],
+)
+def test_errors_of_drivers_have_a_meaning(error: Exception, is_mysql: bool, fault: Fault) -> None:
+    assert fault_of(error, is_mysql) is fault
+
+
+@pytest.mark.parametrize(
+    ("paramstyle", "sql", "bound"),
+    [
+        ("qmark", 'insert into "a%?" ("b", "c") values (?, ?)', (7, 8)),
+        ("format", 'insert into "a%%?" ("b", "c") values (%s, %s)', (7, 8)),
+        ("pyformat", 'insert into "a%%?" ("b", "c") values (%(p1)s, %(p2)s)', {"p1": 7, "p2": 8}),
+        ("numeric", 'insert into "a%?" ("b", "c") values (:1, :2)', (7, 8)),
+        ("named", 'insert into "a%?" ("b", "c") values (:p1, :p2)', {"p1": 7, "p2": 8}),
+    ],
+)
+def test_parameters_are_marked_as_the_driver_says(paramstyle: str, sql: str, bound: object) -> None:
+    executed: list[object] = []
+    cursor = SimpleNamespace(executemany=lambda *arguments: executed.extend(arguments))
+    driver = SimpleNamespace(paramstyle=paramstyle, Error=OperationalError)
+    connection = StandardConnection("database", SimpleNamespace(cursor=lambda: cursor), driver)
+    connection.write(Table("a%?"), [{"b": 7, "c": 8}])
+    assert executed == [sql, [bound]]
