@@ -17,6 +17,7 @@ import msgspec
 
 from eos.errors import ConfigurationError
 from eos.sql.database import OFFSETS_TABLE, DatabaseError, Fault, Table
+from eos.sql.outbox import TableReader
 from eos.sql.rows import Row, split_by_columns
 from eos.sql.statements import CREATE_OFFSETS, SqlConnection, on_conflict, quoted
 
@@ -65,6 +66,11 @@ class Postgres:
             denied = any(text in str(error) for text in ("password", "authentication", "does not exist", "pg_hba"))
             raise DatabaseError(Fault.DENIED if denied else Fault.AWAY, f"{self}: {_first_line(error)}") from error
         return Connection(self, connection)
+
+    def table_reader(self, table: str) -> TableReader:
+        from eos.sql.postgres_outbox import PostgresTable
+
+        return PostgresTable(self.connect(), table, _quoted_table(table))
 
 
 class Connection(SqlConnection):
