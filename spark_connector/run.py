@@ -126,6 +126,11 @@ def check(run: Run) -> None:
             "query reads topics by their names; name them, or use `eos run`"
         )
     for route in run.app.functions:
+        if route.source is not None:
+            raise ConfigurationError(
+                f"the App {run.app.id!r} reads rows of table {route.source.table}, which a Spark query does not do: "
+                "send them to a topic with an App for `eos run`, and read that topic on Spark"
+            )
         if route.sink is not None:
             raise ConfigurationError(
                 f"{route.name} writes rows into a database, which a Spark query does not do: send them to a topic as "

@@ -24,6 +24,7 @@ from eos.app.policies import Policy, policy_of, stop
 from eos.app.routes import Route, changelog_of, is_async
 from eos.app.routes.handlers import check_merge, make_handler, make_window_cleaner
 from eos.app.routes.sink import make_sink_target
+from eos.app.routes.source import make_source_table, position_topic, publish, row_decoder
 from eos.app.state import Store
 from eos.app.stores import find_stores, with_old_names
 from eos.app.timers import check_timer_name
@@ -34,6 +35,7 @@ from eos.encoding.serde import annotation_name, function_name, wrap_decoder, wra
 from eos.errors import ConfigurationError
 from eos.records import Record, is_pattern, is_topic_name
 from eos.sql.database import Database
+from eos.sql.outbox import Readable
 
 # A function gets one record, or the part of it that its annotation names, and then its state.
 Function = TypeVar("Function", bound=Callable[Concatenate[Any, ...], object])
@@ -92,6 +94,11 @@ class App:
     def functions(self) -> list[Route]:
         """Return every function once; functions that read only by a pattern come last."""
         return list(dict.fromkeys([*self.routes.values(), *self.patterns.values()]))
+
+    @property
+    def sources(self) -> dict[str, Route]:
+        """Return the functions that get the rows of tables, by the topic that holds the position in the table."""
+        return {topic: route for topic, route in self.routes.items() if route.source is not None}
 
     @property
     def stateful(self) -> list[Route]:
@@ -320,6 +327,60 @@ class App:
             annotation = _resolve_first_annotation(function, default, frame, target.table is None)
             coders = (wrap_decoder(decode, annotation), None)
             self._add(Route(function, annotation, sources, (), False, policy, *coders, name=name, sink=target))
+            return function
+
+        return register
+
+    def source(
+        self,
+        database: Readable,
+        *,
+        table: str,
+        to: str | Iterable[str],
+        on_error: Policy | str = stop,
+        delete: bool = False,
+        encode: Callable[[Any], bytes] | None = None,
+        name: str | None = None,
+    ) -> Callable[[Function], Function]:
+        """Send the rows of a table to Kafka, each exactly once and in the order of their transactions.
+
+        Without a function, the columns value, key, topic and headers of a row make its record; only value is required.
+        As a decorator, the function gets each row: a dict, or the msgspec Struct or dataclass of its annotation. It
+        returns outputs as one of `process` does. A value without a key of its own gets that of the column key, if there
+        is one.
+
+        The table needs the columns `id` and `xid xid8 not null default pg_current_xact_id()` (docs/howto/outbox.md).
+        `database`: eos.sql.Postgres. `delete`: delete rows once they are in Kafka. `on_error`: eos.stop, eos.skip or
+        eos.retry(n). `encode`: as for `process`. `name`: the position in the table is kept under the name of the table,
+        or under this one.
+        """
+        destinations, policy = _check_destinations(to), policy_of(on_error)
+        if not destinations:
+            raise ConfigurationError(f'the rows of table {table!r} need a destination: name one with to="topic"')
+        if policy.verdict == "dlq":
+            raise ConfigurationError(
+                f"on_error={policy} of table {table!r}: a row has no dead-letter topic, since it stays in its table; "
+                "use eos.stop, eos.skip or eos.retry(n)"
+            )
+        named = table if name is None else name
+        _check_name(named, "the name of a source")
+        topic = position_topic(self.id, named)
+
+        def define(function: Callable[[Any], object], frame: types.FrameType | None) -> Route:
+            target = make_source_table(topic, database, table, delete, function)
+            annotation = parameter_annotation(function, dict, frame)
+            _check_destination(function, destinations)
+            coders = (row_decoder(annotation), wrap_encoder(encode))
+            more: dict[str, Any] = {"name": named, "source": target}
+            return Route(function, annotation, (topic,), destinations, False, policy, *coders, **more)
+
+        default = define(publish, None)
+        self._add(default)
+
+        def register(function: Function) -> Function:
+            route = define(function, sys._getframe(1))
+            self.routes = {source: old for source, old in self.routes.items() if old is not default}
+            self._add(route)
             return function
 
         return register

@@ -24,6 +24,7 @@ from eos.state import changelog, notes
 from eos.worker import chains
 from eos.worker.loading import load_app
 from eos.worker.new_topics import explain_unread, find_missing_dead_letter_topics, require_topics, topic_names
+from eos.worker.sources import check_source
 from eos.worker.writers import check_database, databases_of
 
 _TIMEOUT_S = 5.0
@@ -55,7 +56,9 @@ def _need_of(app: App | None, loaded: Settings) -> Requirements:
     if app is None:
         return preflight.requirements_of(loaded, (), ())
     named = loaded.with_values(**{"group.id": app.id, "transactional.id": f"{app.id}-{loaded.instance}"})
-    return preflight.requirements_of(named, app.topics, app.destinations)
+    # A worker creates the topics of its sources at its start.
+    inputs = [topic for topic in app.topics if topic not in app.sources]
+    return preflight.requirements_of(named, inputs, app.destinations)
 
 
 def _findings(loaded: Settings, app: App | None) -> list[Finding]:
@@ -105,7 +108,7 @@ def _chain_findings(loaded: Settings, app: App) -> list[Finding]:
 
 
 def _database_findings(app: App) -> list[Finding]:
-    """Return a finding about each database that functions of the App write to."""
+    """Return a finding about each database that functions of the App write to, and each table that they read."""
     found: list[Finding] = []
     for database, targets in databases_of(app).items():
         tables = ", ".join(target.table.name for target in targets if target.table is not None) or "its own SQL"
@@ -115,6 +118,15 @@ def _database_findings(app: App) -> list[Finding]:
             found.append(Finding("database", Level.FAILED, str(error.args[0]), error.remedy, type(error)))
         else:
             found.append(Finding("database", Level.OK, f"{database}: {tables}"))
+    for topic, route in app.sources.items():
+        assert route.source is not None
+        try:
+            check_source(route)
+        except (ConfigurationError, Unavailable, NotAuthorised) as error:
+            found.append(Finding("database", Level.FAILED, str(error.args[0]), error.remedy, type(error)))
+        else:
+            rows = f"rows of table {route.source.table}, with the position in the topic {topic}"
+            found.append(Finding("database", Level.OK, f"{route.source.database}: {rows}"))
     return found
 
 

@@ -26,6 +26,7 @@ from eos.kafka.client.settings import Settings
 from eos.records import merge_metadata, parse_metadata
 from eos.state import notes
 from eos.state.full_reset import FullReset
+from eos.worker import positions
 from eos.worker.loading import load_app
 from eos.worker.new_topics import require_topics, topic_names
 from eos.worker.writers import move_offsets
@@ -84,6 +85,10 @@ def reset(
     loaded = load_settings(bootstrap_servers, set_)
     app = None if target is None else _app(target)
     name, topics = _group(loaded, app, group, topic or [])
+    sources = []
+    if app is not None and not stays:
+        sources = positions.require_restart(app, topics, "--skip" if skip else where.name)
+        positions.create_topics(loaded, app)
     offsets = GroupOffsets(loaded, name, topics)
     offsets.require_no_members(wait)
     moves = [update_metadata(move, bool(skip), accept_changelog) for move in offsets.plan(where)]
@@ -105,6 +110,9 @@ def reset(
     # Move the database's offsets first, because they take precedence over those of the group.
     if app is not None and (count := move_offsets(app, {move.partition: move.after for move in moves})):
         print(f"database: {count} offsets set; rows of records that are read again are written again")
+    if app is not None and sources:
+        positions.restart(loaded, app, sources)
+        print(f"positions: {len(sources)} set before the first row; all rows of these tables are sent again")
     offsets.commit(moves)
     print(f"group {name}: {len(moves)} offsets set")
 

@@ -61,7 +61,11 @@ def _text(app: App) -> list[str]:
     lines = [f"App {app.id}"]
     for route in app.functions:
         lines.append(f"  {route.name}")
-        lines.append(f"    reads   {', '.join(_sources(app, route))}")
+        if route.source is None:
+            lines.append(f"    reads   {', '.join(_sources(app, route))}")
+        else:
+            lines.append(f"    reads   table {route.source.table} in {route.source.database}")
+            lines.append(f"    keeps   its position in {route.sources[0]}")
         lines.append(f"    writes  {_target(route) or ', '.join(route.all_destinations) or '-'}")
         if letters := _dead_letter_topics(app, route):
             lines.append(f"    failed  {', '.join(letters)}")

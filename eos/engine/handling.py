@@ -36,6 +36,7 @@ from eos.encoding.serde import DecodeError
 from eos.engine.slices import Partition, SliceSizes, by_route, spans_of
 from eos.errors import ConfigurationError, EosError, PoisonRecord, Temporary, causes, safe_str
 from eos.records import Each, Feed, FeedResult, Header, Record, Send, format_position
+from eos.sql.outbox import TableRow
 
 Position = tuple[str, int, int]  # topic, partition and offset of a record
 
@@ -480,6 +481,7 @@ class Handler:
         self._feed(txn, self._feed_of(lambda _: iter([sends])), route, [record])
         if route.discard is not None:
             route.discard(record)
+        if route.discard is not None or route.source is not None:  # no committed offset will pass its position
             self._failures.pop(position, None)
             self._isolated.pop(position, None)
         return None
@@ -534,7 +536,9 @@ def _position(record: Record) -> Position:
 
 
 def _describe_position(record: Record) -> str:
-    """Return the position of a record for messages. For a record that stands for a timer, describe the timer."""
+    """Return the position of a record for messages. For a record that stands for a timer or row, describe that."""
+    if isinstance(record.value, TableRow):
+        return str(record.value)
     due = due_of(record)
     return format_position(*_position(record)) if due is None else describe(due)
 
@@ -614,7 +618,10 @@ class _RecordLog:
         elif frames:
             more["at"] = f"{frames[-1].file}:{frames[-1].line}"
         where: dict[str, object] = {"topic": record.topic, "partition": record.partition}
-        where |= {"offset": record.offset} if (due := due_of(record)) is None else {"timer": describe(due)}
+        if isinstance(record.value, TableRow):
+            where = {"table": record.value.table, "id": record.value["id"]}
+        else:
+            where |= {"offset": record.offset} if (due := due_of(record)) is None else {"timer": describe(due)}
         log.warning(event, **where, error=_describe_failure(class_name(error), error), **more)
 
     def _is_first(self, line: tuple[object, ...]) -> bool:

@@ -58,8 +58,9 @@ class CommitOffsets:
         is_due = self._world.now() >= self._refresh_at + patience_s
         if not (is_due or unmoved):
             return offsets
-        committed = self._positions.committed_offsets()
-        return {partition: at for partition, at in committed.items() if is_due or partition in unmoved} | offsets
+        # A partition that starts at its beginning has no committed offset, which a participant does not need.
+        unchanged = {partition: at for partition, at in self._positions.committed.items() if partition in unmoved}
+        return (self._positions.committed_offsets() if is_due else {}) | unchanged | offsets
 
     def with_metadata(self, offsets: Mapping[Partition, int], producer: TransactionalProducer) -> list[TopicPartition]:
         """Return the offsets with the metadata of a new commit, by which `outcome_of` later recognises it."""

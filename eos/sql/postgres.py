@@ -18,6 +18,7 @@ import msgspec
 from eos.errors import ConfigurationError
 from eos.sql.database import OFFSETS_TABLE, DatabaseError, Fault, Table
 from eos.sql.faults import fault_of_state, first_line, says_denied
+from eos.sql.outbox import TableReader
 from eos.sql.quoting import quoted, quoted_table
 from eos.sql.rows import Row, split_by_columns
 from eos.sql.statements import CREATE_OFFSETS, SqlConnection, on_conflict
@@ -59,6 +60,11 @@ class Postgres:
             fault = Fault.DENIED if says_denied(error) else Fault.AWAY
             raise DatabaseError(fault, f"{self}: {first_line(error)}") from error
         return Connection(self, connection)
+
+    def table_reader(self, table: str) -> TableReader:
+        from eos.sql.postgres_outbox import PostgresTable
+
+        return PostgresTable(self.connect(), table, quoted_table(table))
 
 
 class Connection(SqlConnection):

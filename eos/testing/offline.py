@@ -20,6 +20,7 @@ from eos.app.cells import parse_cell
 from eos.app.definition import App
 from eos.app.expiry import UnexpiredCells
 from eos.app.routes import Route
+from eos.app.routes.source import to_record
 from eos.app.stores import to_plain
 from eos.encoding.dead_letters import dead_letter_topic
 from eos.encoding.serde import encode, encode_key
@@ -28,6 +29,7 @@ from eos.engine.hooks import Hooks
 from eos.errors import ConfigurationError
 from eos.kafka.client.settings import Settings
 from eos.records import Header, Record, Send
+from eos.sql.outbox import TableRow
 from eos.state.tasks import Task
 from eos.testing.simulated_time import Advance, Tasks
 
@@ -83,7 +85,8 @@ def run(app: App, steps: Iterable[Record | tuple[Any, ...] | Advance], *, order:
 
     A record is a Record, or `(topic, value)` or `(topic, value, key)`, which becomes a record of partition 0 with the
     next offset of its topic. Value and key follow the rule of outputs (bytes, str as UTF-8, None, else JSON). Outputs
-    to a topic that a function reads are handled after the records, or shuffled among them. `advance(to)` between the
+    to a topic that a function reads are handled after the records, or shuffled among them. A row of a source is
+    `(table, {"column": value})`; its id is the next number unless it has one. `advance(to)` between the
     records moves the time: event time of all partitions, or the clock, which stands still otherwise.
 
     `order`: "given" keeps the records' order; "shuffled" keeps only the order within each partition of a topic, as
@@ -98,8 +101,12 @@ def run(app: App, steps: Iterable[Record | tuple[Any, ...] | Advance], *, order:
     draw = random.Random(seed) if order == "shuffled" else None
     offsets: defaultdict[str, int] = defaultdict(int)
     given: list[Step] = []
+    tables = {route.source.table: route for route in app.sources.values() if route.source is not None}
     for step in steps:
-        given += [step] if isinstance(step, Advance) else make_records([step], offsets)
+        if not isinstance(step, Advance | Record) and step and step[0] in tables:
+            given.append(_row_record(tables[step[0]], step, offsets))
+        else:
+            given += [step] if isinstance(step, Advance) else make_records([step], offsets)
     if draw is not None and any(isinstance(step, Advance) for step in given):
         raise ConfigurationError(
             'advance() needs order="given": there is no point between shuffled records at which the time could move'
@@ -147,6 +154,15 @@ def run(app: App, steps: Iterable[Record | tuple[Any, ...] | Advance], *, order:
     ran.late, ran.duplicates = kept.late, kept.duplicates
     ran.states = {route.name: _merge_states(route, tasks.tasks_of(route).values()) for route in app.stateful}
     return ran
+
+
+def _row_record(route: Route, step: tuple[Any, ...], offsets: defaultdict[str, int]) -> Record[Any]:
+    """Return the record with which the function of a source gets a row."""
+    (topic,), (table, *values) = route.sources, step
+    if len(values) != 1 or not isinstance(values[0], dict):
+        raise ConfigurationError(f'{step!r} is not a row of table {table}: give ({table!r}, {{"column": value}})')
+    offsets[topic] += 1
+    return to_record(topic, TableRow({"id": offsets[topic], "xid": "1", **values[0]}, table))
 
 
 def _settle(fire: Callable[[], Halt | None]) -> int:

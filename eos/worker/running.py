@@ -11,7 +11,7 @@ from eos.app.definition import App
 from eos.kafka.admin import preflight
 from eos.kafka.client.settings import Settings, to_settings
 from eos.signals import StopSignals
-from eos.worker import chains
+from eos.worker import chains, positions
 from eos.worker.loading import refuse_ids
 from eos.worker.worker import Worker
 
@@ -39,9 +39,14 @@ def run(app: App, settings: Settings | Mapping[str, Any] | None = None, *, until
 
 
 def prepare(worker: Worker) -> None:
-    """Find the topics of patterns and check the cluster. Raise the error of the first check that fails."""
+    """Find the topics of patterns, create those of sources, and check the cluster.
+
+    Raise the error of the first check that fails.
+    """
     worker.find_topics()
     app, values = worker.app, worker.settings
-    seen = preflight.require_fit_cluster(values, preflight.requirements_of(values, app.topics, app.destinations))
+    positions.create_topics(values, app)
+    outputs = app.destinations | app.sources.keys()
+    seen = preflight.require_fit_cluster(values, preflight.requirements_of(values, app.topics, outputs))
     chains.require_own(values, app)
     worker.warn_of_retention(seen.topics)

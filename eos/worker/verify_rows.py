@@ -20,7 +20,7 @@ from eos.records import Record, format_position
 from eos.sql.database import Connection, Cursor, Database, DatabaseError, Partition, Table, WrongRow
 from eos.sql.rows import Row
 from eos.worker.dead_letters import read_dead_letters
-from eos.worker.writers import start_error
+from eos.worker.waits import start_error
 
 _CONNECT_S = 10.0
 _CANNOT_COMPARE = "only rows in PostgreSQL, SQLite, DuckDB, MySQL and MariaDB can be compared"

@@ -33,9 +33,10 @@ from eos.signals import ShutdownExpired, stop_timeout_error
 from eos.worker.idle import IdlePartitions
 from eos.worker.new_topics import NewTopics
 from eos.worker.retention import Retention
+from eos.worker.sources import RowSource, make_sources
 from eos.worker.spans import Spans
 from eos.worker.watermarks import ReachedTimes, Watermarks, upstream_of
-from eos.worker.writers import make_writers, prepare_writers
+from eos.worker.writers import DatabaseWriter, make_writers, prepare_writers
 
 if TYPE_CHECKING:
     from eos.kafka.admin.facts import Topic
@@ -80,6 +81,8 @@ class Worker(Listener):
         self._watermarks = Watermarks(self.settings, app, self._position_of, world)
         self._idle_partitions = IdlePartitions(self.settings, lambda partition: self.session.find_end(partition), world)
         self._writers = make_writers(app, self.settings, world)
+        self._sources = make_sources(app, settings, world)
+        self._databases: list[DatabaseWriter | RowSource] = [*self._writers.values(), *self._sources.values()]
         self._handler = Handler(
             app,
             ledger,
@@ -102,7 +105,7 @@ class Worker(Listener):
             destinations=sorted(app.destinations),
             participants=[
                 *(one for one in (ledger, self._state_keeper, self._reached_times) if one is not None),
-                *self._writers.values(),
+                *self._databases,
             ],
             listener=self,
             handled_at_once=batch_most if any(function.batch for function in app.functions) else 1,
@@ -148,6 +151,8 @@ class Worker(Listener):
             if self._state_keeper is not None:
                 self._state_keeper.prepare()
             prepare_writers(self.app, self._writers, self.settings, self._world)
+            for source in self._sources.values():
+                source.prepare()
             hooks.start()
             session.start()
             if self._uses_time:
@@ -177,8 +182,8 @@ class Worker(Listener):
             finally:
                 if self._state_keeper is not None:
                     self._state_keeper.close()
-                for writer in self._writers.values():
-                    writer.close()
+                for database in self._databases:
+                    database.close()
                 if self._spans is not None:
                     self._spans.close()
                 hooks.stop(failed=not finished)
@@ -198,7 +203,10 @@ class Worker(Listener):
         self._tick()
 
     def has_work(self) -> bool:
-        return self._uses_time and self._world.now() >= self._retry_at and self._handler.has_due_timers()
+        if self._world.now() < self._retry_at:
+            return False
+        has_rows = any(source.has_rows() for source in self._sources.values())
+        return has_rows or (self._uses_time and self._handler.has_due_timers())
 
     def _tick(self) -> None:
         self._handler.tick()
@@ -207,7 +215,7 @@ class Worker(Listener):
     def may_finish(self) -> bool:
         """Return whether the run may finish: functions that read topics of other functions have closed all windows that
         the whole input closes."""
-        if not all(writer.has_caught_up() for writer in self._writers.values()):
+        if not all(database.has_caught_up() for database in self._databases):
             return False
         if self._reached_times is None:
             return True
@@ -243,7 +251,10 @@ class Worker(Listener):
         self._handler.note_unreadable((topic, partition, offset), why)
 
     def on_refused(self, record: Record, failure: CallFailed) -> None:
-        if failure.record is None and self._handler.has_fired:
+        if record.topic in self._sources and record.offset >= 0:
+            # The transaction took only the record of a position. The refused output is that of an unknown row.
+            self.on_refused_without_record(failure)
+        elif failure.record is None and self._handler.has_fired:
             self._handler.isolate_timers()  # the refused output may be that of a timer that fired before the record
         else:
             self._handler.note_refused(record, failure)
@@ -292,7 +303,9 @@ class Worker(Listener):
                 1 if self._slow_functions.runs_one_by_one else self._slice_sizes.next_size(self._single_route)
             )
             if not batch:
-                return None
+                return self._handle_rows(txn)
+            if self._sources and not (batch := self._before_position(txn, batch)):
+                continue
             known = (
                 self._slow_functions.find_slow(batch, self.session.assignment)
                 if self._slow_functions.has_slow_records
@@ -324,6 +337,36 @@ class Worker(Listener):
                 return Halt(len(batch))
             handled += len(batch)
             self._slice_sizes.adapt(ended - began, len(batch))
+
+    def _before_position(self, txn: Transaction, batch: list[Record]) -> list[Record]:
+        """Return the records before the first position of a source, which the source has read by itself.
+
+        Give the others back, except for a position at the beginning.
+        """
+        at = next((at for at, record in enumerate(batch) if record.topic in self._sources), len(batch))
+        txn.give_back(len(batch) - max(at, 1))
+        return batch[:at]
+
+    def _handle_rows(self, txn: Transaction) -> Halt | None:
+        """Handle rows of tables until the transaction's interval is over, or until the handler stops.
+
+        Each table gets a slice at least: records that wait must not keep its rows waiting.
+        """
+        for source in self._sources.values():
+            left: int = self.settings["eos.transaction.max.records"]
+            while rows := source.take(min(left, self._slice_sizes.next_size(source.route))):
+                left -= len(rows)
+                began = self._world.now()
+                halt = self._handler.handle_route(txn, source.route, rows)
+                if halt is not None:
+                    source.give_back(rows, halt.handled)
+                    if isinstance(halt.error, PoisonRecord):
+                        halt.error.remedy = "correct the row in its table or delete it; on_error=eos.skip leaves it out"
+                    return halt
+                self._slice_sizes.adapt(self._world.now() - began, len(rows))
+                if txn.is_over:
+                    break
+        return None
 
     def _isolate_slow(self, batch: list[Record], known: int, first: bool) -> int:
         """Return how many of these records to handle in this transaction: all records before the known slow one. The

@@ -24,8 +24,6 @@ from eos.errors import (
     CallFailed,
     ConfigurationError,
     Fenced,
-    NotAuthorised,
-    Temporary,
     Unavailable,
 )
 from eos.kafka.admin import preflight
@@ -34,8 +32,8 @@ from eos.kafka.client.world import World
 from eos.records import Committed, Record, SendAll, format_position
 from eos.sql.database import Connection, Cursor, Database, DatabaseError, Fault, Partition, SinkTarget, Stored, Table
 from eos.sql.rows import Row, merge_by_key
+from eos.worker.waits import DatabaseWaits, start_error
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 _MOST_ERROR_CHARACTERS = 300
 
 
@@ -56,7 +54,6 @@ class DatabaseWriter:
         self, app_id: str, database: Database, sources: Collection[str], timeout_s: float, world: World
     ) -> None:
         self._app_id, self._database, self._sources = app_id, database, frozenset(sources)
-        self._timeout_s, self._world = timeout_s, world
         self._owner = uuid.uuid4().hex
         self._connection: Connection | None = None
         self._stored: dict[Partition, Stored] = {}
@@ -67,8 +64,7 @@ class DatabaseWriter:
         self._is_begun = False  # a transaction is open in the database
         self._uses_savepoints = False  # each record is written within a savepoint of its own
         self._is_stale = False  # the offsets in the database may differ from the known ones
-        self._away_since: float | None = None
-        self._wait_s = _FIRST_WAIT_S
+        self._waits = DatabaseWaits(database, timeout_s, world)
 
     # ---- the start ----------------------------------------------------------------------------------------------
 
@@ -91,7 +87,7 @@ class DatabaseWriter:
             try:
                 stored = self._guarded(lambda connection: connection.offsets(self._app_id))
             except DatabaseError as error:
-                self._note_away(error)
+                self._waits.note_away(error)
                 return False
             self._behind = {p: offset for p, offset in self._behind.items() if stored.get(p, 0) < offset}
         return not self._behind
@@ -113,7 +109,7 @@ class DatabaseWriter:
         try:
             claimed = self._guarded(lambda connection: connection.claim(self._app_id, self._owner, mine))
         except DatabaseError as error:
-            self._note_away(error)
+            self._waits.note_away(error)
             raise Unavailable(str(error)) from error
         self._stored |= claimed
         earlier: dict[Partition, int] = {}
@@ -162,10 +158,9 @@ class DatabaseWriter:
         try:
             found = self._guarded(self._read_offsets)
         except DatabaseError as error:
-            return self._note_away(error)
-        if self._away_since is not None:
-            log.info("database back", database=self._database)
-        self._is_stale, self._away_since, self._wait_s = False, None, _FIRST_WAIT_S
+            return self._waits.note_away(error)
+        self._waits.note_answer()
+        self._is_stale = False
         for partition in list(self._stored):
             self._stored[partition] = self._require_own(partition, found)
         return 0.0
@@ -174,22 +169,6 @@ class DatabaseWriter:
         found = connection.begin(self._app_id, self._owner)
         connection.roll_back()
         return found
-
-    def _note_away(self, error: DatabaseError) -> float:
-        now = self._world.now()
-        if error.fault not in (Fault.AWAY, Fault.AGAIN):
-            raise start_error(error) from error
-        if self._away_since is None:
-            self._away_since = now
-            log.warning("database away, waiting", error=str(error))
-        if now - self._away_since > self._timeout_s:
-            raise Temporary(
-                f"the database has been away for {now - self._away_since:.0f} s: {error}",
-                remedy="no record is lost: the worker continues there when it is started again "
-                "(eos.database.timeout.ms is how long it waits)",
-            ) from error
-        wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, _LONGEST_WAIT_S)
-        return wait_s
 
     def _require_own(self, partition: Partition, found: Mapping[Partition, Stored]) -> Stored:
         if (stored := found.get(partition)) is None:
@@ -366,15 +345,6 @@ class DatabaseWriter:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def start_error(error: DatabaseError) -> Exception:
-    """Return the exception for an error of the database that ends the run, because a later attempt would fail too."""
-    if error.fault is Fault.DENIED:
-        return NotAuthorised(str(error))
-    if error.fault is Fault.DEFINITION:
-        return ConfigurationError(str(error), remedy="create what is missing, or correct the table, key or columns")
-    return Unavailable(str(error))
 
 
 def databases_of(app: App) -> dict[Database, list[SinkTarget]]:

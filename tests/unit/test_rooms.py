@@ -42,7 +42,7 @@ BELOW = {
     "state": "app encoding kafka records",
     "engine": "app sql encoding kafka records hotloop",
     "worker": "engine state health plain session app sql encoding kafka records",
-    "testing": "worker engine state plain session app encoding kafka records broker shim",
+    "testing": "worker engine state plain session app sql encoding kafka records broker shim",
     "demo": "testing worker engine app kafka broker",
     "cli": "demo testing worker engine state health plain session app encoding kafka records hotloop broker shim",
     "__main__": "cli",

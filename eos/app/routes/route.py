@@ -36,6 +36,7 @@ from eos.encoding.serde import Decode, Encode, annotation_name, decoder, functio
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Each, Feed, Record, Send
 from eos.sql.database import SinkTarget
+from eos.sql.outbox import SourceTable
 
 Gives = Literal["timer", "window", "bytes", "str"]
 
@@ -88,6 +89,7 @@ class Route:
         "outputs_batch",
         "passing",
         "sink",
+        "source",
         "sources",
         "stores",
         "tally",
@@ -129,11 +131,12 @@ class Route:
         merge: Callable[..., object] | None = None,
         sink: SinkTarget | None = None,
         writer: Writer | None = None,
+        source: SourceTable | None = None,
     ) -> None:
         """Compile the function. `passing`: the names of the headers that outputs copy from their input, see `bind`.
         `gives`: what the first parameter of a timer function gets; None for other functions. `timer_names`: the names
         of the timers that have a function; a function and its timer functions get the same names. `merge`: see
-        App.on_merge.
+        App.on_merge. `source`: the table whose rows the function gets.
         """
         self.passing, self.stores, self.with_record = passing, stores, with_record
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
@@ -147,7 +150,7 @@ class Route:
         finish = None if encode is None else functools.partial(encode_result, encode)
         kept = Stores(self.name, stores, cells_of)
         hints = Hints(function)
-        self.sink = sink
+        self.sink, self.source = sink, source
         shape: Single | Stateful | Async | Keyed | Batch | TimedFunction | TimerFunction | RowSink
         if batch:
             _check_batch_annotation(annotation, self.name)
@@ -214,6 +217,7 @@ class Route:
         "timer_names",
         "merge",
         "sink",
+        "source",
     )
 
     def __reduce__(self) -> tuple[object, ...]:

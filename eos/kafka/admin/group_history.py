@@ -148,6 +148,19 @@ def read_notes(
     return {p: when for p, (topic_id, when) in found.items() if topic_id == ids.get(p[0], "")}
 
 
+def has_note(settings: Settings, group: str, partition: Partition, world: World = REAL) -> bool:
+    """Return whether the group ever committed an offset of this partition, also in a topic that was deleted since.
+
+    Raises Unavailable if the cluster does not answer."""
+    topic: str = settings["eos.places.topic"]
+    try:
+        noted = _read_topic(settings, topic, group, world) if topic else {}
+    except NotAuthorised as error:
+        log.info("group history not readable", error=str(error), group=group)
+        return False
+    return partition in noted
+
+
 def _read_topic(settings: Settings, topic: str, group: str, world: World) -> dict[Partition, tuple[str, int]]:
     """Return the group's notes as topic id and time of writing."""
     client = facts.connect(settings, _REQUEST_TIMEOUT_S, world)

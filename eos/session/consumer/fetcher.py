@@ -62,6 +62,14 @@ class StartsEarlier(Protocol):
         """
 
 
+@runtime_checkable
+class KeepsPosition(Protocol):
+    """Describes a follower that keeps its position in a topic of the input, and reads it there itself."""
+
+    @property
+    def position_topic(self) -> str: ...
+
+
 class Fetcher:
     """Fetches the input of one session. `stopping` returns True once a stop was requested. `on_unreadable`: see
     Listener.unreadable."""
@@ -156,6 +164,7 @@ class Fetcher:
             changelogs=[topic for follower in self._followers for topic in follower.topics],
             on_unreadable=self._on_unreadable,
             take_over=self._take_over,
+            kept=[follower.position_topic for follower in self._followers if isinstance(follower, KeepsPosition)],
         )
 
     def _take_over(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:

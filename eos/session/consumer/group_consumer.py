@@ -79,10 +79,11 @@ class GroupConsumer:
         changelogs: Collection[str] = (),
         on_unreadable: Callable[[str, int, int, str], None] = lambda topic, partition, offset, why: None,
         take_over: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
+        kept: Collection[str] = (),
     ) -> None:
         """Create the consumer. `stopping` returns True once a stop was requested, which ends waits for the cluster.
         `with_ends`: report the ends of partitions to the positions. `changelogs`: see TopicIds. `on_unreadable`: see
-        Listener. `take_over`: see StartsEarlier."""
+        Listener. `take_over`: see StartsEarlier. `kept`: see StartOffsets."""
         self._settings, self._world = settings, world
         self._topics = list(topics)
         self._positions = positions
@@ -121,6 +122,7 @@ class GroupConsumer:
             self._handover.start_offsets,
             world,
             take_over,
+            kept,
         )
         self._unreadable = UnreadableInput(positions, self.queries)
         instance_id = configuration.get("group.instance.id")

@@ -31,7 +31,7 @@ _LOG_INTERVAL_S = 2.0
 class StartOffsets:
     """Finds start offsets. `from_beginning`: topics that are read from their beginning under `latest` too; the caller
     may add more. `earlier`: offsets at which earlier consumers of this session started under `latest`, not committed
-    yet."""
+    yet. `kept`: topics whose records only matter to a follower, which reads them itself; their offsets may expire."""
 
     def __init__(
         self,
@@ -41,8 +41,9 @@ class StartOffsets:
         earlier: Mapping[Partition, int],
         world: World,
         take_over: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
+        kept: Collection[str] = (),
     ) -> None:
-        self._take_over = take_over
+        self._take_over, self._kept_topics = take_over, frozenset(kept)
         self._queries, self._settings, self._from_beginning, self._world = queries, settings, from_beginning, world
         self._earlier_starts = earlier
         self._group: str = settings["group.id"]
@@ -93,7 +94,8 @@ class StartOffsets:
         # clients of its own.
         ends = self._start_at_ends(missing) if reset == "latest" else {}
         try:
-            found = call_client(read_notes, self._settings, self._group, missing, self._world)
+            noted = [partition for partition in missing if partition[0] not in self._kept_topics]
+            found = call_client(read_notes, self._settings, self._group, noted, self._world)
         except Unavailable as error:
             raise NotNow(f"the list of partitions that this group has committed: {error}") from error
         if found:
