@@ -14,15 +14,15 @@ def straight(bootstrap: str, group: str, linger_ms: str = "5") -> tuple[Consumer
     `linger_ms`: 5 is librdkafka's own."""
     producer = _producer(bootstrap, linger_ms, {"transactional.id": group})
     producer.init_transactions()
-    return _consumer(bootstrap, group), producer
+    return straight_consumer(bootstrap, group), producer
 
 
 def at_least_once(bootstrap: str, group: str) -> tuple[Consumer, Producer]:
     """The same without transactions; `linger_ms` is the worker's. Idempotent, as every careful producer is."""
-    return _consumer(bootstrap, group), _producer(bootstrap, "10", {"enable.idempotence": True})
+    return straight_consumer(bootstrap, group), _producer(bootstrap, "10", {"enable.idempotence": True})
 
 
-def _consumer(bootstrap: str, group: str) -> Consumer:
+def straight_consumer(bootstrap: str, group: str) -> Consumer:
     return Consumer(
         {
             "bootstrap.servers": bootstrap,

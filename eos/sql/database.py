@@ -119,6 +119,12 @@ class Connection(Protocol):
     def write(self, table: Table, rows: Sequence[Row]) -> None:
         """Insert the rows; if the table has a key, update the rows that exist. No two rows have the same key."""
 
+    sends_ahead: bool
+    """Whether `send` lets the database write rows while functions run."""
+
+    def send(self, table: Table, rows: Sequence[Row]) -> None:
+        """Write as `write` does, perhaps without waiting. Later calls, and at last `commit`, raise its error."""
+
     def cursor(self) -> Cursor: ...
 
     def savepoint(self) -> None: ...

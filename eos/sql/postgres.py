@@ -7,16 +7,21 @@ between two transactions, so a pooler may run each transaction on another one (p
 
 from __future__ import annotations
 
+import contextlib
 import math
+import uuid
 from base64 import b16encode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from eos.errors import ConfigurationError
-from eos.sql.database import OFFSETS_TABLE, DatabaseError, Fault, Table
+from eos.sql.database import OFFSETS_TABLE, Cursor, DatabaseError, Fault, Table
 from eos.sql.faults import fault_of_state, first_line, says_denied
 from eos.sql.outbox import TableReader
 from eos.sql.quoting import quoted, quoted_table
@@ -29,6 +34,9 @@ if TYPE_CHECKING:
 # The server ends the transaction of a suspended worker, and a wait for a lock ends early.
 _LIMITS: Final = "set local idle_in_transaction_session_timeout = '{idle_ms}'; set local lock_timeout = '{lock_ms}'"
 _LOCK_TIMEOUT_MS, _IDLE_TIMEOUT_MS, _CONNECT_TIMEOUT_S = 5_000, 60_000, 5
+
+# The classes whose JSON PostgreSQL reads as the given value.
+_JSON_KINDS: Final = frozenset((bool, date, datetime, Decimal, int, str, time, uuid.UUID, type(None)))
 
 
 @dataclass(frozen=True)
@@ -69,10 +77,13 @@ class Postgres:
 
 class Connection(SqlConnection):
     _mark, _lock = "%s", " for update"
+    _pipeline: AbstractContextManager[object] | None = None
+    """The open pipeline, which sends statements without waiting for their results."""
 
     def __init__(self, database: Postgres, connection: psycopg.Connection[Any]) -> None:
         self._database, self._connection = database, connection
         self._cursor = connection.cursor()
+        self.sends_ahead = _has_pipelines()
 
     def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
         try:
@@ -116,19 +127,43 @@ class Connection(SqlConnection):
         for columns, run in split_by_columns(rows):
             self._execute(_write_statement(table, columns), [_to_json(run)])
 
+    def send(self, table: Table, rows: Sequence[Row]) -> None:
+        if self._pipeline is None and self.sends_ahead:
+            self._pipeline = self._connection.pipeline()
+            self._pipeline.__enter__()
+        self.write(table, rows)
+
+    def _leave_pipeline(self) -> None:
+        """Wait for the results of all statements. Raises the error of the first that failed."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.__exit__(None, None, None)
+
+    def cursor(self) -> Cursor:
+        self._guarded(self._leave_pipeline)
+        return super().cursor()
+
+    def savepoint(self) -> None:
+        self._guarded(self._leave_pipeline)
+        super().savepoint()
+
     def release_savepoint(self) -> None:
         self._execute("set constraints all immediate")
         super().release_savepoint()
 
     def commit(self) -> None:
-        try:
-            self._connection.commit()
-        except Exception as error:
-            raise self.translate(error) or error from error
+        # In a pipeline the server skips the commit if a statement before it has failed.
+        self._guarded(self._connection.commit)
+        self._guarded(self._leave_pipeline)
 
     def roll_back(self) -> None:
+        with contextlib.suppress(DatabaseError):  # of a statement that is rolled back
+            self._guarded(self._leave_pipeline)
+        self._guarded(self._connection.rollback)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
         try:
-            self._connection.rollback()
+            call()
         except Exception as error:
             raise self.translate(error) or error from error
 
@@ -147,6 +182,13 @@ class Connection(SqlConnection):
         return DatabaseError(fault, f"{self._database}: {first_line(error)}")
 
 
+def _has_pipelines() -> bool:
+    """Return whether the client library has pipelines (libpq 14)."""
+    from psycopg import Pipeline
+
+    return Pipeline.is_supported()
+
+
 def _write_statement(table: Table, columns: Sequence[str]) -> str:
     named = ", ".join(map(quoted, columns))
     name = quoted_table(table.name)
@@ -155,6 +197,9 @@ def _write_statement(table: Table, columns: Sequence[str]) -> str:
 
 
 def _to_json(rows: Sequence[Row]) -> str:
+    kinds = {type(value) for row in rows for value in row.values()}
+    if kinds <= _JSON_KINDS:
+        return msgspec.json.encode(rows).decode()
     return msgspec.json.encode([{c: _json_value(v) for c, v in row.items()} for row in rows]).decode()
 
 

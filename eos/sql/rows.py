@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ def to_row(result: object, function: str) -> Row | None:
     if result is None:
         return None
     if isinstance(result, msgspec.Struct):
-        return {name: getattr(result, name) for name in result.__struct_fields__}
+        return msgspec.structs.asdict(result)
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         return {one.name: getattr(result, one.name) for one in dataclasses.fields(result)}
     if not isinstance(result, Mapping):
@@ -40,15 +41,19 @@ def check_key(row: Row, key: Sequence[str], function: str) -> None:
             raise ValueError(f"{function} returned a row without a value for {column}, a column of the table's key")
 
 
-def merge_by_key(rows: Iterable[Row], key: Sequence[str]) -> list[Row]:
+def merge_by_key(rows: Sequence[Row], key: Sequence[str]) -> Sequence[Row]:
     """Return one row for each key, in the order of their first appearance.
 
     One statement cannot change a row twice. A later row of a key replaces the columns that it has, as a second
     statement would.
     """
-    merged: dict[tuple[Any, ...], Row] = {}
+    values_of = itemgetter(*key)
+    merged: dict[Any, Row] = {values_of(row): row for row in rows}
+    if len(merged) == len(rows):
+        return rows
+    merged = {}
     for row in rows:
-        values = tuple(row[column] for column in key)
+        values = values_of(row)
         before = merged.get(values)
         merged[values] = row if before is None or before.keys() == row.keys() else {**before, **row}
     return list(merged.values())

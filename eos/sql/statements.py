@@ -47,6 +47,7 @@ class SqlConnection:
     _hint: str = ""
     """The clause that names an index for the select of one owner's rows, if the database needs it."""
     _quote: str = '"'
+    sends_ahead: bool = False
     can_compare: bool = True
     """Whether `find_wrong_rows` is possible."""
     _cursor: Any
@@ -68,6 +69,9 @@ class SqlConnection:
 
     def write(self, table: Table, rows: Sequence[Row]) -> None:
         raise NotImplementedError
+
+    def send(self, table: Table, rows: Sequence[Row]) -> None:
+        self.write(table, rows)
 
     def commit(self) -> None:
         raise NotImplementedError

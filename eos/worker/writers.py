@@ -14,7 +14,7 @@ whether the last COMMIT succeeded. So the writer reads the offsets again, which 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from eos import log
@@ -35,6 +35,7 @@ from eos.sql.rows import Row, merge_by_key
 from eos.worker.waits import DatabaseWaits, start_error
 
 _MOST_ERROR_CHARACTERS = 300
+_ROWS_AT_ONCE = 1_000  # rows of a table that are sent ahead
 
 
 class FailedBefore(Exception):
@@ -197,8 +198,22 @@ class DatabaseWriter:
         """Add a row to the open transaction. Raises CallFailed, and with savepoints the row's own error."""
         if self._uses_savepoints:
             self._within_savepoint(lambda connection: connection.write(table, [row]))
-        else:
-            self._rows.setdefault(table, []).append(row)
+            return
+        rows = self._rows.setdefault(table, [])
+        rows.append(row)
+        if len(rows) >= _ROWS_AT_ONCE and (self._connection is None or self._connection.sends_ahead):
+            self._send_ahead(table)
+
+    def _send_ahead(self, table: Table) -> None:
+        """Send the rows of a table, so that the database writes them while functions run. Raises CallFailed."""
+        connection = self._begin()
+        try:
+            self._send(connection, table, self._rows.pop(table))
+        except (DatabaseError, TypeError, ValueError) as error:
+            raise self._write_failure(error) from error
+
+    def _send(self, connection: Connection, table: Table, rows: Sequence[Row]) -> None:
+        connection.send(table, merge_by_key(rows, table.key) if table.key else rows)
 
     def run(self, call: Callable[[Cursor], object]) -> None:
         """Run a user's function with a cursor. Raises CallFailed, and with savepoints the function's own error."""
@@ -288,18 +303,16 @@ class DatabaseWriter:
         changes = {p: Stored(offset, self._owner, self._failed_before(p, offset)) for p, offset in moved.items()}
         try:
             for table, rows in self._rows.items():
-                connection.write(table, merge_by_key(rows, table.key) if table.key else rows)
+                self._send(connection, table, rows)
             connection.move(self._app_id, changes)
             connection.commit()
         except (DatabaseError, TypeError, ValueError) as error:
-            if isinstance(error, DatabaseError) and error.fault is not Fault.RECORD:
-                raise self._failure(error) from error
-            if self._uses_savepoints:
+            if self._uses_savepoints and _is_of_a_row(error):
                 raise ConfigurationError(
                     f"the database refuses to commit, although it accepted each row: {error}",
                     remedy="look for triggers and deferred constraints on the tables",
                 ) from error
-            raise self._abort_and_use_savepoints(error) from error
+            raise self._write_failure(error) from error
         self._stored |= changes
         self._uses_savepoints = False
         self._clear()
@@ -317,6 +330,12 @@ class DatabaseWriter:
         if error.fault in (Fault.AWAY, Fault.AGAIN):
             return CallFailed("database", Action.ABORT, error)
         return start_error(error)
+
+    def _write_failure(self, error: Exception) -> Exception:
+        """Return the exception for an error of rows that were written together."""
+        if isinstance(error, DatabaseError) and not _is_of_a_row(error):
+            return self._failure(error)
+        return self._abort_and_use_savepoints(error)
 
     def _abort_and_use_savepoints(self, error: Exception) -> CallFailed:
         """Return the exception that aborts the transaction. Its records are handed out again, then with savepoints."""
@@ -345,6 +364,10 @@ class DatabaseWriter:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _is_of_a_row(error: Exception) -> bool:
+    return not isinstance(error, DatabaseError) or error.fault is Fault.RECORD
 
 
 def databases_of(app: App) -> dict[Database, list[SinkTarget]]:
