@@ -15,7 +15,7 @@ from eos import App
 from eos.app.routes.sink import make_sink_target
 from eos.cli.doctor import _database_findings
 from eos.errors import ConfigurationError
-from eos.sql import Cursor, SQLite
+from eos.sql import Cursor, Delta, SQLite
 from eos.sql.database import Fault, Table
 from eos.sql.faults import fault_of
 from eos.sql.rows import check_key, merge_by_key, split_by_columns, to_row
@@ -112,6 +112,14 @@ def test_pattern_of_topics_is_refused() -> None:
 def test_object_that_is_no_database_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="is no database"):
         make_sink_target(returns_row, "postgresql://localhost", "orders", ())
+
+
+def test_delta_names_its_table_itself() -> None:
+    database = Delta("s3://lake/orders/", {"aws_secret_access_key": "hidden-7c1"})
+    assert make_sink_target(returns_row, database, None, ("id",)) == (database, Table("orders", ("id",)))
+    with pytest.raises(ConfigurationError, match="leave out table=") as refused:
+        make_sink_target(returns_row, database, "payments", ())
+    assert "hidden" not in str(refused.value)
 
 
 def test_offline_run_of_a_function_that_writes_rows_is_refused() -> None:
