@@ -11,11 +11,12 @@ from eos.sql.database import Cursor
 
 if TYPE_CHECKING:
     from eos.sql.dbapi import DBAPI
+    from eos.sql.delta import Delta
     from eos.sql.duckdb import DuckDB
     from eos.sql.postgres import Postgres
     from eos.sql.sqlite import SQLite
 
-__all__ = ["DBAPI", "Cursor", "DuckDB", "Postgres", "SQLite"]
+__all__ = ["DBAPI", "Cursor", "Delta", "DuckDB", "Postgres", "SQLite"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,9 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow
 import pytest
+from deltalake import DeltaTable
 
 import eos
 from eos.broker import LocalKafka
@@ -75,6 +77,17 @@ def test_shop_example_upserts_rows_in_mariadb(kafka: LocalKafka, names: Callable
             kafka, tmp_path, "shop.py", topic, values, **program, **{'"localhost"': f'"127.0.0.1", port={mariadb.port}'}
         )
         assert mariadb.execute("shop", "select * from orders order by id") == [(0, "c6"), (1, "c7"), (2, "c8")]
+
+
+def test_lake_example_merges_rows(kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("orders"))
+    schema = pyarrow.schema([("id", pyarrow.int64()), ("customer", pyarrow.string())])
+    DeltaTable.create(str(tmp_path / "lake" / "orders"), schema=schema)
+    values = [f'{{"id": {i % 3}, "customer": "c{i}"}}' for i in range(9)]
+    program = {'"orders", Delta': f'"{topic}", Delta', "orders-to-lake": names("app")}
+    run_program(kafka, tmp_path, "lake.py", topic, values, **program)
+    found = DeltaTable(str(tmp_path / "lake" / "orders")).to_pyarrow_table().to_pylist()
+    assert sorted(row["customer"] for row in found) == ["c6", "c7", "c8"]
 
 
 def test_payments_example_books_each_payment_once(

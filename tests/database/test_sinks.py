@@ -388,7 +388,7 @@ def test_record_that_stopped_the_worker_can_be_skipped(on_server: Sinks) -> None
     assert skips == 2
 
 
-@pytest.mark.deep_for("sqlite", "duckdb", "pg8000")
+@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000")
 def test_missing_table_column_or_key_exits_with_78(sinks: Sinks) -> None:
     sinks.load(10)
     sinks.execute("alter table orders rename to orders_old")

@@ -28,6 +28,8 @@ from eos.sql.rows import Row, merge_by_key
 from eos.sql.standard import Connection as StandardConnection
 from tests.support.mariadb import MariaDBServer, mariadb_server, needs_mariadb
 from tests.support.postgres import PostgresServer, PostgresThroughDBAPI, postgres_server
+from tests.support.raw import Background
+from tests.support.reading import wait_until
 
 pytestmark = pytest.mark.takes(20)
 
@@ -259,6 +261,36 @@ def test_function_that_ends_the_transaction_is_noticed(
     with pytest.raises(DatabaseError, match="the transaction ended before its commit") as noticed:
         connection.commit()
     assert noticed.value.fault is Fault.DEFINITION
+
+
+@needs_mariadb
+def test_mariadb_deadlock_that_a_function_ignored_is_noticed(mariadb: MariaDBServer) -> None:
+    """InnoDB rolls the victim's transaction back, and its next statements would be committed without the others."""
+    database = DBAPI(lambda: pymysql.connect(**mariadb.arguments("shop")))
+    mariadb.execute("shop", "create table ring (id integer primary key, a integer)")
+    mariadb.execute("shop", "insert into ring values (1, 0), (2, 0)")
+    pair = [database.connect(), database.connect()]
+    change = "update ring set a = a + 1 where id = %s"
+    for number, connection in enumerate(pair, 1):
+        connection.create_offsets()
+        connection.begin("app", "owner")
+        connection.cursor().execute(change, (number,))
+    first = Background(lambda: pair[0].cursor().execute(change, (2,)))
+    waiting = "select count(*) from information_schema.innodb_trx where trx_state = 'LOCK WAIT'"
+    wait_until("the lock", lambda: mariadb.execute("shop", waiting) == [(1,)], 30)
+    victims = []
+    for connection, call in ((pair[1], lambda: pair[1].cursor().execute(change, (1,))), (pair[0], first.result)):
+        try:
+            call()
+        except pymysql.OperationalError as error:
+            victims.append((connection, error.args[0]))
+    ((victim, number),) = victims
+    assert number == 1213
+    with pytest.raises(DatabaseError, match="the transaction ended before its commit"):
+        victim.commit()
+    for connection in pair:
+        connection.close()
+    mariadb.execute("shop", "drop table ring")
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,9 @@ RUN_BY: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("test_carts.py", "test_sales.py"), "broker/test_pages.py"),
     },
-    "docs/howto/databases.md": dict.fromkeys(("orders.py", "payments.py", "shop.py"), "database/test_page.py"),
+    "docs/howto/databases.md": dict.fromkeys(
+        ("orders.py", "payments.py", "shop.py", "lake.py"), "database/test_page.py"
+    ),
     "docs/howto/outbox.md": dict.fromkeys(("outbox.py", "orders.py"), "database/test_outbox.py"),
     "docs/howto/clusters.md": {"models.py": "here"},
     "docs/howto/joins.md": {"named.py": "here", "test_named.py": "broker/test_pages.py"},

@@ -15,13 +15,21 @@ from eos import App
 from eos.app.routes.sink import make_sink_target
 from eos.cli.doctor import _database_findings
 from eos.errors import ConfigurationError
-from eos.sql import Cursor, SQLite
-from eos.sql.database import Fault, Table
+from eos.sql import DBAPI, Cursor, Delta, DuckDB, Postgres, SQLite
+from eos.sql.database import Database, Fault, Table
 from eos.sql.faults import fault_of
 from eos.sql.rows import check_key, merge_by_key, split_by_columns, to_row
 from eos.sql.standard import Connection as StandardConnection
 from eos.testing import run
 from tests.support import forked
+
+DATABASES: list[Database] = [
+    Postgres("host=localhost"),
+    SQLite("shop.db"),
+    DuckDB("shop.duckdb"),
+    Delta("file:///lake/orders"),
+    DBAPI(lambda: None),
+]
 
 
 class Order(msgspec.Struct):
@@ -109,9 +117,23 @@ def test_pattern_of_topics_is_refused() -> None:
         App("rows").sink("^orders.*", SQLite("rows.db"), table="orders")
 
 
+@pytest.mark.parametrize("database", DATABASES, ids=lambda one: type(one).__name__)
+def test_each_database_can_be_a_target(database: Database) -> None:
+    target = make_sink_target(returns_row, database, "orders", ("id",))
+    assert (target.database, target.table) == (database, Table("orders", ("id",)))
+
+
 def test_object_that_is_no_database_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="is no database"):
         make_sink_target(returns_row, "postgresql://localhost", "orders", ())
+
+
+def test_delta_names_its_table_itself() -> None:
+    database = Delta("s3://lake/orders/", {"aws_secret_access_key": "hidden-7c1"})
+    assert make_sink_target(returns_row, database, None, ("id",)) == (database, Table("orders", ("id",)))
+    with pytest.raises(ConfigurationError, match="leave out table=") as refused:
+        make_sink_target(returns_row, database, "payments", ())
+    assert "hidden" not in str(refused.value)
 
 
 def test_offline_run_of_a_function_that_writes_rows_is_refused() -> None:
