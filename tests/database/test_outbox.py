@@ -16,7 +16,7 @@ from tests.support import forked
 from tests.support.killed import KILLED
 from tests.support.outbox import PAGE, Names, Outbox
 from tests.support.postgres import PostgresServer, postgres_server
-from tests.support.reading import settled_records, wait_until
+from tests.support.reading import create_topic, settled_records, wait_until
 
 pytestmark = pytest.mark.takes(30)
 
@@ -115,6 +115,22 @@ def test_failing_row_follows_the_policy(outbox: Outbox) -> None:
     outbox.run("-X", "session.timeout.ms=6000")
     outbox.sent.remove(30)
     outbox.require_exact()
+
+
+def test_functions_of_the_app_read_the_records_of_rows(outbox: Outbox) -> None:
+    """The positions are records of the App's input too, between those of its functions."""
+    to = create_topic(outbox.servers, f"{outbox.topic}-2")
+    with (outbox.folder / "outbox.py").open("a") as program:
+        program.write(
+            f"\n@app.process({outbox.topic!r}, to={to!r})\ndef copy(value: bytes) -> bytes:\n    return value\n"
+        )
+    for _ in range(2):
+        outbox.insert(300)
+        outbox.run(program=("-c", KILLED, "commit", "behind", "5"), ends=-9)
+    outbox.run()
+    outbox.require_exact()
+    found = [int(record.value() or b"") for record in settled_records(outbox.servers, to)[0]]
+    assert sorted(found) == sorted(outbox.sent)
 
 
 def test_programs_of_the_page_send_rows(outbox: Outbox) -> None:
