@@ -12,6 +12,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
+from eos.sql import Postgres
 from tests.support import forked
 from tests.support.killed import KILLED
 from tests.support.outbox import PAGE, Names, Outbox
@@ -58,6 +59,10 @@ def test_row_of_a_late_commit_is_neither_lost_nor_reordered(outbox: Outbox) -> N
             outbox.wait_for_queries(3)
             assert outbox.arrived() == 3, "rows after an open transaction were read"
             assert worker.poll() is None, "the rows that were visible at the start are not all sent"
+            reader = Postgres(outbox.server.dsn(outbox.database)).table_reader("outbox")
+            held = reader.held()
+            reader.close()
+            assert (held.rows, held.pid, held.open_s is not None) == (100, late.info.backend_pid, True)
             late.commit()
             assert worker.wait(30) == 0, outbox.log
     outbox.require_exact()
