@@ -110,6 +110,7 @@ def test_wrong_table_exits_with_78_and_the_statement(outbox: Outbox) -> None:
     outbox.execute("drop owned by reader; drop role reader")
 
 
+@pytest.mark.deep
 def test_failing_row_follows_the_policy(outbox: Outbox) -> None:
     body = "assert row['id'] != 30, 'the thirtieth'"
     outbox.define(body)
@@ -122,6 +123,7 @@ def test_failing_row_follows_the_policy(outbox: Outbox) -> None:
     outbox.require_exact()
 
 
+@pytest.mark.deep
 def test_functions_of_the_app_read_the_records_of_rows(outbox: Outbox) -> None:
     """The positions are records of the App's input too, between those of its functions."""
     to = create_topic(outbox.servers, f"{outbox.topic}-2")
