@@ -29,7 +29,7 @@ from eos.worker.waits import DatabaseWaits, start_error
 Partition = tuple[str, int]
 T = TypeVar("T")
 _ROWS: Final = 2_000  # rows of one query
-_POLL_S, _RETRY_S, _HELD_INTERVAL_S, _LONG_S = 0.1, 0.5, 10.0, 5.0
+_POLL_S, _RETRY_S, _LONG_S, _LOG_INTERVAL_S = 0.1, 0.5, 5.0, 10.0
 
 
 class RowSource:
@@ -58,7 +58,7 @@ class RowSource:
         self._all_ended_before = 0  # rows of all transactions below this one are read
         self._target: At | None = None  # the last row that was visible at the start
         self._next_look_at = 0.0
-        self._held = log.Reminder(world.now, _HELD_INTERVAL_S)
+        self._held, self._waiting = log.Reminder(world.now, _LOG_INTERVAL_S), log.Reminder(world.now, _LONG_S)
 
     # ---- the database -------------------------------------------------------------------------------------------
 
@@ -215,7 +215,8 @@ class RowSource:
             try:
                 found = read_position(self._settings, self.position_topic, self._group, self._world)
             except Unavailable as error:
-                log.info("waiting for the position", topic=self.position_topic, error=str(error))
+                if self._waiting.tick():
+                    log.info("waiting for the position", topic=self.position_topic, error=str(error))
             else:
                 self._own(found)
                 return starts.keys()

@@ -12,11 +12,12 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
+from eos.sql import Postgres
 from tests.support import forked
 from tests.support.killed import KILLED
 from tests.support.outbox import PAGE, Names, Outbox
 from tests.support.postgres import PostgresServer, postgres_server
-from tests.support.reading import settled_records, wait_until
+from tests.support.reading import create_topic, settled_records, wait_until
 
 pytestmark = pytest.mark.takes(30)
 
@@ -58,6 +59,10 @@ def test_row_of_a_late_commit_is_neither_lost_nor_reordered(outbox: Outbox) -> N
             outbox.wait_for_queries(3)
             assert outbox.arrived() == 3, "rows after an open transaction were read"
             assert worker.poll() is None, "the rows that were visible at the start are not all sent"
+            reader = Postgres(outbox.server.dsn(outbox.database)).table_reader("outbox")
+            held = reader.held()
+            reader.close()
+            assert (held.rows, held.pid, held.open_s is not None) == (100, late.info.backend_pid, True)
             late.commit()
             assert worker.wait(30) == 0, outbox.log
     outbox.require_exact()
@@ -105,6 +110,7 @@ def test_wrong_table_exits_with_78_and_the_statement(outbox: Outbox) -> None:
     outbox.execute("drop owned by reader; drop role reader")
 
 
+@pytest.mark.deep
 def test_failing_row_follows_the_policy(outbox: Outbox) -> None:
     body = "assert row['id'] != 30, 'the thirtieth'"
     outbox.define(body)
@@ -115,6 +121,23 @@ def test_failing_row_follows_the_policy(outbox: Outbox) -> None:
     outbox.run("-X", "session.timeout.ms=6000")
     outbox.sent.remove(30)
     outbox.require_exact()
+
+
+@pytest.mark.deep
+def test_functions_of_the_app_read_the_records_of_rows(outbox: Outbox) -> None:
+    """The positions are records of the App's input too, between those of its functions."""
+    to = create_topic(outbox.servers, f"{outbox.topic}-2")
+    with (outbox.folder / "outbox.py").open("a") as program:
+        program.write(
+            f"\n@app.process({outbox.topic!r}, to={to!r})\ndef copy(value: bytes) -> bytes:\n    return value\n"
+        )
+    for _ in range(2):
+        outbox.insert(300)
+        outbox.run(program=("-c", KILLED, "commit", "behind", "5"), ends=-9)
+    outbox.run()
+    outbox.require_exact()
+    found = [int(record.value() or b"") for record in settled_records(outbox.servers, to)[0]]
+    assert sorted(found) == sorted(outbox.sent)
 
 
 def test_programs_of_the_page_send_rows(outbox: Outbox) -> None:

@@ -11,12 +11,14 @@ import pytest
 import eos
 from eos import App, Out
 from eos.cli.doctor import _database_findings
-from eos.errors import ConfigurationError, PoisonRecord, UsageError
+from eos.errors import CallFailed, ConfigurationError, PoisonRecord, UsageError
 from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.sql import Postgres, SQLite
-from eos.sql.outbox import At
+from eos.sql.outbox import At, Held, Read, TableRow
 from eos.testing import run
 from eos.worker.positions import Position, require_restart
+from eos.worker.sources import RowSource
 from eos.worker.worker import Worker
 from tests.support import forked
 
@@ -125,6 +127,57 @@ def test_position_survives_its_encoding() -> None:
     for wrong in (value.replace(b'"v": 1', b'"v": 2'), b"{}", b"x"):
         with pytest.raises(ConfigurationError, match="cannot read"):
             Position.decode("t", wrong)
+
+
+class FakeTable:
+    """Stands for a table, and for its database, with rows that an open transaction holds back."""
+
+    def table_reader(self, table: str) -> FakeTable:
+        return self
+
+    def identity(self) -> str:
+        return "1/shop"
+
+    def last(self) -> At:
+        return At(9, 2)
+
+    def read(self, after: At, most: int) -> Read:
+        rows = [TableRow({"xid": "9", "id": number}, "outbox") for number in (1, 2)]
+        return Read([row for row in rows if row.at > after], 10, 20)
+
+    def held(self) -> Held:
+        return Held(3, 4711, 61.4)
+
+    def check(self, *, columns: tuple[str, ...], delete: bool) -> None: ...
+    def delete(self, until: At) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_rows_are_given_back_and_held_ones_reported(caplog: pytest.LogCaptureFixture) -> None:
+    app, now = App("shop"), [0.0]
+    app.source(FakeTable(), table="outbox", to="events")
+    (topic, route), world = next(iter(app.sources.items())), World(now=lambda: now[0])
+    source = RowSource(app, topic, route, Settings({}), world)
+    source.prepare()
+    assert not source.has_rows(), "the position's partition is not assigned"
+    source._own(None)
+    assert (source.changed_partitions(), source.has_caught_up()) == ([(topic, 0)], False)
+    now[0] = 11.0
+    taken = source.take(5)
+    assert "rows held back by an open transaction table=outbox rows=3 pid=4711 open_s=61" in caplog.text
+    source.give_back(taken, 1)
+    sent: list[Any] = []
+    source.before_flush(sent.extend, {(topic, 0): 0})
+    source.committed()
+    assert [Position.decode(topic, value).at for _, value, *_ in sent] == [At(9, 1)]
+    assert [record.value["id"] for record in source.take(5)] == [2]
+    with pytest.raises(CallFailed, match="was revoked"):
+        source.before_flush(sent.extend, {})
+    source.aborted()
+    assert [record.value["id"] for record in source.take(5)] == [2]
+    source.before_flush(sent.extend, {(topic, 0): 3})
+    source.committed()
+    assert (source.has_caught_up(), source.changed_partitions(), len(sent)) == (True, [], 2)
 
 
 def test_source_restarts_only_at_earliest() -> None:

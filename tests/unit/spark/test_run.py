@@ -23,6 +23,7 @@ from eos.errors import (
     Unavailable,
 )
 from eos.kafka.client.settings import Settings
+from eos.sql import Postgres
 from spark_connector.failures import to_line
 from spark_connector.run import Run, _Batches, _follow, check, error_of
 from spark_connector.shipping import find_missing_package
@@ -31,7 +32,8 @@ from spark_connector.shipping import find_missing_package
 def test_unsupported_app_is_refused_before_spark_starts() -> None:
     def count(value: str, seen: State[int]) -> str: ...  # type: ignore[empty-body]
 
-    silent, stopping, chain = App("app"), App("app"), App("app")
+    silent, stopping, chain, reading = App("app"), App("app"), App("app"), App("app")
+    reading.source(Postgres("host=db"), table="outbox", to="out")
     silent.process("in", to="out", idle=timedelta(minutes=1))(count)
     stopping.process("in", to="out")(count)
     stopping.on_stop(lambda: None)
@@ -41,6 +43,7 @@ def test_unsupported_app_is_refused_before_spark_starts() -> None:
         (silent, "count has idle=, but on Spark nothing runs for a partition without new records"),
         (stopping, "count has state, and the App on_stop"),
         (chain, "between is written by one function of app and read"),
+        (reading, "reads rows of table outbox, which a Spark query does not do"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             check(Run(app, Settings({"bootstrap.servers": "127.0.0.1:9"})))
