@@ -79,6 +79,15 @@ def resolve_annotation(function: Callable[..., object], annotation: Any, frame: 
     return hints["value"]
 
 
+def result_annotation(function: Callable[..., object], frame: types.FrameType | None) -> object:
+    """Return the resolved annotation of the function's result; None without one, or if it cannot be resolved."""
+    try:
+        annotation = inspect.signature(function).return_annotation
+        return None if annotation is inspect.Signature.empty else resolve_annotation(function, annotation, frame)
+    except (ConfigurationError, TypeError, ValueError, NameError):
+        return None
+
+
 # None, and types that include None.
 _INCLUDES_NONE: Final = (None, types.NoneType, Any, object, collections.abc.Hashable, typing.NoReturn, typing.Never)
 _NAMES_NONE: Final = re.compile(r"\b(?:None|Optional|Any|object|Hashable|NoReturn|Never)\b")

@@ -322,7 +322,7 @@ class App:
                 raise ConfigurationError(
                     f"{function_name(function)} is async: a function that writes rows must be an ordinary def"
                 )
-            target = make_sink_target(function, database, table, keys)
+            target = make_sink_target(function, database, table, keys, frame)
             default = Record if decode is None else object
             annotation = _resolve_first_annotation(function, default, frame, target.table is None)
             coders = (wrap_decoder(decode, annotation), None)

@@ -52,6 +52,9 @@ def run(
     bootstrap_servers: BootstrapServers = None,
     until_end: UntilEnd = False,
     create_topics: Annotated[bool, typer.Option("--create-topics", help="Create missing topics at the start.")] = False,
+    create_tables: Annotated[
+        bool, typer.Option("--create-tables", help="Create missing tables of functions that write rows.")
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option(help="Run this many processes under a supervisor, instances INSTANCE-0, INSTANCE-1, ..."),
@@ -77,6 +80,8 @@ def run(
     flags = collect_flags(bootstrap_servers, set_, instance)
     if create_topics:
         flags["eos.create.topics"] = "true"
+    if create_tables:
+        flags["eos.create.tables"] = "true"
     worker = take_worker_name()
     if log_format == "human":
         prefix_own_output(worker)

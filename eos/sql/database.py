@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple, Protocol
 
+from eos.sql.columns import Column
 from eos.sql.rows import Row
 
 OFFSETS_TABLE: Final = "eos_offsets"
@@ -90,8 +91,16 @@ class Connection(Protocol):
     def create_offsets(self) -> None:
         """Create the offsets table if it is missing."""
 
-    def check(self, table: Table) -> None:
-        """Check that the table exists, with a unique key and the rights that its rows need."""
+    def check(self, table: Table, columns: Sequence[Column] = ()) -> None:
+        """Check that the table exists, with these columns, a unique key and the rights that its rows need."""
+
+    def find_remedy(self, table: Table, columns: Sequence[Column]) -> str | None:
+        """Return the statement after which `check` succeeds: it creates the table, a column or a unique key.
+
+        None if there is no such statement. `columns`: those of the function's rows, none if they are unknown."""
+
+    def create(self, statement: str) -> None:
+        """Run a statement that `find_remedy` returned. Another worker may have run it already."""
 
     def offsets(self, app: str) -> dict[Partition, int]:
         """Return the next offsets of all partitions of an App that have one."""
@@ -159,3 +168,5 @@ class SinkTarget(NamedTuple):
 
     database: Database
     table: Table | None = None
+    columns: tuple[Column, ...] = ()
+    """The columns of the rows, if the function's annotation names a class with fields."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from eos.errors import ConfigurationError
+from eos.sql.columns import Column
 from eos.sql.database import Cursor, DatabaseError, Fault, Partition, Stored, Table, WrongRow, decode_failed
 from eos.sql.faults import first_line
 from eos.sql.rows import Row, merge_by_key
@@ -83,7 +84,7 @@ class Connection:
     def create_offsets(self) -> None:
         """Do nothing: the offsets are in the table's log."""
 
-    def check(self, table: Table) -> None:
+    def check(self, table: Table, columns: Sequence[Column] = ()) -> None:
         loaded = self.load()
         missing = [column for column in table.key if column not in _schema(loaded).names]
         if missing:
@@ -96,6 +97,11 @@ class Connection:
 
     def _refuse(self, why: str) -> NoReturn:
         raise DatabaseError(Fault.DEFINITION, f"{self._database}: {why}")
+
+    def find_remedy(self, table: Table, columns: Sequence[Column]) -> str | None:
+        return None
+
+    def create(self, statement: str) -> None: ...
 
     def offsets(self, app: str) -> dict[Partition, int]:
         """Return the offsets of partitions that this process has taken over."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from eos.errors import ConfigurationError
+from eos.sql.columns import Column, Kind
 from eos.sql.database import Cursor, DatabaseError, Fault, Partition, Stored, Table
 from eos.sql.faults import fault_of, first_line
 from eos.sql.quoting import quoted, quoted_table
@@ -32,6 +33,21 @@ _FAULTS: Final[Mapping[str, Fault]] = {
     "InvalidInputException": Fault.RECORD,
     "InvalidTypeException": Fault.RECORD,
     "NotImplementedException": Fault.RECORD,  # a value of another class
+}
+
+
+_TYPES: Final[Mapping[Kind, str]] = {
+    Kind.BOOLEAN: "boolean",
+    Kind.INTEGER: "bigint",
+    Kind.FLOAT: "double",
+    Kind.DECIMAL: "decimal(38, 9)",
+    Kind.TEXT: "varchar",
+    Kind.BYTES: "blob",
+    Kind.TIMESTAMP: "timestamptz",
+    Kind.DATE: "date",
+    Kind.TIME: "time",
+    Kind.UUID: "uuid",
+    Kind.JSON: "json",
 }
 
 
@@ -88,6 +104,7 @@ class _RecordingCursor:
 
 
 class Connection(SqlConnection):
+    _types = _TYPES
     _mark, _lock = "?", ""  # a transaction that changes rows another one changed meanwhile is refused
 
     def __init__(self, database: DuckDB, connection: duckdb.DuckDBPyConnection) -> None:
@@ -119,9 +136,9 @@ class Connection(SqlConnection):
     def create_offsets(self) -> None:
         self._execute(CREATE_OFFSETS)
 
-    def check(self, table: Table) -> None:
+    def check(self, table: Table, columns: Sequence[Column] = ()) -> None:
         name = quoted_table(table.name)
-        self._execute(f"select {', '.join(map(quoted, table.key)) or '*'} from {name} limit 0")
+        self._execute(f"select {self._named(table, columns)} from {name} t limit 0")
         if table.key:
             self._execute(f"explain {_insert(table, table.key, 1)}", [None] * len(table.key))
 
@@ -178,6 +195,8 @@ class Connection(SqlConnection):
                     f"{self._database}: this statement returned something else when it was run again after the refusal "
                     f"of another record: {statement.sql}",
                 )
+
+    def commit_creation(self) -> None: ...
 
     def commit(self) -> None:
         self._execute("select 1")  # the commit of a transaction that an error ended reports success

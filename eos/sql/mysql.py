@@ -8,10 +8,11 @@ refused too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from eos.sql.columns import Column, Kind
 from eos.sql.compare import EXPECTED
 from eos.sql.database import OFFSETS_TABLE, DatabaseError, Fault, Table
 from eos.sql.standard import Connection
@@ -37,7 +38,29 @@ _UNIQUE_KEYS: Final = """select index_name, column_name, sub_part from informati
   where table_schema = coalesce(?, database()) and table_name = ? and non_unique = 0"""
 
 
+_TYPES: Final[Mapping[Kind, str]] = {
+    Kind.BOOLEAN: "boolean",
+    Kind.INTEGER: "bigint",
+    Kind.FLOAT: "double",
+    Kind.DECIMAL: "decimal(38, 9)",
+    Kind.TEXT: "longtext",
+    Kind.BYTES: "longblob",
+    Kind.TIMESTAMP: "datetime(6)",
+    Kind.DATE: "date",
+    Kind.TIME: "time(6)",
+    Kind.UUID: "char(36)",
+    Kind.JSON: "json",
+}
+# Keys are compared exactly, and have a limited length.
+_KEY_TYPES: Final[Mapping[Kind, str]] = {
+    Kind.TEXT: "varchar(255) character set utf8mb4 collate utf8mb4_bin",
+    Kind.BYTES: "varbinary(255)",
+}
+
+
 class MySQLConnection(Connection):
+    _types = _TYPES
+    _key_types = _KEY_TYPES
     _create, _hint, _quote, _is_mysql = _CREATE_OFFSETS, " force index (eos_owner)", "`", True
 
     can_compare = True
@@ -56,8 +79,8 @@ class MySQLConnection(Connection):
         self._check_engine(Table(OFFSETS_TABLE))
         self.roll_back()
 
-    def check(self, table: Table) -> None:
-        super().check(table)
+    def check(self, table: Table, columns: Sequence[Column] = ()) -> None:
+        super().check(table, columns)
         self._check_engine(table)
         self.roll_back()
 

@@ -11,7 +11,7 @@ import contextlib
 import math
 import uuid
 from base64 import b16encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from eos.errors import ConfigurationError
+from eos.sql.columns import Column, Kind
 from eos.sql.database import OFFSETS_TABLE, Cursor, DatabaseError, Fault, Table
 from eos.sql.faults import fault_of_state, first_line, says_denied
 from eos.sql.outbox import TableReader
@@ -37,6 +38,21 @@ _LOCK_TIMEOUT_MS, _IDLE_TIMEOUT_MS, _CONNECT_TIMEOUT_S = 5_000, 60_000, 5
 
 # The classes whose JSON PostgreSQL reads as the given value.
 _JSON_KINDS: Final = frozenset((bool, date, datetime, Decimal, int, str, time, uuid.UUID, type(None)))
+
+
+_TYPES: Final[Mapping[Kind, str]] = {
+    Kind.BOOLEAN: "boolean",
+    Kind.INTEGER: "bigint",
+    Kind.FLOAT: "double precision",
+    Kind.DECIMAL: "numeric",
+    Kind.TEXT: "text",
+    Kind.BYTES: "bytea",
+    Kind.TIMESTAMP: "timestamptz",
+    Kind.DATE: "date",
+    Kind.TIME: "time",
+    Kind.UUID: "uuid",
+    Kind.JSON: "jsonb",
+}
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,7 @@ class Postgres:
 
 
 class Connection(SqlConnection):
+    _types = _TYPES
     _mark, _lock = "%s", " for update"
     _pipeline: AbstractContextManager[object] | None = None
     """The open pipeline, which sends statements without waiting for their results."""
@@ -104,11 +121,11 @@ class Connection(SqlConnection):
                 ) from error
         self.commit()
 
-    def check(self, table: Table) -> None:
+    def check(self, table: Table, columns: Sequence[Column] = ()) -> None:
         name, key = quoted_table(table.name), ", ".join(map(quoted, table.key))
         try:
             # Changes nothing, but needs the table, its columns and the rights.
-            self._execute(f"select {key or '*'} from {name} limit 0")
+            self._execute(f"select {self._named(table, columns)} from {name} t limit 0")
             if table.key:
                 self._execute(f"explain insert into {name} select * from {name} limit 0 on conflict ({key}) do nothing")
         finally:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
+from eos.sql.columns import Column, Kind
 from eos.sql.database import DatabaseError, Fault, Table
 from eos.sql.quoting import quoted
 from eos.sql.rows import Row, split_by_columns
@@ -20,6 +21,15 @@ from eos.sql.statements import CREATE_OFFSETS, SqlConnection, on_conflict
 
 _LOCKED_TIMEOUT_S = 5.0
 _MISSING: Final = ("no such table", "no such column", "has no column", "syntax error", "ON CONFLICT clause does not")
+
+
+# SQLite has few types; times, decimals and JSON are stored as text.
+_TYPES: Final[Mapping[Kind, str]] = dict.fromkeys(Kind, "text") | {
+    Kind.BOOLEAN: "integer",
+    Kind.INTEGER: "integer",
+    Kind.FLOAT: "real",
+    Kind.BYTES: "blob",
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class SQLite:
 
 
 class Connection(SqlConnection):
+    _types = _TYPES
     _mark, _lock = "?", ""
 
     def __init__(self, database: SQLite, connection: sqlite3.Connection) -> None:
@@ -56,8 +67,8 @@ class Connection(SqlConnection):
     def create_offsets(self) -> None:
         self._execute(CREATE_OFFSETS)
 
-    def check(self, table: Table) -> None:
-        self._execute(f"select {', '.join(map(quoted, table.key)) or '*'} from {quoted(table.name)} limit 0")
+    def check(self, table: Table, columns: Sequence[Column] = ()) -> None:
+        self._execute(f"select {self._named(table, columns)} from {quoted(table.name)} t limit 0")
         if table.key:
             self._execute(f"explain {_write_statement(table, table.key)}", [None] * len(table.key))
 
@@ -77,6 +88,8 @@ class Connection(SqlConnection):
                 self._cursor.executemany(_write_statement(table, columns), values)
             except (sqlite3.Error, OverflowError) as error:
                 raise self.translate(error) or error from error
+
+    def commit_creation(self) -> None: ...
 
     def commit(self) -> None:
         self._execute("commit")

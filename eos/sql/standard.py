@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from eos.errors import raise_if_interrupted
+from eos.sql.columns import Column
 from eos.sql.database import DatabaseError, Fault, Table
 from eos.sql.faults import fault_of, first_line
 from eos.sql.quoting import quoted, quoted_table
@@ -135,10 +136,10 @@ class Connection(SqlConnection):
         self._release_beginning()
         self.roll_back()
 
-    def check(self, table: Table) -> None:
-        name, columns = self._quoted_table(table), ", ".join(map(self._quoted, table.key)) or "*"
+    def check(self, table: Table, columns: Sequence[Column] = ()) -> None:
+        name, named = self._quoted_table(table), self._without_marks(self._named(table, columns))
         try:
-            self._execute(f"select {columns} from {name} where 1 = {self._mark.format(1)}", [0])
+            self._execute(f"select {named} from {name} t where 1 = {self._mark.format(1)}", [0])
             self._cursor.fetchall()
             if table.key:
                 self._check_key(table)
@@ -232,6 +233,9 @@ class Connection(SqlConnection):
         if isinstance(value, list | tuple | dict):
             return msgspec.json.encode(value).decode()
         return str(value) if isinstance(value, uuid.UUID) else value
+
+    def commit_creation(self) -> None:
+        self._guarded(self._connection.commit)
 
     def commit(self) -> None:
         try:

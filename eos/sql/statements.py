@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
+from eos.sql.columns import Column, Kind
 from eos.sql.compare import EXPECTED, compare_by_key, compare_counts, describe_key
 from eos.sql.database import (
     OFFSETS_TABLE,
@@ -50,6 +51,10 @@ class SqlConnection:
     sends_ahead: bool = False
     can_compare: bool = True
     """Whether `find_wrong_rows` is possible."""
+    _types: Mapping[Kind, str] = {}
+    """The types of columns in tables that eos creates; none if it creates none."""
+    _key_types: Mapping[Kind, str] = {}
+    """Those that differ for columns of a key."""
     _cursor: Any
 
     def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
@@ -87,6 +92,59 @@ class SqlConnection:
     def _fetch(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
         found: list[tuple[Any, ...]] = self._run(sql, *parameters).fetchall()
         return found
+
+    # ---- missing tables ---------------------------------------------------------------------------------------------
+
+    def find_remedy(self, table: Table, columns: Sequence[Column]) -> str | None:
+        name, key = quoted_table(table.name, self._quote), [quoted(one, self._quote) for one in table.key]
+        if not self._can_run(f"select 1 from {name} where 1 = 0"):
+            if not (self._types and columns):
+                return None
+            defined = [self._definition(column, column.name in table.key) for column in columns]
+            primary = [f"primary key ({', '.join(key)})"] if key else []
+            return f"create table {name} ({', '.join(defined + primary)})"
+        for column in columns:
+            if not self._can_run(f"select t.{quoted(column.name, self._quote)} from {name} t where 1 = 0"):
+                if not self._types:
+                    return None
+                added = self._definition(column._replace(nullable=True), column.name in table.key)
+                return f"alter table {name} add column {added}"
+        index = quoted(f"{table.name.rpartition('.')[2]}_key", self._quote)
+        return f"create unique index {index} on {name} ({', '.join(key)})" if key else None
+
+    def _named(self, table: Table, columns: Sequence[Column]) -> str:
+        """Return the columns of the key and these columns for a select from the table `t`; all if none are known."""
+        names = dict.fromkeys((*table.key, *(column.name for column in columns)))
+        # SQLite takes a quoted name without a table for a text if there is no such column.
+        return ", ".join(f"t.{quoted(name, self._quote)}" for name in names) or "*"
+
+    def _definition(self, column: Column, is_key: bool) -> str:
+        kinds = self._types if not is_key else {**self._types, **self._key_types}
+        needed = "" if column.nullable and not is_key else " not null"
+        return f"{quoted(column.name, self._quote)} {kinds[column.kind]}{needed}"
+
+    def _can_run(self, sql: str) -> bool:
+        try:
+            self._execute(sql).fetchall()
+        except DatabaseError as error:
+            if error.fault is Fault.AWAY:
+                raise
+            return False
+        finally:
+            self.roll_back()
+        return True
+
+    def create(self, statement: str) -> None:
+        try:
+            self._execute(statement)
+            self.commit_creation()
+        except DatabaseError as error:
+            self.roll_back()
+            if error.fault in (Fault.AWAY, Fault.DENIED):
+                raise
+
+    def commit_creation(self) -> None:
+        self.commit()
 
     def offsets(self, app: str) -> dict[Partition, int]:
         found = self._read_offsets(app)

@@ -24,13 +24,26 @@ from eos.errors import (
     CallFailed,
     ConfigurationError,
     Fenced,
+    NotAuthorised,
     Unavailable,
 )
 from eos.kafka.admin import preflight
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Committed, Record, SendAll, format_position
-from eos.sql.database import Connection, Cursor, Database, DatabaseError, Fault, Partition, SinkTarget, Stored, Table
+from eos.sql.columns import Column
+from eos.sql.database import (
+    OFFSETS_TABLE,
+    Connection,
+    Cursor,
+    Database,
+    DatabaseError,
+    Fault,
+    Partition,
+    SinkTarget,
+    Stored,
+    Table,
+)
 from eos.sql.rows import Row, merge_by_key
 from eos.worker.waits import DatabaseWaits, start_error
 
@@ -69,14 +82,14 @@ class DatabaseWriter:
 
     # ---- the start ----------------------------------------------------------------------------------------------
 
-    def prepare(self, targets: Iterable[SinkTarget], group: Mapping[Partition, int]) -> None:
-        """Create the offsets table if it is missing, and check the tables.
+    def prepare(self, targets: Iterable[SinkTarget], group: Mapping[Partition, int], create: bool) -> None:
+        """Create the offsets table if it is missing, and check the tables; with `create`, create these too.
 
         `group`: the committed offsets of the group. Raises ConfigurationError, NotAuthorised, Unavailable.
         """
         try:
             connection = self._connect()
-            _check_tables(connection, targets)
+            _check_tables(connection, targets, create)
             stored = connection.offsets(self._app_id)
             self._behind = {p: offset for p, offset in group.items() if p in stored and stored[p] < offset}
         except DatabaseError as error:
@@ -394,11 +407,31 @@ def check_database(database: Database, targets: Iterable[SinkTarget]) -> None:
         raise start_error(error) from error
 
 
-def _check_tables(connection: Connection, targets: Iterable[SinkTarget]) -> None:
+def _check_tables(connection: Connection, targets: Iterable[SinkTarget], create: bool = False) -> None:
+    """Check the tables. With `create`, create what is missing. Raises DatabaseError, ConfigurationError,
+    NotAuthorised."""
     connection.create_offsets()
     for target in targets:
         if target.table is not None:
-            connection.check(target.table)
+            _check_table(connection, target.table, target.columns, create)
+
+
+def _check_table(connection: Connection, table: Table, columns: Sequence[Column], create: bool) -> None:
+    for _ in range(len(columns) + 2):  # the table, each column, and the key
+        try:
+            return connection.check(table, columns)
+        except DatabaseError as error:
+            if error.fault is Fault.DENIED:
+                right = f"grant select, insert, update on {table.name} and {OFFSETS_TABLE} to the worker's user"
+                raise NotAuthorised(str(error), remedy=right) from error
+            if error.fault is not Fault.DEFINITION or (statement := connection.find_remedy(table, columns)) is None:
+                raise
+            if not create:
+                remedy = f"run this, or let `eos run --create-tables` run it: {statement}"
+                raise ConfigurationError(str(error), remedy=remedy) from error
+        connection.create(statement)
+        log.info("table changed", statement=statement)
+    return connection.check(table, columns)
 
 
 def make_writers(app: App, settings: Settings, world: World) -> dict[Database, DatabaseWriter]:
@@ -426,7 +459,7 @@ def prepare_writers(app: App, writers: Mapping[Database, DatabaseWriter], settin
 
     group = preflight.retry_while_unavailable(settings, query, world)
     for database, writer in writers.items():
-        writer.prepare(databases_of(app)[database], group)
+        writer.prepare(databases_of(app)[database], group, settings["eos.create.tables"])
 
 
 def move_offsets(app: App, offsets: Mapping[Partition, int]) -> int:

@@ -395,7 +395,7 @@ def test_missing_table_column_or_key_exits_with_78(sinks: Sinks) -> None:
     assert "orders" in (log := sinks.run(ends=78))
     assert "create what is missing" in log
     sinks.execute('create table orders (id integer, amount numeric, "partition" integer)')
-    assert "create what is missing" in sinks.run(ends=78)
+    assert "create unique index" in sinks.run(ends=78)
     sinks.execute("drop table orders")
     sinks.execute("create table orders (id integer primary key, amount numeric)")
     assert "partition" in sinks.run(ends=78)
@@ -413,6 +413,7 @@ def line(text: str) -> dict:
 """
 
 
+@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000")
 def test_verify_finds_missing_changed_and_doubled_rows(sinks: Sinks) -> None:
     words = f"{sinks.id}-words"
     create_topic(sinks.servers, words, partitions=2)
@@ -444,3 +445,52 @@ def test_verify_finds_missing_changed_and_doubled_rows(sinks: Sinks) -> None:
     assert f"id={ids[1]} has other values" in printed
     assert "is there 11 times instead of 10" in printed
     assert "is there 9 times instead of 10" in printed
+
+
+TYPED = """
+
+import datetime
+import decimal
+import msgspec
+
+class Visit(msgspec.Struct):
+    place: str
+    number: int
+    paid: decimal.Decimal
+    at: datetime.datetime
+    left: bool
+    weight: float
+    note: str | None = None
+    tags: list[str] = []
+
+@app.sink({visits!r}, database, table="visits", key=["place", "number"])
+def visit(visit: Visit) -> Visit | None:
+    return visit
+"""
+
+
+@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000")
+def test_tables_are_created_from_the_annotation(sinks: Sinks) -> None:
+    visits = f"{sinks.id}-visits"
+    create_topic(sinks.servers, visits)
+    with (sinks.folder / "sinking.py").open("a") as program:
+        program.write(TYPED.format(visits=visits))
+    value = {"paid": "12.50", "at": "2026-11-28T10:00:00Z", "left": True, "weight": 0.5, "tags": ["a", "b"]}
+    with eos.transaction({"bootstrap.servers": sinks.servers, "transactional.id": f"{sinks.id}-visits"}) as txn:
+        for number in range(20):
+            txn.send(visits, json.dumps(value | {"place": f"p{number % 3}", "number": number % 10}))
+    refused = sinks.run(ends=78)
+    if isinstance(sinks.server, PostgresThroughDBAPI):
+        assert "create table" not in refused
+        sinks.run("--create-tables", ends=78)
+        return
+    (statement,) = re.findall(r"let `eos run --create-tables` run it: (create table .*)", refused)
+    assert "visits" in statement
+    log = sinks.run("--create-tables")
+    assert log.count("table changed") == 1
+    assert len(sinks.execute("select * from visits")) == 20, "by place and number"
+    sinks.execute("alter table visits drop column note")
+    (statement,) = re.findall(r"run it: (alter table .*)", sinks.run(ends=78))
+    sinks.execute(statement)
+    sinks.run()
+    sinks.eos("verify", "sinking:app")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from eos.app.routes.sink import make_sink_target
 from eos.cli.doctor import _database_findings
 from eos.errors import ConfigurationError
 from eos.sql import DBAPI, Cursor, Delta, DuckDB, Postgres, SQLite
+from eos.sql.columns import Column, Kind, columns_of
 from eos.sql.database import Database, Fault, Table
 from eos.sql.faults import fault_of
 from eos.sql.rows import check_key, merge_by_key, split_by_columns, to_row
@@ -130,7 +133,7 @@ def test_object_that_is_no_database_is_refused() -> None:
 
 def test_delta_names_its_table_itself() -> None:
     database = Delta("s3://lake/orders/", {"aws_secret_access_key": "hidden-7c1"})
-    assert make_sink_target(returns_row, database, None, ("id",)) == (database, Table("orders", ("id",)))
+    assert make_sink_target(returns_row, database, None, ("id",))[:2] == (database, Table("orders", ("id",)))
     with pytest.raises(ConfigurationError, match="leave out table=") as refused:
         make_sink_target(returns_row, database, "payments", ())
     assert "hidden" not in str(refused.value)
@@ -151,6 +154,10 @@ def test_doctor_checks_the_tables(tmp_path: Path) -> None:
     assert "no such table: orders" in finding.sentence
     connection = database.connect()
     connection.cursor().execute("create table orders (id integer primary key)")
+    (finding,) = _database_findings(app)
+    assert "no such column: t.cents" in finding.sentence
+    assert finding.remedy is not None
+    connection.cursor().execute(finding.remedy.partition("run it: ")[2])
     connection.close()
     (finding,) = _database_findings(app)
     assert finding.level.value == "ok"
@@ -221,3 +228,30 @@ def test_parameters_are_marked_as_the_driver_says(paramstyle: str, sql: str, bou
     connection = StandardConnection("database", SimpleNamespace(cursor=lambda: cursor), driver)
     connection.write(Table("a%?"), [{"b": 7, "c": 8}])
     assert executed == [sql, [bound]]
+
+
+class Visit(msgspec.Struct):
+    place: str
+    at: datetime | None
+    cents: int = 0
+    weight: Decimal | None = None
+    kind: Literal["new", "old"] = "new"
+    tags: list[str] = []
+
+
+@pytest.mark.parametrize("annotation", [Visit, Visit | None])
+def test_columns_come_from_the_class_of_the_rows(annotation: object) -> None:
+    assert columns_of(annotation) == (
+        Column("place", Kind.TEXT, nullable=False),
+        Column("at", Kind.TIMESTAMP, nullable=True),
+        Column("cents", Kind.INTEGER, nullable=False),
+        Column("weight", Kind.DECIMAL, nullable=True),
+        Column("kind", Kind.TEXT, nullable=False),
+        Column("tags", Kind.JSON, nullable=False),
+    )
+    assert columns_of(Payment) == (Column("account", Kind.INTEGER, nullable=False),)
+
+
+@pytest.mark.parametrize("annotation", [None, dict, dict[str, int], int, "Missing", Order | Payment])
+def test_annotation_without_fields_gives_no_columns(annotation: object) -> None:
+    assert columns_of(annotation) == ()

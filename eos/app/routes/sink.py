@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NoReturn, Protocol, cast
 
+from eos.app.annotations import result_annotation
 from eos.app.routes.feeds import one_by_one
 from eos.encoding.serde import Decode, function_name
 from eos.errors import CallFailed, ConfigurationError, EosError, raise_if_interrupted
 from eos.records import FeedResult, Record, Send, Sink
+from eos.sql.columns import columns_of
 from eos.sql.database import Cursor, Database, SinkTarget, Table
 from eos.sql.rows import Row, check_key, to_row
 
@@ -88,7 +91,11 @@ class RowSink:
 
 
 def make_sink_target(
-    function: Callable[..., object], database: object, table: object, key: tuple[object, ...]
+    function: Callable[..., object],
+    database: object,
+    table: object,
+    key: tuple[object, ...],
+    frame: FrameType | None = None,
 ) -> SinkTarget:
     """Return the database and table that the function's decorator names. Raises ConfigurationError."""
     name = function_name(function)
@@ -120,4 +127,5 @@ def make_sink_target(
         raise ConfigurationError(
             f"{name} has table=, so it gets the value only and returns a row: remove its other parameters, or table="
         )
-    return SinkTarget(cast("Database", database), Table(table, cast("tuple[str, ...]", key)))
+    columns = columns_of(result_annotation(function, frame))
+    return SinkTarget(cast("Database", database), Table(table, cast("tuple[str, ...]", key)), columns)

@@ -132,6 +132,9 @@ OPTIONS: dict[str, Option] = {
         _boolean,
         "create missing topics at the start, and dead-letter topics for new topics that match a pattern",
     ),
+    "eos.create.tables": Option(
+        False, _boolean, "create missing tables, columns and unique keys of functions that write rows, at the start"
+    ),
     "eos.strict": Option(
         False, _boolean, "refuse to start on a cluster that can lose acknowledged records, instead of warning"
     ),
