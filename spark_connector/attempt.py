@@ -98,7 +98,7 @@ class Recent:
     It doubles each time, because some batches are always too large uncompressed although they are small compressed.
     """
     pause_left: int = 0
-    """The batches that are left of the pause."""
+    """The number of batches for which the driver still does not try."""
 
     @property
     def tries(self) -> bool:
@@ -298,7 +298,7 @@ class Attempt:
         return results
 
     def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:
-        # The driver calls its claims directly, because it may not be able to connect to the address that executors use.
+        # The driver calls its claims directly, because it perhaps cannot connect to the address that executors use.
         job = replace(self._job(targets, 1), claims_client=self._server.claims)
         result = write_rows(job, iter([rows]), lambda: self._connection.wire)
         return [] if result is None else [result]

@@ -66,7 +66,7 @@ class Claims:
             self._attempt, self._granted, self._refusal_reason = attempt, {}, None
 
     def end(self) -> tuple[frozenset[int], str | None]:
-        """End the attempt. Return the granted shares, and the reason not to commit them, or None if they may be."""
+        """End the attempt. Return the granted shares, and why they must not be committed (None if they may be)."""
         with self._lock:
             self._attempt = None
             return frozenset(self._granted), self._refusal_reason

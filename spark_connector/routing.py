@@ -139,7 +139,7 @@ def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
     from py4j.protocol import Py4JError
 
     # The session is the streaming query's own copy of the user's, but two sinks may use it at once: restore only the
-    # settings that this one set.
+    # settings that this call has set.
     conf = df.sparkSession.conf
     before: dict[str, str | None] = {name: conf.get(name, None) for name in (_ADAPTIVE, _BATCH_BYTES)}
     ours: dict[str, str] = {}

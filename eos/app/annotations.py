@@ -24,8 +24,8 @@ def parameter_annotation(
     """Return the resolved annotation of the function's first parameter; `default` without an annotation.
 
     `frame` is where the decorator was applied: under `from __future__ import annotations` only its locals contain a
-    type that is local to a function. Raises ConfigurationError for a function that cannot be called with one positional
-    argument and `more` further ones (its record, its state), and for an annotation that cannot be resolved.
+    type that is local to a function. Raises ConfigurationError for a function that cannot be called with its record and
+    `more` further positional arguments (states, or a cursor), and for an annotation that cannot be resolved.
     """
     name = function_name(function)
     try:

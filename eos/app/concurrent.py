@@ -122,7 +122,7 @@ def abandon() -> None:
 async def _gather(
     coroutines: list[Coroutine[Any, Any, Any]], running: list[asyncio.Task[list[Outcome]]]
 ) -> list[Outcome]:
-    """Run all coroutines; `running` gets the current task."""
+    """Run all coroutines, and append the task that runs them to `running`."""
     running.append(cast("asyncio.Task[list[Outcome]]", asyncio.current_task()))
     return await asyncio.gather(*map(outcome_of, coroutines))
 

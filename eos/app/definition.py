@@ -301,9 +301,10 @@ class App:
         """Decorate a function that writes the records of `topics` into a database, each exactly once.
 
         With `table`, the function returns a row: a dict, a msgspec Struct or a dataclass, whose names are the columns;
-        or None for no row. With `key`, the row replaces these columns in the row of the same key; without it, it is
-        inserted. Without `table`, the function gets a cursor as its second parameter and runs its own SQL, which
-        commits together with the offsets: `def pay(payment: Payment, db: Cursor)`.
+        or None for no row. `key` names the columns of the key. If the table has a row with the same key, the returned
+        columns replace its values; otherwise, and without `key`, the row is inserted. Without `table`, the function
+        gets a cursor as its second parameter and runs its own SQL, which commits together with the offsets: `def
+        pay(payment: Payment, db: Cursor)`.
 
         `database`: for example eos.sql.Postgres; it gets a table eos_offsets (docs/howto/databases.md). Such a
         function sends nothing to Kafka and has no state. `on_error`, `decode`, `name` and the first parameter: as for
@@ -346,13 +347,13 @@ class App:
 
         Without a function, the columns value, key, topic and headers of a row make its record; only value is required.
         As a decorator, the function gets each row: a dict, or the msgspec Struct or dataclass of its annotation. It
-        returns outputs as one of `process` does. A value without a key of its own gets that of the column key, if there
-        is one.
+        returns outputs as a function of `process` does. An output without a key gets the value of the column key as its
+        key, if the row has that column.
 
         The table needs the columns `id` and `xid xid8 not null default pg_current_xact_id()` (docs/howto/outbox.md).
         `database`: eos.sql.Postgres. `delete`: delete rows once they are in Kafka. `on_error`: eos.stop, eos.skip or
-        eos.retry(n). `encode`: as for `process`. `name`: the position in the table is kept under the name of the table,
-        or under this one.
+        eos.retry(n). `encode`: as for `process`. `name`: the position in the table is kept under this name; by default
+        under the table's.
         """
         destinations, policy = _check_destinations(to), policy_of(on_error)
         if not destinations:
@@ -727,7 +728,7 @@ def _check_destination(function: Callable[..., object], destinations: Sequence[s
 
 
 def _may_send_nothing(annotation: object) -> bool:
-    """Return whether an annotation allows no output.
+    """Return whether a function with this return annotation may be one that never sends an output.
 
     Text stays unevaluated, since its names may exist for type checkers only.
     """

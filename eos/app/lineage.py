@@ -86,7 +86,7 @@ def check_route(route: Route) -> None:
 
 
 def with_lineage(each: Each, ledger: Ledger) -> Each:
-    """Return `each` (see Route.each) with the lineage header added to outputs; it also counts them."""
+    """Return a function that calls `each` (see Route.each), adds the lineage header to its outputs and counts them."""
 
     def marked(records: list[Record]) -> Iterator[Sequence[Send]]:
         for record, sends in zip(records, each(records), strict=True):

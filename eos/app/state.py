@@ -429,7 +429,7 @@ class MapState(_KeyedState, MutableMapping[K, V]):
             self._take_changed_default(field)
 
     def _take_changed_default(self, field: bytes) -> None:
-        """Set the default of this field that was changed in place, if there is one."""
+        """Set the field to the default that `get` returned, if the function has changed that default in place."""
         defaults, before = self._defaults[field], self._own_values.get(field, _ABSENT)
         if (value := _take_changed(self._compiled.store, defaults, before)) is not before:
             self._set(field, value)
@@ -526,7 +526,7 @@ class _Numbered(MapState[int, Any]):
             self._bounds = self._read_bounds(cells)
         if self._bounds.high == AFTER_FIELDS:
             next(self._entries(b"", None, back=True), None)
-        high = self._bounds.high  # the last number and a zero byte, or the first free number; b"" for an empty list
+        high = self._bounds.high  # last number + zero byte, or first free number; b"": empty list
         field = self._compiled.field(self._compiled.decode_key(high[:8]) + len(high) - 8 if high else 0)
         self._read_values.setdefault(field, _NO_VALUE)
         self._set(field, value)
@@ -554,8 +554,8 @@ def _int_field(key: int) -> bytes:
 
 
 FIELDS: Final[Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]]] = {
-    # A str or bytes key gets a zero byte in front. Otherwise the empty key would be empty bytes, and those are no
-    # field.
+    # A str or bytes key gets a zero byte in front. Otherwise the field of an empty key would be empty bytes, which mean
+    # that a cell has no field.
     str: (lambda key: _check_length(b"\0" + _check_type(key, str).encode()), lambda field: field[1:].decode()),
     bytes: (lambda key: _check_length(b"\0" + _check_type(key, bytes)), lambda field: field[1:]),
     int: (_int_field, lambda field: int.from_bytes(field, "big") - (1 << 63)),
@@ -583,7 +583,8 @@ def _take_changed(store: Store, defaults: list[Default], value: Any) -> Any:
 def _fingerprint(default: Any) -> bytes | None:
     """Return bytes that differ once the default was changed in place; None if a change cannot be detected.
 
-    A default may be any object. One that cannot be stored, even a cache, is refused only once it was changed.
+    A default may be any object. A default that cannot be stored, for example a cache, is refused only once it was
+    changed.
     """
     with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
         return encode(default)

@@ -47,7 +47,7 @@ _MAPPINGS: Final = (dict, collections.abc.Mapping)
 def find_stores(function: Callable[..., Any], frame: types.FrameType | None, batch: bool = False) -> tuple[Store, ...]:
     """Return the parameters after the first that are annotated as state or as Timers.
 
-    Raises ConfigurationError for one that cannot be stored.
+    Raises ConfigurationError for a parameter whose type cannot be stored.
     """
     try:
         first, *parameters = inspect.signature(function).parameters.values()
@@ -144,10 +144,10 @@ def to_plain(store: Store, values: Iterable[tuple[bytes, bytes]]) -> Any:
 
 
 def split_at_repeated_keys(records: list[Record], times: Mapping[int, int]) -> Iterator[list[Record]]:
-    """Split the records of one partition where a key appears again at a later time of its task.
+    """Split the records of one partition before each record whose key appeared earlier at another time of the task.
 
-    Each part then gives the same result as its records one by one. `times`: by a record's id; empty without a
-    time-to-live.
+    Each part then gives the same result as its records one by one. `times`: the task's time at each record, by the
+    record's id; empty without a time-to-live.
     """
     if not times:
         yield records

@@ -66,7 +66,7 @@ class TimersDue(Exception):
 
 
 class TaskClock(Protocol):
-    """The part of a task that timers use."""
+    """Defines the part of a task that timers use."""
 
     time_ms: int
 
@@ -81,7 +81,7 @@ class TaskClock(Protocol):
 
 
 class TimerQueue(Protocol):
-    """The timers of a task in order (eos/state/timer_index.py)."""
+    """Holds the timers of a task in order (eos/state/timer_index.py)."""
 
     next_due: int
     least_set: int

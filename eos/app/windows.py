@@ -57,7 +57,7 @@ def split_windowed_key(stored: bytes) -> tuple[bytes, int]:
 
 @dataclass(frozen=True)
 class FixedWindows:
-    """Windows of one size that begin at regular intervals: tumbling if they do not overlap, otherwise hopping."""
+    """Defines windows of one size at regular intervals: tumbling windows do not overlap, hopping windows do."""
 
     size_ms: int
     every_ms: int
@@ -102,7 +102,7 @@ def decode_sessions(value: bytes | None) -> list[Session]:
 
 @dataclass(frozen=True)
 class SessionWindows:
-    """Windows of records that follow each other within a gap; each window ends one gap after its last record."""
+    """Defines windows of records that follow each other within a gap; each ends one gap after its last record."""
 
     gap_ms: int
 

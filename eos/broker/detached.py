@@ -110,9 +110,9 @@ class DetachedKafka:
     ) -> list[int]:
         """Start the nodes that are down and return their numbers. The list is empty if all were running.
 
-        None keeps the value that the data has; new data begins with 1 node of version 4.4.0 at port 9092. `config` are
-        further broker settings. Raises ConfigurationError for another number of nodes, an older version, or different
-        settings of a running cluster; Unavailable if the cluster cannot be started.
+        An argument that is None keeps the value that the data has; new data begins with 1 node of version 4.4.0 at port
+        9092. `config` are further broker settings. Raises ConfigurationError for another number of nodes, an older
+        version, or different settings of a running cluster; Unavailable if the cluster cannot be started.
         """
         if nodes not in (None, 1, 3):
             raise ConfigurationError(f"a local Kafka has 1 or 3 nodes, not {nodes}")

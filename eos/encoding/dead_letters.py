@@ -55,7 +55,8 @@ def make_dead_letter(
 
 
 def split_headers(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
-    """Return the record's own headers of a dead letter, and the worker's notes by their names without PREFIX.
+    """Return the record's own headers of a dead letter, and the worker's notes by name. A note's name is that of its
+    header after PREFIX.
 
     A record that no worker wrote has only headers of its own.
     """

@@ -62,7 +62,7 @@ def annotation_name(annotation: object) -> str:
 
 
 def without_none(annotation: object) -> tuple[object, bool]:
-    """Return the annotation without `| None`, and whether it had it."""
+    """Return the annotation without `| None`, and whether it contained `| None`."""
     if typing.get_origin(annotation) is typing.Annotated:  # Annotated[T | None, ...] keeps its constraints
         return annotation, without_none(typing.get_args(annotation)[0])[1]
     if typing.get_origin(annotation) not in (typing.Union, types.UnionType):

@@ -217,7 +217,8 @@ class Handler:
         """The longest call since the last call of `note_begin`."""
 
     def open_time_s(self, txn: Feeds, now: float) -> float:
-        """Return the longest time for which the broker may have known the open transaction, without waits for room.
+        """Return the longest time for which the broker may have known the open transaction, in seconds. Waits for room
+        in the client's queue do not count.
 
         The broker's clock starts with the first output; the result is 0 before it.
         """
@@ -368,8 +369,9 @@ class Handler:
         return any(True for _ in self._find_due_tasks())
 
     def fire_waiting(self, txn: Feeds) -> Halt | None:
-        """Fire the timers that are due without a further record: those of the clock, those left by a transaction, and
-        those of silent partitions."""
+        """Fire the timers that are due although no record arrives: timers of the wall clock, timers that a transaction
+        left over, and timers of silent partitions.
+        """
         for timed in self._downstream:
             for partition, task in self._tasks_of(timed).items():
                 task.time_ms = max(task.time_ms, self._watermark_ms(partition))
@@ -411,7 +413,8 @@ class Handler:
         """Fire the timers that are due before a record that moves the time of its task to `now_ms`."""
         timed, place = self._timed[route], (record.topic, record.partition)
         task = self._tasks_of(timed)[place]
-        # First fire the timers that were set to a past time: they must not see the time of this record.
+        # First fire the timers that were set to a past time, because their functions must not see the time of this
+        # record.
         if (halt := self._fire(txn, timed, place, task, task.timers, task.time_ms)) is not None:
             return halt
         task.time_ms = now_ms
@@ -481,7 +484,7 @@ class Handler:
         self._feed(txn, self._feed_of(lambda _: iter([sends])), route, [record])
         if route.discard is not None:
             route.discard(record)
-        if route.discard is not None or route.source is not None:  # no committed offset will pass its position
+        if route.discard is not None or route.source is not None:  # no commit removes its entries
             self._failures.pop(position, None)
             self._isolated.pop(position, None)
         return None
@@ -536,7 +539,9 @@ def _position(record: Record) -> Position:
 
 
 def _describe_position(record: Record) -> str:
-    """Return the position of a record for messages. For a record that stands for a timer or row, describe that."""
+    """Return the position of a record for messages. If the record stands for a timer or a row, describe the timer or
+    row.
+    """
     if isinstance(record.value, TableRow):
         return str(record.value)
     due = due_of(record)

@@ -4,10 +4,11 @@ The broker aborts a transaction whose first record it saw longer ago than transa
 member that has not polled for max.poll.interval.ms. In both cases the work is lost and the records come again.
 
 Time before the first send does not count for a transaction, and brokers check their clocks only now and then. So a call
-over a limit is only logged as a warning until the session reports the outcome of its transaction. A first loss may have
-been the machine, or a service that was briefly unavailable, and the session recovers. From then on the lost record is
-known: earlier records are committed first, and it runs as the first record of its own transaction, where the time
-before its output does not count. If that transaction is lost too, a retry would never end, and the worker stops.
+over a limit is only logged as a warning until the session reports the outcome of its transaction. The cause of a first
+loss may be the machine, or a service that was briefly unavailable, so the session recovers. When it hands the slow
+record out again, it commits all earlier records first. The slow record then runs as the first one of its own
+transaction, where the time before its output does not count. If that transaction is lost too, further retries would
+never succeed, and the worker stops.
 
 Owns the judgement only; it must never measure time, and never touch a transaction.
 """

@@ -149,7 +149,7 @@ class Loop:
         self._failure = None
         self._consumer.begin_transaction()
         if self._latest_transaction is not None:
-            # Marks a transaction that was given up as aborted; others stay unchanged.
+            # If the latest transaction was given up, mark it as aborted. A committed one stays unchanged.
             self._latest_transaction.mark_aborted()
         now, first_ms = self._world.now(), self._positions.first_timestamp_ms
         begun = Transaction(self, now, self._pacing.begin(now), first_ms, self.waited_s)
@@ -313,7 +313,9 @@ class Loop:
     # ---- recovery ---------------------------------------------------------------------------------------------
 
     def _abort(self, reason: str) -> None:
-        """Abort the open transaction; its records are handed out again. The producer is replaced before the next."""
+        """Abort the open transaction; its records are handed out again. The producer is then replaced before the next
+        transaction.
+        """
         self._recover(self._failure or CallFailed("abort", Action.ABORT, RuntimeError(reason)))
 
     @contextlib.contextmanager

@@ -59,13 +59,13 @@ class Participant(Follower, Protocol):
     """Takes part in one transaction after the other. The session calls all methods on its own thread."""
 
     def changed_partitions(self) -> Collection[Partition]:
-        """Return the input partitions for which the open transaction has something to write. The transaction commits
-        their offsets even if these are unchanged. So the group refuses the transaction if this member has lost one of
-        the partitions."""
+        """Return the input partitions for which this participant has records to write in the open transaction. The
+        transaction commits their offsets even if these are unchanged. So the group refuses the transaction if this
+        member has lost one of the partitions."""
 
     def before_flush(self, send: SendAll, offsets: Mapping[Partition, int]) -> None:
-        """Send this participant's own records of the transaction. `offsets` are those that it commits. A participant
-        must write nothing for other partitions, because another member may own them. Raises CallFailed."""
+        """Send this participant's own records of the transaction. `offsets` are those that the transaction commits. A
+        participant must write nothing for other partitions, because another member may own them. Raises CallFailed."""
 
     def offset_metadata(self, partition: Partition) -> Mapping[str, object]:
         """Return fields for the JSON that is committed with this partition's offset, after the last send."""

@@ -163,7 +163,8 @@ class Recovery:
         """Return if the loop can go on, raise if it must stop."""
         if self._has_timed_out(failed):
             failed.too_slow = self._explain_slowness(failed)
-            # Records that were handled too slowly may not have been sent yet, so they do not show how many can be sent.
+            # If records were handled too slowly, some of them were perhaps not sent yet, so they do not show how many
+            # can be sent.
             failed.next_is_smaller = self._pacing.timed_out(
                 failed.taken, None if failed.is_slow_handling else failed.delivered
             )

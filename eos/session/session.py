@@ -36,7 +36,7 @@ _IDENTITY_S = 0.5
 
 
 class TransactSession:
-    """Iterate over it: each turn is one transaction with a batch of records.
+    """Iterates over transactions: each turn of the loop is one transaction with a batch of records.
 
     ::
 

@@ -39,8 +39,9 @@ class Turns(Protocol):
         """Return the same as Transaction.waited_s."""
 
     def is_open(self, txn: Transaction) -> bool:
-        """Return True if it is open, False if it was given up during the loop's body. Raises IllegalState if it has
-        ended."""
+        """Return True if the transaction is open, False if it was given up during the loop's body. Raises IllegalState
+        if it has ended.
+        """
 
     def take(self, most: int) -> list[Record]:
         """Return at most `most` next records; none after a send failed."""
@@ -208,13 +209,14 @@ class Transaction:
 
     @property
     def is_over(self) -> bool:
-        """Return whether its interval is over."""
+        """Return whether the transaction's interval is over."""
         return self._loop.now() >= self._hand_out_until
 
     @property
     def waited_s(self) -> float:
-        """Return the seconds that its producer's sends have waited for room in the client's queue, in earlier
-        transactions too."""
+        """Return the seconds that the producer's sends have waited for room in the client's queue, in earlier
+        transactions too.
+        """
         return self._loop.waited_s
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:

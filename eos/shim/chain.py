@@ -25,7 +25,7 @@ class Chain:
 
     def __init__(self, settings: ShimSettings, jobs: Sequence[Job] = (), plan: Plan | None = None) -> None:
         self.settings, self._jobs, self._plan = settings, jobs, plan
-        self.shims: list[Shim] = []  # clients connect to the last one
+        self.shims: list[Shim] = []  # clients connect to the last shim
 
     @property
     def front(self) -> Shim:

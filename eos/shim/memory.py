@@ -12,7 +12,7 @@ from collections.abc import Callable
 # The memory that connections share beyond the size of the largest frame.
 SHARED_BYTES = 32 * 1024 * 1024
 # If the limit is exceeded, memory is freed until this many bytes below the limit are free (or an eighth of the limit if
-# that is less). So all connections are not measured again soon.
+# that is less). So it takes a while until all connections must be measured again.
 _FREED_BYTES = SHARED_BYTES // 2
 
 

@@ -149,8 +149,8 @@ def explain_unsettled(where: str, span: OffsetRange, at_least: int) -> EosError 
 
     Returns Temporary while the predecessor's transaction is open there: the coordinator has decided it, but has not
     written all markers yet. Returns InputGone while the partition ends before `at_least`, the offset that it had
-    reached: a broker that has just become the leader may not know the end yet. A caller that has waited long enough
-    treats the records as lost.
+    reached: a broker that has just become the leader learns the end only a moment later. A caller that has waited long
+    enough treats the records as lost.
     """
     if span.stable < span.end:
         return Temporary(
@@ -194,7 +194,8 @@ def find_start(
 
     Returns None if the values are unusable and the changelog's beginning was removed, unless the caller `accepts` the
     changelog as it is. Values are unusable if their position is outside the changelog, or if they are so old that
-    compaction may have removed tombstones of later deletes. A transaction marker alone is no change.
+    compaction may have removed tombstones of later deletes. A changelog that grew only by one transaction marker has no
+    later changes.
     """
     missed = held.end - position > 1 and now - as_of > tombstones_s
     if held.low <= position <= held.end and not missed:

@@ -1,8 +1,9 @@
 """Provides the engines that keep values in a folder: LMDB, and RocksDB for state that does not fit in memory.
 
 An engine has two tables of bytes: values and notes. One write changes both tables atomically and survives a killed
-process; neither engine syncs on a write. LMDB reads a cached value in a microsecond, and writes a page for each value
-that a transaction changed, wherever the page lies. RocksDB writes all values sequentially and sorts them later.
+process; neither engine syncs on a write. LMDB reads a cached value in a microsecond, but a transaction writes one page
+for each value that it changed, at random places of the file. RocksDB writes all values sequentially and sorts them
+later.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Lmdb:
 
     def _begin_reading(self) -> None:
         self._reader = self._environment.begin(self._values)
-        self.get = self._reader.get  # without a call of ours in between
+        self.get = self._reader.get  # calls LMDB directly, without a method of this class in between
 
     @property
     def size_bytes(self) -> int:
@@ -271,7 +272,7 @@ class RocksDb:
 def _options(memory_bytes: int) -> Any:
     """Return options with one cache and one buffer budget for all folders of the process.
 
-    With separate ones the process's memory would grow with its partitions.
+    With separate caches and buffers, the memory of the process would grow with the number of its partitions.
     """
     from rocksdict import BlockBasedOptions, Cache, Options, WriteBufferManager
 

@@ -35,7 +35,7 @@ _FOLDER_NOTE = b"noted"
 _DAMAGED = "damaged"  # a file next to the engine's folder
 _SYNCED = "synced"  # likewise
 _MEMORY_BYTES = 64 << 20
-_MAX_ROW_BYTES = 100  # LMDB allows 511 bytes, the field included
+_MAX_ROW_BYTES = 100  # LMDB allows keys of 511 bytes, which include the field
 _MAX_REST_BYTES = 400  # bytes of a cell's name in a note's name
 
 
@@ -59,8 +59,8 @@ class InFolder:
     ) -> InFolder | None:
         """Open the task's most recently written folder, which needs the least restoring.
 
-        Returns None if another process owns it. With `any_folder`, open another folder of the task instead: a process
-        that is suspended but alive keeps its own.
+        Returns None if another process owns it. With `any_folder`, open another folder of the task instead, because a
+        suspended process may own that one for a long time.
         """
         try:
             acquired = _acquire_folder(base, task, any_folder)
@@ -96,7 +96,7 @@ class InFolder:
         }
         for other in folder.iterdir():
             if other.is_dir() and other.name != engine.folder:
-                shutil.rmtree(other)  # another engine's folder, which would only become outdated
+                shutil.rmtree(other)  # another engine's folder: nothing updates its values any more
         path, mark = folder / engine.folder, folder / _DAMAGED
         try:
             synced = _remove_marker(folder / _SYNCED)
@@ -159,7 +159,7 @@ class InFolder:
     def _damaged(self, error: Exception) -> Temporary:
         """Mark the folder as damaged and return the error; the next start recreates the folder.
 
-        The error is Temporary because the record did not cause it.
+        The error is Temporary because no record caused it.
         """
         with contextlib.suppress(OSError):
             (self._folder / _DAMAGED).write_text(str(error))
@@ -278,8 +278,8 @@ def _sync_folder(folder: Path) -> None:
 def _replace_engine(path: Path, engine: type[Engine], memory_bytes: int) -> Engine:
     """Open a new engine in place of one that cannot be read, and delete the old one afterwards.
 
-    If no engine can be opened, for example with too many open files, the old values are not the cause and stay. Raises
-    EngineFailed.
+    If the new engine cannot be opened either, for example because too many files are open, the old values are not the
+    cause and are kept. Raises EngineFailed.
     """
     old = path.with_suffix(".old")
     if path.exists():
@@ -296,7 +296,9 @@ def _replace_engine(path: Path, engine: type[Engine], memory_bytes: int) -> Engi
 
 
 def _engine_key(cell: bytes) -> bytes:
-    """Return an engine's key for a cell; a long row becomes a hash after a byte that begins no store's name."""
+    """Return an engine's key for a cell. A long row name is replaced by its hash, after a byte with which no store's
+    name begins.
+    """
     if len(cell) <= _MAX_ROW_BYTES or (end := row_length(cell)) <= _MAX_ROW_BYTES:
         return cell
     return b"\xff" + hashlib.sha256(cell[:end]).digest() + cell[end:]

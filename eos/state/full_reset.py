@@ -89,7 +89,7 @@ class FullReset:
         ends = {topic: self._empty(topic, spans) for topic, spans in self.between.items()}
         after = [move for topic in ends for move in self._at_end(topic, ends[topic])]
         moves = [*self.moves, *after]
-        partitions = Counter(move.partition[0] for move in moves)  # each plan has all partitions of its topic
+        partitions = Counter(move.partition[0] for move in moves)  # the moves of a topic include all of its partitions
         self._all.commit([self._with_first_note(move, partitions[move.partition[0]]) for move in moves])
 
     def _with_first_note(self, move: Move, partitions: int) -> Move:

@@ -1,8 +1,8 @@
 """Keeps the state of an App's functions, as a participant in a worker's transactions (eos/session/outcomes.py).
 
-Before each commit it sends the functions' changes to the changelogs, one record per changed key. The changes count here
-once the transaction is committed. A newly assigned partition begins with the state in its changelog
-(eos/state/restoring.py); by then its predecessor's transaction is decided.
+Before each commit it sends the functions' changes to the changelogs, one record per changed key. The keeper applies
+these changes to its own values once the transaction is committed. A newly assigned partition begins with the state in
+its changelog (eos/state/restoring.py), after the last transaction of its previous owner was committed or aborted.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Keeper:
         self.topics = frozenset(self._topics.values())
         self._tasks: dict[Partition, Task] = {}  # tasks whose state is restored
         self._restoring: dict[str, list[Restoring]] = {source: [] for source in self._routes}
-        # Partitions without a committed offset when they were assigned. Under `latest` the group may commit one before
-        # they are restored.
+        # Partitions without a committed offset when they were assigned. Under auto.offset.reset=latest the group may
+        # commit their start offsets before they are restored.
         self._uncommitted: set[Partition] = set()
         self._fits: dict[str, changelog.ChangelogFit] = {}  # the fits by the name of the changelog
         self._checked_at = world.now()
@@ -230,8 +230,8 @@ class Keeper:
     def _are_changelogs_checked(self, grown: bool) -> bool:
         """Return whether the changelogs fit their sources.
 
-        Another thread checks them again, unless the last check is recent and no source has `grown`: their configuration
-        may have changed since. Raises ConfigurationError, NotAuthorised.
+        Another thread checks them again, because their configuration may have changed. It does not if the last check is
+        recent and no source has `grown`. Raises ConfigurationError, NotAuthorised.
         """
         job, now = self._checking, self._world.now()
         if job is None:
@@ -293,7 +293,8 @@ class Keeper:
         for source, partition in self.changed_partitions():
             task = self._tasks[source, partition]
             if (source, partition) not in offsets:
-                # The group does not check this transaction for the partition: another member may own it.
+                # The transaction commits no offset of this partition, so the group does not check that this member
+                # still owns the partition.
                 task.roll_back()
                 continue
             if task.aborted and self._folder is not None:
@@ -306,8 +307,8 @@ class Keeper:
     def _skip_aborted(self, partitions: Mapping[str, list[int]]) -> None:
         """Query the changelog ends of partitions in which one of our transactions was aborted.
 
-        Otherwise a restart would read again all records written since. The answer is a last stable offset, so the open
-        transaction's records lie after it.
+        Otherwise a restart would read all records written since that abort again. The answer is a last stable offset,
+        so the open transaction's records lie after it.
         """
         for source, numbers in partitions.items():
             try:

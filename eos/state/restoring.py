@@ -2,8 +2,8 @@
 
 Between the steps the session polls its group and works on the partitions that are ready. Each partition goes through
 these steps: lock a folder, wait until the predecessor's transaction in the changelog is decided, then read all
-committed changes. A waiting partition does not delay the others. Changes are written in batches by size, each with its
-position, so a restart continues from there.
+committed changes. A waiting partition does not delay the others. Changes are written to the folder in batches of
+limited size. Each batch includes its position in the changelog, so a restart continues after the last batch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CHECK_INTERVAL_S = 1.0  # how often waiting partitions are checked while others
 _LOG_INTERVAL_S = 5.0
 # The markers of a decided transaction take a moment to arrive; no other transaction is open in a changelog.
 _SETTLE_TIMEOUT_S = 30.0
-_MAX_BYTES = 8 << 20  # read and not yet written, over all partitions
-_FIRST_READ = 16  # number of records, whose size is not known yet
+_MAX_BYTES = 8 << 20  # bytes that were read and not yet written, of all partitions together
+_FIRST_READ = 16  # number of records of the first read, since their size is not known yet
 _MAX_READ = 1_000
 
 
@@ -53,7 +53,7 @@ class _Partition:
     as_of: float = 0.0
     """See Values.as_of: the time of the changes read so far."""
     end_as_of: float = 0.0
-    """The same time once the partition is read to its end."""
+    """The value of `as_of` once the partition is read to its end."""
     changes: dict[bytes, Value] = field(default_factory=dict)
     waiting_error: type[EosError] | None = None
     waiting_since: float = 0.0
@@ -196,7 +196,8 @@ class Restoring:
         if not start.keeps:
             values.clear()
         progress.at, progress.end, progress.end_as_of = start.offset, offsets.end, now
-        # Tombstones of changes read from the beginning stay for long enough from now on (KIP-534).
+        # A restore from the beginning needs no tombstones of earlier deletes. Brokers keep those of later deletes for
+        # long enough from now on (KIP-534).
         progress.as_of = values.as_of if start.keeps and start.offset else now
         if progress.at < progress.end:
             self._ends[partition] = progress.end

@@ -56,7 +56,7 @@ class Task(Layer):
         super().__init__(self.values)
         self._committed_bounds: OrderedDict[bytes, Bounds] = OrderedDict()
         self._ttls, self._clock = ttls or {}, clock
-        self._clock_ms = 0  # the clock when it was last read
+        self._clock_ms = 0  # the clock's value when it was last read
         # the header to write; None if it is written already
         self._header = None if header == self.values.get(HEADER) else header
         # The time, and the number of timers if there are any.

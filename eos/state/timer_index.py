@@ -14,7 +14,9 @@ from eos.state.values import Values
 
 
 class TimerIndex:
-    """`due_ms` returns when a timer is due, as the open transaction sees it; None if it is not set."""
+    """Finds the due timers of one task. `due_ms` returns when a timer is due, as the open transaction sees it; None if
+    the timer is not set.
+    """
 
     def __init__(self, store: bytes, values: Values, due_ms: Callable[[bytes], int | None]) -> None:
         self._store, self._values, self._due_ms = store, values, due_ms
@@ -25,7 +27,7 @@ class TimerIndex:
         self.committed()
 
     def committed(self) -> None:
-        """Read committed timers again, because the open transaction was committed. `next_due` stays valid."""
+        """Start to read the committed timers again after a commit of the open transaction. `next_due` stays valid."""
         self._heap: list[tuple[int, bytes]] = []
         self._committed: Iterator[tuple[bytes, int]] | None = None
         self._head: tuple[int, bytes] | None = None

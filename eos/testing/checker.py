@@ -509,7 +509,8 @@ def stable_end(ends: Ends) -> Verdict:
 def no_rewind(commits: CommitSeries) -> Verdict:
     """Check that a partition's committed offset never goes back.
 
-    It examines the steps between two observations of a partition. A violation is about the last inputs of both commits.
+    It examines the steps between two observations of a partition. `about` has the last input record before each of the
+    two commits.
     """
     parts, count = _number_partitions(commits)
     by_part = _stable_argsort(parts, count)

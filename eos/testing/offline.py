@@ -166,7 +166,9 @@ def _row_record(route: Route, step: tuple[Any, ...], offsets: defaultdict[str, i
 
 
 def _settle(fire: Callable[[], Halt | None]) -> int:
-    """Fire timers until all of them are done, and return how often one was retried. Raise the error of the last one."""
+    """Fire timers until all of them are done, and return the number of retries. Raise the error that ends the run, if
+    any.
+    """
     retries = 0
     while (halt := fire()) is not None:
         if halt.error is not None:

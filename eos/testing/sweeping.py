@@ -104,7 +104,7 @@ ERRORS: Mapping[str, tuple[str, ...]] = {
 }
 # Errors that brokers return for a request that is in the log already.
 _AFTER_APPLY = ("REQUEST_TIMED_OUT", "NOT_ENOUGH_REPLICAS_AFTER_APPEND", "DUPLICATE_SEQUENCE_NUMBER")
-# For each request, the step during which a delayed copy of it arrives. One of FindCoordinator would change nothing.
+# For each request, the step during which a delayed copy of it arrives. A delayed FindCoordinator would change nothing.
 _LATE: Mapping[str, Event] = {
     "InitProducerId": Event("Produce"),
     "AddPartitionsToTxn": Event("EndTxn"),
@@ -168,12 +168,12 @@ class Case:
             abort = Rule("TxnOffsetCommit", "error", nth=occurrence + 1, error=refusal, transactional_id=id_pattern)
             rules = [simple["late copy"], abort]
         elif self.action == "lost acknowledgement, then abort":
-            # H2b: the batch is appended but not acknowledged, and the transaction ends before the client retries.
-            # Another batch makes the transaction end. It must be appended too, because a gap in its sequence numbers
-            # would make librdkafka take a new epoch. The client must learn of the lost batch first. Otherwise
-            # librdkafka would put the record back for a retry after its transaction had failed. It does not fail such
-            # a record, but waits until the record times out, and then takes a new epoch too. So the response to the
-            # first batch is lost, and the batch of another partition ends the transaction.
+            # H2b: the batch is appended but not acknowledged, and the transaction ends before the client retries. So
+            # the response to the first batch is lost, and an error for a second batch, of another partition, ends the
+            # transaction. The second batch must be appended too, because a gap in its sequence numbers would make
+            # librdkafka take a new epoch. The client must get the response to the first batch before the other.
+            # Otherwise librdkafka would queue the first record for a retry although its transaction has failed. It
+            # would wait until this record times out, and then take a new epoch too.
             lost = Rule("Produce", "error", Phase.AFTER_APPLY, error="REQUEST_TIMED_OUT")
             rules = [lost, replace(lost, error="INVALID_REQUEST", beside=1, until=Event(rule=1))]
         else:

@@ -64,7 +64,9 @@ class DeadLetter:
 
     @property
     def source(self) -> str:
-        """Return the record's position in its source topic, or the dead letter's own if no worker noted it."""
+        """Return the record's position in its source topic, or the dead letter's own position if no worker noted the
+        record's.
+        """
         record = self.record
         return (
             format_position(record.topic, record.partition, record.offset) if "topic" in self.notes else self.position

@@ -68,7 +68,8 @@ class NewTopics:
         self._check = Check(self._search, self._on_error)
 
     def now(self) -> list[str]:
-        """Return the topics that can be read at the start; the session waits for brokers that do not know one yet.
+        """Return the topics that can be read at the start; the session waits for brokers that do not know all of them
+        yet.
 
         Raises NotAuthorised, ConfigurationError, and Unavailable (also if the App has nothing to read).
         """

@@ -27,7 +27,7 @@ class Retention:
                 self._shortest[route] = min(kept)
 
     def is_exceeded(self, record: Record, unix_s: float) -> bool:
-        """Log a warning and return True if a record is older than a destination of its function keeps records."""
+        """Log a warning and return True if a record is older than the retention of a destination of its function."""
         kept_ms, destination = self._shortest.get(self._app.routes[record.topic], (0, ""))
         if not destination or record.timestamp <= 0 or record.timestamp >= unix_s * 1000 - kept_ms:
             return False
@@ -47,7 +47,9 @@ class Retention:
 
 
 def _kept_ms(topic: Topic) -> int | None:
-    """Return for how many ms a topic keeps a record after its timestamp, or None if for ever or unknown."""
+    """Return for how many ms after its timestamp a topic keeps a record; None if it keeps records for ever, or if this
+    is unknown.
+    """
     config = topic.config or {}
     kept_ms = int(config.get("retention.ms") or -1)
     by_age = (

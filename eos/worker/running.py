@@ -39,7 +39,7 @@ def run(app: App, settings: Settings | Mapping[str, Any] | None = None, *, until
 
 
 def prepare(worker: Worker) -> None:
-    """Find the topics of patterns, create those of sources, and check the cluster.
+    """Find the topics that patterns match, create the topics that hold the positions of sources, and check the cluster.
 
     Raise the error of the first check that fails.
     """

@@ -47,7 +47,7 @@ class RowSource:
         self._is_owner = False
         self._position = START  # the last row whose transaction is committed
         self._handled = START  # the last row whose outputs are in the open transaction
-        self._handled_before = START  # the same before the rows that were taken last
+        self._handled_before = START  # `_handled` before the last call of `take`
         self._sent: At | None = None  # the position that the open transaction contains
         self._database = ""  # the identity of the database to which the position belongs
         self._deleted = START
@@ -114,7 +114,7 @@ class RowSource:
             self._warn_of_held_rows()
 
     def _require_known_database(self, xmax: int) -> None:
-        """Raise InputGone unless this is the database of the position, and at least as new."""
+        """Raise InputGone if this is another database than that of the position, or an older state of it."""
         known, (system, _, name) = self._database, self._identity.partition("/")
         known_system, _, known_name = known.partition("/")
         is_other = bool(known) and (name != known_name or (system and known_system and system != known_system))

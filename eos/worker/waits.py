@@ -13,7 +13,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 
 
 class DatabaseWaits:
-    """Counts the time for which one database has been away. `timeout_s`: how long it may be."""
+    """Measures for how long one database has been away. `timeout_s`: how many seconds it may be away."""
 
     def __init__(self, database: Any, timeout_s: float, world: World) -> None:
         self._database, self._timeout_s, self._world = database, timeout_s, world

@@ -3,8 +3,8 @@
 Such a topic mixes records of all partitions of the first function's input. While that input has a backlog, they are of
 very different ages, and the latest timestamp so far says nothing of what is still to come. So each commit of the first
 function stores the time that every input partition has reached, in the metadata of the offset. The time of the second
-function is the least of these times. It counts once the second function has read everything that was written before the
-commit of these times. An input partition that was read to its end does not hold the others back.
+function is the least of these times. This least time takes effect once the second function has read everything that was
+written before those commits. An input partition that was read to its end does not hold the others back.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def reached_time_ms(
 ) -> int:
     """Return the least time that the partitions have reached; 0 if one of them has more records but no time.
 
-    `committed`: next offsets of the group. Partitions that were read to their end count only if all of them were.
+    `committed`: next offsets of the group. A partition that the group has read to its end has no effect, unless all
+    partitions are read to their ends: then the result is the latest time of any partition.
     """
     waiting = [place for place, end in ends.items() if committed.get(place, 0) < end]
     if waiting:

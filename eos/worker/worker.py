@@ -116,7 +116,7 @@ class Worker(Listener):
         self._uses_time = any(function.uses_time for function in functions)
         self._single_route: Route | None = functions[0] if len(functions) == 1 else None
         self._slow_functions = SlowFunctions(self.settings)
-        self._at_end_since = math.inf  # World.now() since when all partitions are read to their ends
+        self._at_end_since = math.inf  # World.now() from which on all partitions are read to their ends
         self._retry_at = 0.0  # World.now() at which a failed record may be retried
         self.on_tick: Callable[[], None] = lambda: None
         """Called after each transaction, and about every 100 ms without records."""
@@ -252,7 +252,8 @@ class Worker(Listener):
 
     def on_refused(self, record: Record, failure: CallFailed) -> None:
         if record.topic in self._sources and record.offset >= 0:
-            # The transaction took only the record of a position. The refused output is that of an unknown row.
+            # The only record of this transaction is that of a position. So the refused output belongs to a row, and it
+            # is unknown to which.
             self.on_refused_without_record(failure)
         elif failure.record is None and self._handler.has_fired:
             self._handler.isolate_timers()  # the refused output may be that of a timer that fired before the record
@@ -339,9 +340,10 @@ class Worker(Listener):
             self._slice_sizes.adapt(ended - began, len(batch))
 
     def _before_position(self, txn: Transaction, batch: list[Record]) -> list[Record]:
-        """Return the records before the first position of a source, which the source has read by itself.
+        """Return the records before the first record of a position topic, and give back the rest.
 
-        Give the others back, except for a position at the beginning.
+        If the first record of all is that of a position, it counts as taken: the source has read its position by
+        itself.
         """
         at = next((at for at, record in enumerate(batch) if record.topic in self._sources), len(batch))
         txn.give_back(len(batch) - max(at, 1))

@@ -24,7 +24,9 @@ _GIVES: Final[dict[object, Gives]] = {Timer: "timer", Window: "window", bytes: "
 def make_handler(
     route: Route, timer: str, function: Callable[..., Any], destinations: tuple[str, ...], frame: types.FrameType
 ) -> Route:
-    """Return the Route of a timer function, or of one that closes windows (`timer` ""). Raise ConfigurationError."""
+    """Return the Route of a timer function, or of a function that closes windows (`timer` is ""). Raise
+    ConfigurationError.
+    """
     name = function_name(function)
     if is_async(function):
         raise ConfigurationError(f"{name} is async: a timer function must be an ordinary def")

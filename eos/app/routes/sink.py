@@ -104,7 +104,7 @@ def make_sink_target(
             f"{name} writes to {database!r}, which is no database",
             remedy='for example @app.sink("orders", eos.sql.Postgres("postgresql://..."), table="orders", key="id")',
         )
-    own = getattr(database, "table", None)  # of a Delta, which is a single table
+    own = getattr(database, "table", None)  # only eos.sql.Delta has this attribute: it is a single table
     if own is not None and table not in (None, own):
         raise ConfigurationError(f"{name} has table={table!r}, but {database!r} is a table already: leave out table=")
     table = own if table is None else table

@@ -28,12 +28,12 @@ def publish(row: dict[str, Any]) -> Out:
 
 
 def to_record(topic: str, row: TableRow) -> Record[Any]:
-    """Return the record with which a function gets a row; its key is the column key, if there is one."""
+    """Return the record that hands a row to its function. The record's key is the column key, if the row has one."""
     return Record(topic, 0, -1 - abs(row["id"]), -1, encode_key(row.get("key")), cast("Any", row))
 
 
 def row_decoder(annotation: object) -> Decode | None:
-    """Return the function that turns a row into what the annotation names; None for a Record.
+    """Return the function that converts a row to the annotated type; None if the annotation is Record.
 
     It raises DecodeError for a row that does not fit.
     """
@@ -61,7 +61,7 @@ def position_topic(app_id: str, name: str) -> str:
 def make_source_table(
     topic: str, database: object, table: object, delete: bool, function: Callable[..., object]
 ) -> SourceTable:
-    """Return what the decorator names. Raises ConfigurationError."""
+    """Return the table that the decorator names. Raises ConfigurationError."""
     if not callable(getattr(database, "table_reader", None)):
         raise ConfigurationError(
             f"rows of {database!r} cannot be read in the order of their commits: only eos.sql.Postgres can",

@@ -1,4 +1,4 @@
-"""Functions that use time: functions of one record with timers or windows, and the functions of due timers.
+"""Runs functions that use time: functions of one record with timers or windows, and the functions of due timers.
 
 Owns the order of a record's steps: find its time, let due timers fire first (TimersDue), move the task's time, call the
 function, write its changes. The time moves even if the function fails: timers that are due have fired by then.
@@ -112,7 +112,7 @@ class Caller:
 
 
 class TimedFunction:
-    """A function of one record that has timers or windows."""
+    """Runs a function of one record that has timers or windows."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class TimedFunction:
         normalise: Normalise,
         target: Target | None,
     ) -> None:
-        """`value_of` decodes the value for time= and once=. `decode` decodes it for the function."""
+        """Compile the function. `decode` decodes its value, and `value_of` decodes the value for time= and once=."""
 
         made = make_finish(normalise, finish)
         self._name, self._call, self._stores, self._timing = name, caller, stores, timing
@@ -135,7 +135,7 @@ class TimedFunction:
         self._decode, self._make_outputs = decode, made
         # None: the functions of `timing` get the value that the main function gets.
         self._value_of = None if value_of is decode else value_of
-        # With time= an output's timestamp is not the record's, which the hot loop would use.
+        # The hot loop gives outputs the record's timestamp, which is wrong with time=.
         self._hot_loop_finish = (
             made if timing.time is not None else make_hot_loop_finish(made, finish is not None, target)
         )

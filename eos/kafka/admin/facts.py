@@ -223,7 +223,7 @@ def _result_of(future: Future[T]) -> T:
 
 
 def describe_topic(client: Any, name: str) -> Topic:
-    """Return a description of the topic, which may not exist. Raise Unavailable."""
+    """Return a description of the topic, which says whether the topic exists. Raise Unavailable."""
     asked = client.describe_topics(
         TopicCollection([name]), include_authorized_operations=True, request_timeout=_REQUEST_TIMEOUT_S
     )

@@ -1,4 +1,4 @@
-"""Records in a topic for which partitions a group has committed offsets, because the brokers delete those offsets.
+"""Notes, in a topic, the partitions for which a group has committed offsets, because brokers delete those offsets.
 
 A group without members loses its committed offsets after offsets.retention.minutes, and then looks like a group that
 never ran: by auto.offset.reset it would handle everything again, or skip records written in the meantime. So a session
@@ -98,7 +98,7 @@ def write_notes(settings: Settings, group: str, partitions: Collection[Partition
     if not count:
         brokers = len(facts.cluster_metadata(client, settings.bootstrap_servers, _REQUEST_TIMEOUT_S).brokers)
         facts.create_topics(settings, {topic: PARTITIONS}, brokers, config=CONFIG, world=world)
-        count = facts.describe_topic(client, topic).partitions or PARTITIONS  # a broker may not know the new topic yet
+        count = facts.describe_topic(client, topic).partitions or PARTITIONS  # some brokers learn of a new topic later
     failed: list[KafkaError] = []
 
     def delivered(error: KafkaError | None, _: Message) -> None:

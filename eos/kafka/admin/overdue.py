@@ -89,7 +89,7 @@ class OverdueTransactions:
 
 
 def transactional_ids_in(group: str, metadata: Iterable[str]) -> set[str]:
-    """Return the transactional.ids named in the metadata of committed offsets, each with its alternate.
+    """Return the transactional.ids named in the metadata of committed offsets, each with its alternate id.
 
     Metadata of other programs is ignored. Earlier versions of eos wrote the instance without the group."""
     names = set()

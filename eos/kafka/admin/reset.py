@@ -185,7 +185,9 @@ class GroupOffsets:
     def _committed(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
         """Return the group's stable offsets; raise Unavailable while an open transaction contains one.
 
-        Names the partitions: an answer about all partitions omits those that only have a pending offset."""
+        The request names the partitions, because an answer about all partitions omits those that only have a pending
+        offset.
+        """
         asked = [ConsumerGroupTopicPartitions(self.group, [TopicPartition(*p) for p in partitions])]
         try:
             answers = self._client.list_consumer_group_offsets(

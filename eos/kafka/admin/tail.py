@@ -296,7 +296,7 @@ class TopicReader:
             partition = message.partition() or 0
             if self._watermarks(partition)[0] > getattr(self._partitions[partition], position):
                 raise InputGone(f"{self._topic}: retention removed records before they were read ({error.str()})")
-            # A broker that has just restarted may not have these records yet, or not know that it no longer leads.
+            # A broker that has just restarted perhaps lacks these records, or does not know that it no longer leads.
             log.debug("topic reader retries", error=describe_error(error))
             return True
         if action is Action.DAMAGED:

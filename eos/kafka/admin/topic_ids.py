@@ -20,7 +20,7 @@ from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 
 INTERVAL_S = 1.0
-_MISSING_S, _PAUSE_S = 5.0, 0.2  # a broker that has just started may not know a topic yet
+_MISSING_S, _PAUSE_S = 5.0, 0.2  # a broker learns of topics only a moment after its start
 _REQUEST_TIMEOUT_S = 5.0
 
 

@@ -64,7 +64,7 @@ class StartsEarlier(Protocol):
 
 @runtime_checkable
 class KeepsPosition(Protocol):
-    """Describes a follower that keeps its position in a topic of the input, and reads it there itself."""
+    """Describes a follower that keeps its position in an input topic, and reads the position from there itself."""
 
     @property
     def position_topic(self) -> str: ...

@@ -164,9 +164,9 @@ class GroupConsumer:
         try:
             guard.call(self.consumer.close, timeout_s=_CLOSE_S)
         except CallHung:
-            # This happened twice with librdkafka 2.16 (its issue 4884) after many interrupts. librdkafka was closing
-            # its group, and the revocation callback called unassign(), which never returned. The process is about to
-            # end anyway. If the call holds the interpreter's lock while it waits, no thread of ours can run.
+            # The close of librdkafka 2.16 hung twice after many interrupts (its issue 4884). While it closed its group,
+            # the revocation callback called unassign(), which never returned. The process is about to end anyway. If
+            # the call holds the interpreter's lock while it waits, no thread of ours can run.
             log.warning("consumer close timed out", group=self.group, timeout_s=_CLOSE_S)
         except (KafkaException, RuntimeError) as error:
             log.debug("consumer close failed", error=describe_error(error), group=self.group)

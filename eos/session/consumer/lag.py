@@ -76,7 +76,8 @@ class Lag:
 
         The lag is the last stable offset of the last statistics minus the committed offset.
 
-        Control markers take offsets too. So with nothing left to fetch and no record in hand, the lag is 0.
+        Control markers take offsets too. So the lag is 0 if nothing is left to fetch, no record waits and the open
+        transaction took none.
         """
         return {partition: self._lags.get(partition) for partition in owned}
 
@@ -92,7 +93,9 @@ class Lag:
         return lags
 
     def _warn_of_stalled(self, statistics: Statistics, owned: Collection[Partition]) -> None:
-        """Log a warning for partitions with more records that do not arrive: otherwise only the lag would show it."""
+        """Log a warning for partitions that have more records which do not arrive. Otherwise only their lag would show
+        this.
+        """
         now, before, self._stalled = self._world.now(), self._stalled, {}
         for partition, seen in statistics.partitions():
             if partition not in owned or seen.fetchq_cnt or not 0 <= seen.next_offset < seen.ls_offset:

@@ -54,9 +54,9 @@ class Member:
     def has_changed(self, member_id: str) -> bool:
         """Return whether this member rejoined under a new id and kept its old partitions.
 
-        librdkafka reports partitions as lost when a heartbeat finds the member unknown. When a JoinGroup finds it, the
-        client joins under a new id and keeps its partitions (measured with 2.16, cooperative). Other members may have
-        handled them meanwhile, and the broker accepts the new member's offsets."""
+        librdkafka reports partitions as lost when a heartbeat finds the member unknown. When a JoinGroup request finds
+        the member unknown, the client joins under a new id and keeps its partitions (measured with 2.16, cooperative).
+        Other members may have handled them meanwhile, and the broker accepts the new member's offsets."""
         return member_id != self._assigned_as
 
     def remove_predecessor(self, admin: ClusterAdmin, topics: Collection[str]) -> None:
@@ -103,8 +103,9 @@ class Member:
             )
 
     def query_is_ours(self) -> bool:
-        """Return whether no other member of the group holds our group.instance.id. A dynamic member has none: it
-        returns whether it still has a member id, or never had one."""
+        """Return whether no other member of the group holds our group.instance.id. A dynamic member has no such id. For
+        it, return whether it still has a member id, or never had one.
+        """
         current = self.refresh_id()  # differs from the id of the last commit if librdkafka rejoined by itself
         if self._instance_id is None:
             return bool(current) or not self._was_member

@@ -149,11 +149,13 @@ class Pacing:
         self.pause(now, min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(self.aborts_in_a_row, _DOUBLINGS)))
 
     def rebuilt(self) -> None:
-        """Record a rebuild. It counts as an abort whose pause is over: the init of the new producer took that time."""
+        """Record a rebuild. It counts as an abort without a pause, because the init of the new producer took long
+        enough.
+        """
         self.aborts_in_a_row += 1
 
     def search_refused(self, taken: int) -> None:
-        """Search for the record that the broker refuses among the `taken` ones, by halves and without a pause."""
+        """Search for the record that the broker refuses among the `taken` ones, by halving and without a pause."""
         self._records_left_to_search, self.limit = taken, max(1, taken // 2)
         self._pause_until = 0.0
 

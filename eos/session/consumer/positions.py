@@ -235,9 +235,10 @@ class Positions(Generic[R]):
         partition without one. Return the offsets from which the consumer must fetch again, as `rewind` does: for each
         partition the first uncommitted one.
 
-        An offset below one that this member saw committed does not move the consumer back: those outputs are visible.
-        (On old brokers a late TxnOffsetCommit can move the group back; the next commit repairs it.) A partition without
-        a committed offset starts again where the transaction started, because the transaction did not commit.
+        If the group's offset is below one that this member saw committed, the consumer does not go back, because the
+        outputs of the records between the two are visible. (On old brokers a late TxnOffsetCommit can move the group
+        back; the next commit repairs it.) A partition without a committed offset starts again where the transaction
+        started, because the transaction did not commit.
         """
         for partition, offset in stable.items():
             if offset is not None and partition in self.committed:

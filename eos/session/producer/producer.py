@@ -82,8 +82,9 @@ class TransactionalProducer:
         self._open_since = 0.0  # World.boot_clock(), for the broker's timeout
         self._offsets_sent = False
         self.epoch_may_have_advanced = False
-        """True after an abort, or after an init that did not return. In it, one of our clients may have taken the next
-        epoch (after an abort: KIP-360), and its statistics do not show that."""
+        """True after an abort, or after an init that did not return. In that call, a client of ours may have taken the
+        next epoch (after an abort: KIP-360), and its statistics do not show that.
+        """
         self.replacements: dict[str, int] = {}
         """Number of replacements by kind of reason: "abort", "retry", "failure"."""
 
@@ -187,7 +188,7 @@ class TransactionalProducer:
     def _init(self, client: Client, deadline: float | None) -> None:
         """Initialise a client's transactional.id. After a signal interrupted the wait, continue with the same client.
 
-        Two inits never run at once: the interrupted one could fence the client that initialised after it."""
+        Two inits never run at once, because an interrupted init could fence a client that was initialised after it."""
         resumed, self._initialising_client = client is self._initialising_client, client
         if resumed:
             client.watchdog.close()
@@ -255,7 +256,7 @@ class TransactionalProducer:
         log.info("producer replaced", reason=reason, **self.who())
 
     def give_up(self, reason: str) -> None:
-        """Refuse further calls in the open transaction, if any; the replacement before the next one aborts it."""
+        """Refuse further calls in the open transaction, if any; the producer is then replaced, which aborts it."""
         if self._machine.state in OPEN:
             self._machine.fire(Event.FAIL)
             self._replacement_reason = f"failure: {reason}"
@@ -408,7 +409,7 @@ class TransactionalProducer:
         except KafkaException as error:
             raise self._classify_failure("flush", error) from error
         except SystemError as error:
-            # A bare SystemError hides a fatal error, which the abort after it raises.
+            # A bare SystemError hides a fatal error, which the following abort raises.
             raise self._fail("flush", Action.ABORT, error) from error
         return left
 

@@ -20,8 +20,9 @@ AddOffsetsToTxn may be counted more often. As the first request of a transaction
 is answered CONCURRENT_TRANSACTIONS while the markers of the previous one are written, and sent again on the same
 connection. An answered request leaves no copy that could be late; the other evidence detects an unanswered request.
 
-The round trip is not part of the bound, though a retry takes one more: an event that breaks a connection (another
-route, another coordinator) also changes the round trip, so a bound from before it would be too high exactly then.
+The round trip is not part of the bound, although a retry takes another round trip. An event that breaks a connection
+(another route, another coordinator) also changes the round trip, so a bound computed before the event would be too high
+exactly then.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ class RetryEvidence:
         if coordinator is not None and coordinator.req.get("EndTxn", 0) > self._ended:
             self._note(f"{coordinator.req['EndTxn']} EndTxn requests for {self._ended} transactions")
         if before is None:
-            # Statistics from before the first transaction describe the init, which a new cluster interrupts.
+            # Statistics from before the first transaction describe the init. On a new cluster, connections break during
+            # the init, which is no evidence.
             if coordinator is not None and self._has_begun:
                 self._compare_coordinator(_Broker(connects=coordinator.connects), coordinator)
             return

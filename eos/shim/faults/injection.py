@@ -24,7 +24,7 @@ class Runner(Protocol):
     """Runs the work of injections in the background: a FaultJob."""
 
     tls: ssl.SSLContext | None
-    """For connections that carry copies of requests."""
+    """The TLS context of the connections that carry copies of requests."""
 
     def spawn(self, injection: Injection, work: Coroutine[Any, Any, None]) -> None: ...
 

@@ -46,7 +46,7 @@ class _PendingEnd(NamedTuple):
     end: End
     number: int | None
     opened: bool  # whether the transaction was open before EndTxn was sent
-    # Changes the machine's state after the response, for a request that may not do so before.
+    # Changes the machine's state after the response, for a request that must not change it earlier.
     act: Callable[[], object] | None
 
 

@@ -400,7 +400,7 @@ class Machine:
         if known.state is State.ENDING and known.end is not None:
             end = known.end._replace(committed=committed)  # the broker knows its own decision
         else:
-            # The transaction may not be open here, for example if a client aborts after its first request was lost.
+            # The transaction is perhaps not open here, for example if a client aborts after its first request was lost.
             end = End(known.number, known.real, committed)
         if authority is not Authority.UNKNOWN:
             known.end = end

@@ -249,8 +249,8 @@ class Cluster(ABC):
         """Wait until every node reports all nodes, and a leader and all replicas in sync for every partition.
 
         It queries every node, because one that was cut off for a while still reports the old state. It checks `topics`
-        by name, because a new topic is not known everywhere. Returns the number of partitions examined, including those
-        of Kafka's internal topics. Raises IllegalState while a fault lasts.
+        by name, because some nodes learn of a new topic later. Returns the number of partitions examined, including
+        those of Kafka's internal topics. Raises IllegalState while a fault lasts.
         """
         if missing := sorted(set(range(self.size)) - set(self.reachable())):
             raise IllegalState(f"replicas on nodes {missing} cannot become in-sync: start, resume or heal them first")
