@@ -62,23 +62,20 @@ class PostgresServer:
         subprocess.run(initdb, user=_USER, cwd="/", check=True, capture_output=True)
 
     def start(self) -> None:
-        options = [
-            "-p",
-            str(self.port),
-            "-k",
-            str(self.directory),
-            "-c",
-            "fsync=off",
-            "-c",
-            "listen_addresses=127.0.0.1",
-        ]
+        self._launch()
+        wait_until("PostgreSQL", self._answers, 30)
+
+    def _launch(self) -> None:
+        options = ["-p", str(self.port), "-k", self.directory, "-c", "fsync=off", "-c", "listen_addresses=127.0.0.1"]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [self._bin / "postgres", "-D", self._data, *options], user=_USER, cwd="/", stdout=log, stderr=log
             )
-        wait_until("PostgreSQL", self._answers, 30)
 
     def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            self._launch()  # children of a killed postmaster have not ended yet
         with contextlib.suppress(psycopg.OperationalError), self.connect():
             return True
         return False
