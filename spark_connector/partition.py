@@ -40,7 +40,7 @@ class PartitionWriter:
     """Writes to one partition.
 
     `compression`: none, gzip, snappy, lz4 or zstd. `max_bytes`: the topic's max.message.bytes. `delivery_timeout_s`:
-    how long one batch may stay unacknowledged.
+    for how many seconds one batch may stay unacknowledged.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _FORGOTTEN_AT_ONCE = 10_000  # markers of old writes
-_INIT_S = 10.0  # the time from another run's note of a batch in the checkpoint to that run's init
+_INIT_S = 10.0  # time that another run may take from its note of a batch in the checkpoint to its init
 _ASK_AGAIN_S = 0.25
 RESTARTS = 3  # retries of a batch inside one call; an exception from foreachBatch ends the query
 

@@ -26,7 +26,7 @@ _END_MAX_VERSION = 4
 
 
 class Transaction:
-    """Runs the successive transactions of one transactional id. `timeout_s`: how long each call is retried."""
+    """Runs the successive transactions of one transactional id. `timeout_s`: the seconds to retry a call."""
 
     def __init__(self, wire: Wire, transactional_id: str, transaction_timeout_ms: int, timeout_s: float) -> None:
         self._wire, self.transactional_id = wire, transactional_id

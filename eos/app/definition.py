@@ -303,8 +303,8 @@ class App:
         With `table`, the function returns a row: a dict, a msgspec Struct or a dataclass, whose names are the columns;
         or None for no row. `key` names the columns of the key. If the table has a row with the same key, the returned
         columns replace its values; otherwise, and without `key`, the row is inserted. Without `table`, the function
-        gets a cursor as its second parameter and runs its own SQL, which commits together with the offsets: `def
-        pay(payment: Payment, db: Cursor)`.
+        gets a cursor as its second parameter (`def pay(payment: Payment, db: Cursor)`) and runs its own SQL, which
+        commits together with the offsets.
 
         `database`: for example eos.sql.Postgres; it gets a table eos_offsets (docs/howto/databases.md). Such a
         function sends nothing to Kafka and has no state. `on_error`, `decode`, `name` and the first parameter: as for

@@ -3,7 +3,7 @@
 Owns the policies as data, the backoff between two attempts, and the name of a dead-letter topic. It must never run a
 function, send anything or inspect an error: eos/engine/handling.py applies a policy.
 
-    stop                      the default: the worker commits the records before and exits with code 65
+    stop                      the default: the worker commits the records before it and exits with code 65
     skip                      the record has no output and its offset is committed, as if the function returned None
     dlq                       the record goes unchanged to `<topic>.dlq`, with headers that describe the error
     retry(n, then=policy)     the function runs up to n more times, with backoff, before `then` applies; with

@@ -40,7 +40,7 @@ def supervisor_pipe() -> int | None:
 
 
 class Reporter:
-    """Reports on a daemon thread inside the context, and once at its end. `stop_s`: how long a stop may take."""
+    """Reports on a daemon thread inside the context, and once at its end. `stop_s`: the seconds a stop may take."""
 
     def __init__(self, pipe: int, status: Callable[[], Status], stop_s: float) -> None:
         self._pipe, self._status, self._stop_s = pipe, status, stop_s

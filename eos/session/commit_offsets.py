@@ -58,8 +58,7 @@ class CommitOffsets:
         is_due = self._world.now() >= self._refresh_at + patience_s
         if not (is_due or unmoved):
             return offsets
-        # A partition that starts at its beginning may have no committed offset yet, and a participant does not need
-        # one.
+        # A partition that starts at its beginning has no committed offset at first. A participant needs none.
         unchanged = {partition: at for partition, at in self._positions.committed.items() if partition in unmoved}
         return (self._positions.committed_offsets() if is_due else {}) | unchanged | offsets
 

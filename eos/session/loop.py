@@ -216,7 +216,7 @@ class Loop:
             finally:
                 if in_body is not None and self._open is None:
                     in_body.mark_aborted(during_body=True)
-        # From here on, the application uses the time.
+        # The time that passes from now on is the application's.
         self._pulse.beat("handling")
         return positions.take(most) if self._open is not None and self._can_commit else []
 

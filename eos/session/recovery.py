@@ -62,7 +62,7 @@ class FailedTransaction:
     offsets: Mapping[Partition, int]
     """The offsets of the transaction's commit. If the group has committed them, the commit succeeded."""
     open_s: float = 0.0
-    """How long the transaction was open."""
+    """For how many seconds the transaction was open."""
     handling_s: float = 0.0
     """The part of that time in which its records were handled, without the waits of sends."""
     delivered: float = 1.0
@@ -76,7 +76,7 @@ class FailedTransaction:
     too_slow: str = ""
     """A sentence about the part that took too long, if the transaction failed because of that."""
     next_is_smaller: bool = False
-    """Whether the next transaction takes fewer records after one that was too slow."""
+    """Whether the next transaction takes fewer records, because a transaction was too slow."""
 
     def __post_init__(self) -> None:
         self.first = self.failure

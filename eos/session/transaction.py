@@ -108,7 +108,7 @@ class Transaction:
         self.handling_s = self.handling_until(now)
 
     def handling_until(self, now: float) -> float:
-        """Return the time that its records took, without the time that sends waited for room."""
+        """Return the seconds that the transaction's records took, without the seconds that sends waited for room."""
         if self.handling_s is not None:
             return self.handling_s
         return now - self.began_at - (self.waited_s - self.waited_before)

@@ -1,8 +1,8 @@
 """Runs an App's functions without a broker: decoding, policies and outputs as in a worker.
 
 Owns the form of the results. It must never import a Kafka client. The worker's own modules (eos/app/routes/,
-eos/engine/handling.py) decide the outputs of a record, never this one. Effects of a cluster do not appear: no record is
-refused, no transaction aborts.
+eos/engine/handling.py) decide the outputs of a record; this module never does. Effects of a cluster do not appear: no
+record is refused, no transaction aborts.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class RowSource:
             self._warn_of_held_rows()
 
     def _require_known_database(self, xmax: int) -> None:
-        """Raise InputGone if this is another database than that of the position, or an older state of it."""
+        """Raise InputGone if this is not the database of the position, or if its state is older than the position."""
         known, (system, _, name) = self._database, self._identity.partition("/")
         known_system, _, known_name = known.partition("/")
         is_other = bool(known) and (name != known_name or (system and known_system and system != known_system))

@@ -252,8 +252,8 @@ class Worker(Listener):
 
     def on_refused(self, record: Record, failure: CallFailed) -> None:
         if record.topic in self._sources and record.offset >= 0:
-            # The only record of this transaction is that of a position. So the refused output belongs to a row, and it
-            # is unknown to which.
+            # The only record of this transaction is that of a position, so the refused output belongs to an unknown
+            # row.
             self.on_refused_without_record(failure)
         elif failure.record is None and self._handler.has_fired:
             self._handler.isolate_timers()  # the refused output may be that of a timer that fired before the record

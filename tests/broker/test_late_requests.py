@@ -294,7 +294,7 @@ def test_late_offset_commit_rewinds_unless_producer_is_replaced(scenario: Scenar
     indirect=True,
 )
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
-def test_kafka_3_9_refuses_late_offset_commit_without_a_new_id(
+def test_late_offset_commit_is_refused_on_kafka_3_9(
     scenario: Scenario,
 ) -> None:
     late_offset_commit(scenario)

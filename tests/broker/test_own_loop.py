@@ -164,7 +164,7 @@ def test_rejected_and_refused_records_become_dead_letters(loop: Loop) -> None:
     assert session.counters.dead_letters == 2
 
 
-def test_error_names_missing_output_at_the_start_or_first_record(
+def test_missing_output_topic_is_named_at_the_start_or_first_send(
     loop: Loop,
 ) -> None:
     nowhere, soon = f"{loop.target}-nowhere", {"topic.metadata.propagation.max.ms": 300}

@@ -206,7 +206,7 @@ def test_pattern_without_matching_topics_exits_with_69(kafka: LocalKafka, tmp_pa
     assert sentence in shown.stdout
 
 
-def test_run_doctor_and_reset_use_the_matching_topics(life: Life) -> None:
+def test_commands_run_doctor_and_reset_use_the_matching_topics(life: Life) -> None:
     second = create_topic(life.servers, f"{life.input}-2")
     life.load([b"a"])
     life.load([b"b"], topic=second)

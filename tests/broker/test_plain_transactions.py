@@ -213,7 +213,7 @@ def test_timed_out_transaction_can_be_retried(kafka: LocalKafka, settings: dict[
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"again"]
 
 
-def test_commit_refused_without_outcome_is_reported_as_unknown(
+def test_refused_commit_without_an_outcome_is_reported_as_unknown(
     kafka: LocalKafka, settings: dict[str, object], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """End the transaction with a late EndTxn (H1, row 5): its own EndTxn gets INVALID_TXN_STATE, which shows no

@@ -201,7 +201,7 @@ def test_older_broker_passes_the_preflight(kafka392: LocalKafka, here: Directory
     assert failed(here.doctor(servers)) == []
 
 
-def test_error_names_brokers_with_unreachable_addresses(here: Directory, kafka: LocalKafka) -> None:
+def test_error_lists_brokers_with_unreachable_addresses(here: Directory, kafka: LocalKafka) -> None:
     """Advertise an address of another network, as in a container: only the first connection succeeds."""
     create_topic(kafka.bootstrap_servers, here.input, 1)
     create_topic(kafka.bootstrap_servers, here.output, 1)

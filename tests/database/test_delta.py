@@ -273,7 +273,7 @@ def test_delta_worker_that_was_suspended_in_its_transaction_writes_nothing(
     run.require_exact()
 
 
-def test_delta_merge_and_foreign_writers(database: Delta) -> None:
+def test_delta_merge_starts_again_after_a_foreign_append(database: Delta) -> None:
     """A job that appends to the table meanwhile makes a merge start again, and loses nothing."""
     connection = database.connect()
     connection.claim("app", "owner", PLACES)

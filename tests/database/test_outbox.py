@@ -39,7 +39,7 @@ def outbox(kafka: LocalKafka, names: Names, tmp_path: Path, server: PostgresServ
     [(("eos.sql.postgres:roll_back", 6), ("flush", 3)), (("send_offsets", 2), ("commit", 4))],
     ids=["before-the-offsets", "around-the-commit"],
 )
-def test_rows_are_exact_after_kills_behind_a_step(outbox: Outbox, kills: tuple[tuple[str, int], ...]) -> None:
+def test_rows_are_exact_after_kills_right_after_a_step(outbox: Outbox, kills: tuple[tuple[str, int], ...]) -> None:
     for step, number in kills:
         outbox.insert(200)
         outbox.run(program=("-c", KILLED, step, "behind", str(number)), ends=-9)
@@ -85,7 +85,7 @@ def test_second_worker_takes_over(outbox: Outbox) -> None:
     outbox.require_exact()
 
 
-def test_wrong_table_exits_with_78_and_the_statement(outbox: Outbox) -> None:
+def test_wrong_table_exits_with_78_and_prints_the_statement(outbox: Outbox) -> None:
     outbox.insert(20)
     outbox.execute("alter table outbox drop column xid")
     printed = outbox.run(ends=78)

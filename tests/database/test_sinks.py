@@ -351,7 +351,7 @@ def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
 
 
 @pytest.mark.deep_for("postgres", "duckdb", "mariadb", "pg8000")
-def test_group_offset_moved_back_writes_nothing_twice_but_reset_does(sinks: Sinks) -> None:
+def test_rewound_group_writes_no_row_again_but_a_reset_does(sinks: Sinks) -> None:
     """D12, D13: a group that was rewound by hand, `eos reset`, and a second App with the same table of offsets."""
     sinks.load(100)
     sinks.run()
@@ -389,7 +389,7 @@ def test_record_that_stopped_the_worker_can_be_skipped(on_server: Sinks) -> None
 
 
 @pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000")
-def test_missing_table_column_or_key_exits_with_78(sinks: Sinks) -> None:
+def test_missing_table_or_column_or_key_exits_with_78(sinks: Sinks) -> None:
     sinks.load(10)
     sinks.execute("alter table orders rename to orders_old")
     assert "orders" in (log := sinks.run(ends=78))

@@ -154,7 +154,7 @@ def test_refused_value_is_the_fault_of_its_row(server: PostgresServer, row: Row)
     connection.close()
 
 
-def test_rows_of_other_columns_change_only_these(connection: Connection) -> None:
+def test_upsert_changes_only_the_columns_of_its_row(connection: Connection) -> None:
     """D8, D9, D10: rows of other shapes, several rows of a key, and a key that is the whole row."""
     cursor = connection.cursor()
     cursor.execute("create table shapes (shop integer, id integer, a text, b text default 'b', primary key (shop, id))")
@@ -504,13 +504,13 @@ def test_duckdb_error_that_a_function_ignored_fails_its_record(duck: Connection)
     assert committed.value.fault is Fault.DEFINITION
 
 
-def test_duckdb_file_of_another_process_is_away(duck: Connection, tmp_path: Path) -> None:
+def test_duckdb_file_locked_by_another_process_is_reported(duck: Connection, tmp_path: Path) -> None:
     program = f"from eos.sql import DuckDB\nDuckDB({str(tmp_path / 'values.duckdb')!r}).connect()"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert "Could not set lock on file" in ended.stderr
 
 
-def test_duckdb_owner_that_changes_during_a_transaction_wins(duck: Connection, tmp_path: Path) -> None:
+def test_duckdb_transaction_fails_if_its_owner_changes_meanwhile(duck: Connection, tmp_path: Path) -> None:
     """D4: another connection of this process takes the partition over between the comparison and the commit."""
     other = DuckDB(str(tmp_path / "values.duckdb")).connect()
     assert duck.begin("app", "owner").keys() == {("orders", 0)}

@@ -501,7 +501,7 @@ def test_driver_suspended_while_idle_does_not_fence_its_successor(
     assert len(settled(kafka.bootstrap_servers, topic)) == 25
 
 
-def test_batch_longer_than_the_timeout_names_the_setting(kafka: LocalKafka, queries: Queries, spark: Any) -> None:
+def test_error_for_a_batch_over_its_timeout_names_the_setting(kafka: LocalKafka, queries: Queries, spark: Any) -> None:
     query = queries(kafka.bootstrap_servers, settings={"transaction.timeout.ms": "1500"}).create().load(1000)
 
     def state() -> str:

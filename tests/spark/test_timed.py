@@ -186,7 +186,7 @@ def outputs_of(runs: SparkRuns, *topics: str) -> dict[tuple[str, str, str], list
 
 @pytest.mark.deep_for("in a batch", "after a commit")
 @pytest.mark.parametrize("killed", ["never", "in a batch", "after a commit"])
-def test_outputs_of_functions_with_time_equal_a_workers(spark_runs: SparkRuns, killed: str) -> None:
+def test_functions_with_time_give_the_outputs_of_a_worker(spark_runs: SparkRuns, killed: str) -> None:
     topics = {name: spark_runs.topic(name, PARTITIONS) for name in FUNCTIONS}
     letters = spark_runs.topic("rides.dlq")
     load(spark_runs, topics)
@@ -260,7 +260,7 @@ CHANGING = """
 
 
 @pytest.mark.deep
-def test_changed_window_and_timer_of_the_clock_are_refused(spark_runs: SparkRuns) -> None:
+def test_changed_window_and_any_clock_timer_are_refused(spark_runs: SparkRuns) -> None:
     source, other, to = (spark_runs.topic(name) for name in ("in", "other", "to"))
     spark_runs.load(source, [b"1"] * 100)
     names = {"app": spark_runs.prefix, "source": source, "other": other, "to": to}

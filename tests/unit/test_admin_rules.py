@@ -108,7 +108,7 @@ def tls_server(pki: Path, pem: Path) -> Iterator[int]:
         ("other-ca", "IP:127.0.0.1", 2, "other", "was signed by a CA that is not trusted here (unable to get local"),
     ],
 )
-def test_refused_certificate_error_names_the_reason(
+def test_error_for_a_refused_certificate_names_the_reason(
     pki: Path, name: str, holds: str, days: int, ca: str, said: str
 ) -> None:
     authority = ("-keyout", str(pki / "other.key"), "-out", str(pki / "other.pem"))
@@ -129,7 +129,7 @@ def test_refused_certificate_error_names_the_reason(
 # ---- eos reset --from -----------------------------------------------------------------------------------------
 
 
-def test_reset_target_parses() -> None:
+def test_reset_and_skip_targets_are_parsed() -> None:
     assert parse_target(["earliest"]).name == "earliest"
     assert parse_target(["latest"]).name == "latest"
     assert parse_target(["2013-07-04T12:00:00+00:00"]).timestamp_ms == 1372939200000
@@ -166,7 +166,7 @@ def test_reset_time_without_zone_shows_the_local_zone(
         ["t:0:1", "t[0]@2"],
     ],
 )
-def test_reset_target_error_is_usage_error(texts: list[str]) -> None:
+def test_invalid_reset_target_is_a_usage_error(texts: list[str]) -> None:
     with pytest.raises(UsageError, match="--from"):
         parse_target(texts)
 
@@ -269,7 +269,7 @@ def test_oauth_callback_gives_admin_client_its_token() -> None:
 @pytest.mark.parametrize(
     ("mechanism", "settings"), [("PLAIN", "sasl.username, sasl.password"), ("OAUTHBEARER", "sasl.oauthbearer.*")]
 )
-def test_refused_login_names_its_settings(mechanism: str, settings: str) -> None:
+def test_error_for_a_refused_login_names_its_settings(mechanism: str, settings: str) -> None:
     refused = login_refused(Settings({"bootstrap.servers": "b:9092", "sasl.mechanism": mechanism}), "no")
     assert str(refused) == f"the login at b:9092 was refused: no: check sasl.mechanism and {settings}"
 

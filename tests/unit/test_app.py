@@ -351,7 +351,7 @@ def test_invalid_out_raises_with_its_record(out: Out, error: type[Exception], se
         outputs_batch([msgspec.structs.replace(out, **said)])
 
 
-def test_returned_record_error_names_record_out() -> None:
+def test_error_for_a_returned_record_suggests_record_out() -> None:
     for result in (RECORD, [RECORD], Out(RECORD)):
         with pytest.raises(TypeError, match=r"use record.out\(record.value\)"):
             outputs(result)
@@ -527,7 +527,7 @@ def test_batch_out_needs_a_key() -> None:
 
 
 @pytest.mark.parametrize("value", [b"v", "v", 5, {"a": 1}, [RECORD.out(b"v")], RECORD])
-def test_batch_bare_value_error_names_record_out(value: object) -> None:
+def test_error_for_a_bare_value_of_a_batch_suggests_record_out(value: object) -> None:
     with pytest.raises(TypeError, match=r"bare .*use record.out\(value\) or Out\(value, key="):
         outputs_batch([RECORD.out(b"v"), value])
 

@@ -224,7 +224,7 @@ def no_jars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_missing_jgo_error_names_the_package(no_jars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_missing_jgo_names_the_package(no_jars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jgo.maven", None)
     with pytest.raises(Unavailable, match=r"needs jgo: pip install 'eos-kafka\[embedded\]'"):
         kafka_jars("4.3.1")
@@ -314,7 +314,7 @@ def test_old_java_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert java.find_java() == packaged
 
 
-def test_missing_java_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_missing_java_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_java(tmp_path, "1.8.0")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")

@@ -401,7 +401,7 @@ def test_verify_names_an_unreachable_cluster_at_once(here: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [(), ("--input", "a", "--group", "g"), ("good:app", "--output", "b")])
-def test_verify_takes_an_app_or_topics_and_a_group(here: Path, named: tuple[str, ...]) -> None:
+def test_verify_takes_an_app_or_else_topics_and_a_group(here: Path, named: tuple[str, ...]) -> None:
     assert "needs either MODULE:APP, or --input, --output and --group" in refused(64, here, "verify", *named)
 
 

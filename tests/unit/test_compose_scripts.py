@@ -111,12 +111,12 @@ def test_unavailable_package_is_reported_with_its_reason(machine: Machine) -> No
     assert machine.run("engine.sh", "start") == (0, [f"engine: 27.0 answers; {said}"])
 
 
-def test_missing_compose_error_names_the_install_command(machine: Machine) -> None:
+def test_error_for_missing_compose_names_the_install_command(machine: Machine) -> None:
     said = "cluster: no compose is installed: compose/engine.sh start installs it, as root"
     assert machine.run("cluster.sh", "up") == (1, [said])
 
 
-def test_missing_image_error_names_the_build_command(machine: Machine) -> None:
+def test_error_for_a_missing_image_names_the_build_command(machine: Machine) -> None:
     machine.has("docker-compose", "")
     for service in ("worker", "shim"):
         said = f"cluster: the image eos-{service}:latest is not built: make {service}, or make image"

@@ -91,7 +91,7 @@ def test_program_installed_as_library_counts_as_user_code(tmp_path: Path) -> Non
     assert (frame.file, frame.line, frame.function) == (installed, 2, "total")
 
 
-def test_frame_text_is_bounded_and_keeps_the_innermost() -> None:
+def test_frame_text_is_bounded_and_keeps_innermost_frames() -> None:
     space: dict[str, Any] = {}
     name = "n" * 300
     code = f"def {name}(depth):\n    return {name}(depth - 1) if depth else 1 / 0\ndef outer(value):\n    {name}(400)\n"

@@ -245,7 +245,7 @@ def test_dashboard_and_docs_name_existing_metrics() -> None:
     assert documented == known
 
 
-def test_metrics_without_prometheus_client_name_the_package() -> None:
+def test_response_names_the_package_that_metrics_need() -> None:
     program = (
         "import sys; sys.modules['prometheus_client'] = None; sys.modules['watchfiles'] = None\n"
         "import eos.cli.run, http.client\n"

@@ -56,7 +56,7 @@ def no_headers(message: Any, error: Exception) -> Any:
 
 
 @both
-def test_records_of_returns_messages_in_order_without_errors(loop: Any) -> None:
+def test_records_of_skips_errors_and_keeps_the_order_of_messages(loop: Any) -> None:
     error = message(1, error=KafkaError(KafkaError._PARTITION_EOF))
     headed = message(2, headers=[("h", b"x")], key=None, value=None, timestamp=(0, -1))
     assert loop.records_of([message(0), error, headed], Record, no_headers) == [
@@ -414,7 +414,7 @@ passing_names = st.sampled_from([None, PASSING, frozenset({"a"})])
 @compiled
 @settings(max_examples=300)
 @given(st.lists(st.tuples(inputs, results)), st.booleans(), st.booleans(), st.booleans(), passing_names)
-def test_feed_values_of_compiled_and_python_loops_match(
+def test_compiled_and_python_loops_feed_the_same_values(
     made: Any, target: bool, decodes: bool, none: bool, passing: Any
 ) -> None:
     given = {"target": target, "decodes": decodes, "none": none, "passing": passing}
@@ -425,7 +425,7 @@ def test_feed_values_of_compiled_and_python_loops_match(
 @compiled
 @settings(max_examples=300)
 @given(st.lists(st.tuples(inputs, st.tuples(st.just("list"), st.lists(usual_outs | items, max_size=3))), max_size=3))
-def test_feed_outs_of_compiled_and_python_loops_match(made: Any) -> None:
+def test_compiled_and_python_loops_feed_the_same_outs(made: Any) -> None:
     assert Case(made).run_batch(native) == Case(made).run_batch(python)
 
 

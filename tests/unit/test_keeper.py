@@ -823,7 +823,7 @@ def test_changelog_with_short_tombstone_retention_logs_a_warning(
 
 
 @pytest.mark.parametrize(("engine", "needed"), [("lmdb", 280), ("rocksdb", 320)])
-def test_too_few_open_files_error_names_the_needed_number(
+def test_error_for_too_few_open_files_names_the_needed_number(
     engine: str, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten partitions, before a folder of theirs is opened."""

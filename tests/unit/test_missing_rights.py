@@ -69,7 +69,7 @@ def admin_denying(denied: str = "") -> ClusterAdmin:
     return admin
 
 
-def test_missing_permission_names_the_transactional_id() -> None:
+def test_denied_transaction_query_reports_its_transactional_id() -> None:
     admin = admin_denying("b")
     assert [row.transactional_id for row in admin.describe_transactions(["a", "c"])] == ["a", "c"]
     for ask in (lambda: admin.describe("b"), lambda: admin.describe_transactions(["a", "b", "c"])):
@@ -78,7 +78,7 @@ def test_missing_permission_names_the_transactional_id() -> None:
         assert str(raised.value) == said("transactional.id b", "DESCRIBE")
 
 
-def test_missing_permission_names_the_topic_of_producers() -> None:
+def test_denied_producer_query_reports_its_topic() -> None:
     admin = admin_denying("u")
     assert admin.open_producers({("t", 0): 1, ("v", 0): 1}) == []
     with pytest.raises(NotAuthorised) as raised:
@@ -86,7 +86,7 @@ def test_missing_permission_names_the_topic_of_producers() -> None:
     assert str(raised.value) == said("topic u", "READ")
 
 
-def test_missing_permission_names_marker_and_group() -> None:
+def test_denied_marker_and_denied_group_query_report_their_right() -> None:
     with pytest.raises(NotAuthorised) as raised:
         admin_denying().write_abort_marker(OpenProducer(("t", 0), 7, 3, 100, 1_372_939_200_000, 0))
     assert str(raised.value) == said("the cluster", "CLUSTER_ACTION")
@@ -95,7 +95,7 @@ def test_missing_permission_names_marker_and_group() -> None:
     assert str(raised.value) == said("group g", "DESCRIBE")
 
 
-def test_missing_permission_names_id_that_may_not_be_fenced() -> None:
+def test_denied_init_reports_its_transactional_id() -> None:
     def init_transactions(_: float) -> None:
         raise KafkaException(KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED))
 
@@ -108,7 +108,7 @@ def test_missing_permission_names_id_that_may_not_be_fenced() -> None:
 # ---- a worker -----------------------------------------------------------------------------------------------------
 
 
-def test_missing_permission_names_topic_of_offset_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_denied_offset_commit_reports_its_topic(monkeypatch: pytest.MonkeyPatch) -> None:
     """READ on the input may be withdrawn between a fetch and the commit of its records."""
     transactional = TransactionalProducer(Settings({"group.id": "g"}), "t")
     transactional._client = SimpleNamespace(producer=SimpleNamespace(send_offsets_to_transaction=None))  # type: ignore[assignment]
@@ -128,7 +128,7 @@ def test_missing_permission_names_topic_of_offset_commit(monkeypatch: pytest.Mon
     assert str(stopped).startswith(said("topic in", "READ"))
 
 
-def test_authorization_error_names_the_forbidden_output() -> None:
+def test_denied_output_reports_its_topic() -> None:
     """The client's metadata may show it before a send: then `produce` itself raises, and not the delivery."""
     transactional = TransactionalProducer(Settings(), "t")
 
@@ -228,7 +228,7 @@ class Offsets:
 @pytest.mark.parametrize(
     "call", ["list_topics", "list_consumer_group_offsets", "list_offsets", "alter_consumer_group_offsets"]
 )
-def test_missing_permission_names_unreadable_topic_of_group(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_denied_offset_reset_reports_its_topic(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reset, "connect", lambda *_: Offsets(call, "b"))
     monkeypatch.setattr(reset, "describe_topic", lambda *_: Topic(exists=None))
     admin = SimpleNamespace(metadata_by_partition=lambda _: {})

@@ -69,7 +69,7 @@ def test_watcher_finds_member_without_commit_by_its_pending_offsets() -> None:
     assert looked_after(Cluster([first, listed("orders-d")], wrote=[])) == ["orders-c"]
 
 
-def test_watcher_never_aborts_own_or_longer_named_transaction() -> None:
+def test_watcher_ignores_only_the_two_ids_of_its_own_member() -> None:
     names = ["orders-a", "orders-a-alternate", "orders-a-2"]
     assert looked_after(Cluster([listed(name) for name in names], wrote=names)) == ["orders-a-2"]
 

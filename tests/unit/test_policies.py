@@ -177,7 +177,7 @@ def test_stop_policy_halts_before_the_record_and_names_its_offset() -> None:
     assert isinstance(halt.error.__cause__, ValueError)
 
 
-def test_logged_error_message_is_cut_like_a_dead_letters(caplog: pytest.LogCaptureFixture) -> None:
+def test_logged_error_message_is_cut_as_in_a_dead_letter(caplog: pytest.LogCaptureFixture) -> None:
     def raise_with_value(value: bytes) -> None:
         raise ValueError(value.decode())
 
@@ -929,7 +929,7 @@ def unreadable(policy: Policy) -> tuple[Txn, Halt | None]:
 
 
 @pytest.mark.parametrize("policy", [dlq, retry(3, then=dlq)])
-def test_record_with_unreadable_headers_is_dead_lettered_with_the_others(policy: Policy) -> None:
+def test_dead_letter_has_the_readable_headers_of_its_record(policy: Policy) -> None:
     txn, halt = unreadable(policy)
     assert halt is None
     assert txn.values == [b"A", b"b", b"C"]

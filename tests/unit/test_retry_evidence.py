@@ -506,7 +506,7 @@ def test_five_hundred_transactions_with_far_broker_give_no_evidence() -> None:
 
 @pytest.mark.parametrize("call", ["send_offsets", "commit"])
 @pytest.mark.parametrize("backoff_ms", [50, 100, 250, 500])
-def test_call_of_eighty_percent_of_the_backoff_may_be_a_retry(call: str, backoff_ms: int) -> None:
+def test_call_of_eighty_percent_of_the_backoff_counts_as_a_retry(call: str, backoff_ms: int) -> None:
     evidence = RetryEvidence(backoff_ms)
     make_call(evidence, call, 0.8 * backoff_ms - 0.5)
     assert evidence.reason is None

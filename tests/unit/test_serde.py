@@ -386,7 +386,7 @@ class Model:
         ([Model()], r'use its model_dump\(mode="json"\)'),
     ],
 )
-def test_refused_value_names_its_remedy(value: object, said: str) -> None:
+def test_error_for_a_refused_value_names_its_remedy(value: object, said: str) -> None:
     kind = type(value).__name__
     with pytest.raises(TypeError, match=rf"^a {kind} cannot be sent \(.*\): {said}, or pass encode=$"):
         encode(value)
@@ -405,7 +405,7 @@ def test_refused_value_names_its_remedy(value: object, said: str) -> None:
         (str | int, "is ambiguous"),
     ],
 )
-def test_refused_annotation_names_parameter_and_remedy(annotation: Any, said: str) -> None:
+def test_error_for_a_refused_annotation_names_parameter_and_remedy(annotation: Any, said: str) -> None:
     def price(item):  # type: ignore[no-untyped-def]
         return item
 

@@ -21,7 +21,7 @@ from tests.support.sessions import give_producer
 
 
 @pytest.mark.parametrize("name", FUNCTION_OPTIONS)
-def test_option_of_functions_is_refused_without_functions(name: str) -> None:
+def test_options_for_functions_are_refused_in_a_session(name: str) -> None:
     servers, given = {"bootstrap.servers": "127.0.0.1:9"}, {name: str(OPTIONS[name].default)}
     settings = servers | given | {"group.id": "g", "transactional.id": "t"}
     with pytest.raises(ConfigurationError, match=f"{name} is about an App's functions"):

@@ -221,7 +221,7 @@ def test_toml_list_becomes_comma_separated(tmp_path: Path) -> None:
     assert (settings.bootstrap_servers, settings["eos.input.topics"]) == ("a:1,b:2", "x,y")
 
 
-def test_invalid_toml_error_names_file_and_line(tmp_path: Path) -> None:
+def test_error_for_invalid_toml_names_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"eos\.toml cannot be read: .*line 1"):
         load({}, {}, toml(tmp_path, "linger.ms 20"))
 

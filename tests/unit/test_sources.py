@@ -45,7 +45,7 @@ def test_columns_of_a_row_make_the_record() -> None:
     ]
 
 
-def test_function_gets_rows_as_annotated_and_chains() -> None:
+def test_function_gets_annotated_rows_and_feeds_another_function() -> None:
     app = App("shop")
 
     @app.source(DATABASE, table="orders", to="placed")
@@ -72,7 +72,7 @@ def test_row_that_does_not_fit_is_a_failure_of_that_row() -> None:
         run(app, [("orders", {"id": 7, "cents": "x"})])
 
 
-def test_skipped_and_retried_rows_leave_the_others() -> None:
+def test_skipped_and_retried_rows_do_not_affect_other_rows() -> None:
     app, calls = App("shop"), list[int]()
 
     @app.source(DATABASE, table="orders", to="placed", on_error=eos.retry(2, then=eos.skip, backoff_ms=0))
@@ -153,7 +153,7 @@ class FakeTable:
     def close(self) -> None: ...
 
 
-def test_rows_are_given_back_and_held_ones_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_given_back_come_again_and_held_rows_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     app, now = App("shop"), [0.0]
     app.source(FakeTable(), table="outbox", to="events")
     (topic, route), world = next(iter(app.sources.items())), World(now=lambda: now[0])
@@ -193,7 +193,7 @@ def test_lineage_of_rows_is_refused() -> None:
         Worker(shop(), Settings({"bootstrap.servers": "127.0.0.1:1", "eos.lineage": True}))
 
 
-def test_doctor_and_topology_know_the_table(tmp_path: Path) -> None:
+def test_doctor_and_topology_show_the_table_of_a_source(tmp_path: Path) -> None:
     (finding,) = _database_findings(shop())
     assert (finding.check, finding.level.value, finding.error.exit_code) == ("database", "failed", 69)
     (tmp_path / "shop.py").write_text(

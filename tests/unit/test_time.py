@@ -440,7 +440,7 @@ def test_failed_record_moves_the_time_but_changes_nothing_else() -> None:
     assert run(app, records((0, "a", 0, 1), (0, "b", 5, 2), (0, "c", 20, 2))).values("out") == [b"a"]
 
 
-def test_timers_cannot_be_kept() -> None:
+def test_timers_raise_after_their_function_has_returned() -> None:
     kept: list[Timers] = []
     app = App("keeps")
 
@@ -695,7 +695,7 @@ def test_session_windows_need_a_function_that_merges() -> None:
         def one(total: State[int]) -> None: ...
 
 
-def test_topology_names_windows_timers_and_topics() -> None:
+def test_topology_shows_windows_timers_and_topics() -> None:
     text = "\n".join(topology._text(windowed(hopping(2 * MINUTE, MINUTE), 5)))
     assert "    writes  out, late\n" in text
     assert "    windows hopping window of 0:02:00 every 0:01:00, grace 0:00:05, closed by close" in text
@@ -757,7 +757,7 @@ def test_empty_partition_does_not_hold_back_the_time() -> None:
         ({"window": None}, {"window": None, "once": str, "within": MINUTE}, "the state @once of add is new"),
     ],
 )
-def test_function_with_state_may_not_change_its_use_of_time(
+def test_function_with_state_cannot_change_its_use_of_time(
     before: dict[str, Any], now: dict[str, Any], message: str
 ) -> None:
     """Another grace would make a window final twice, and once= would begin without ids."""

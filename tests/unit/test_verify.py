@@ -426,7 +426,7 @@ def test_all_outputs_removed_by_retention_are_not_a_violation(history: History) 
 
 
 @pytest.mark.parametrize("cuts", [(6, 14), (20, 3)])
-def test_most_truncated_output_partition_limits_the_check(history: History, cuts: tuple[int, int]) -> None:
+def test_output_partition_truncated_most_limits_the_check(history: History, cuts: tuple[int, int]) -> None:
     history.output_partition = lambda source: source.number % 2
     for output_partition, count in enumerate(cuts):
         history.cut(output_partition, count)
@@ -613,7 +613,7 @@ def test_removal_before_reading_is_not_a_violation(cluster: Cluster) -> None:
     assert (found.inputs, found.outputs, len(found.notes)) == (5, 5, 2)
 
 
-def test_output_without_lineage_leaves_unexpected_undecided(
+def test_output_without_lineage_leaves_unexpected_outputs_undecided(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def rules() -> set[str]:

@@ -107,7 +107,7 @@ def find_still_open(admin: ClusterAdmin, seen: Iterable[ListedTransaction]) -> l
 
 
 def seconds_until_check(transactions: Iterable[ListedTransaction], now_ms: float) -> float:
-    """Return seconds until the next check: when the first transaction is due by our clock, at most 5."""
+    """Return the seconds until the next check: until the first transaction is due by our clock, but at most 5."""
     due_ms = min((t.start_ms + t.timeout_ms - now_ms for t in transactions), default=0.0)
     return max(_CHECK_INTERVAL_S, min(_MAX_INTERVAL_S, due_ms / 1000))
 

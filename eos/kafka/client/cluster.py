@@ -183,8 +183,9 @@ class ClusterAdmin:
         """Send one InitProducerId that aborts the transaction if it is open. Return the name of the answer's error.
 
         The coordinator aborts an open transaction at epoch + 1 for any epoch in the request, and answers
-        CONCURRENT_TRANSACTIONS. In every other state it compares the epoch (TransactionCoordinator.
-        prepareInitProducerIdTransit), and refuses this one, which no producer has; it refuses a second request too.
+        CONCURRENT_TRANSACTIONS. In every other state it compares the epoch (prepareInitProducerIdTransit of
+        TransactionCoordinator), and refuses the epoch of this request, which no producer has. It refuses a second
+        request too.
         """
         request = InitProducerIdRequest(
             transactional_id=transaction.transactional_id,

@@ -1,8 +1,8 @@
-"""Reads the headers of a message if the client cannot decode the name of one.
+"""Reads the headers of a message if the client cannot decode the name of a header.
 
-confluent-kafka decodes each header's name as UTF-8, and continues after a name that is not: `Message.headers()` returns
-its list with the exception set, and keeps the list. A pair whose name failed holds a NULL in place of the name, and
-reading it ends the process. Owns the reading of such a list; it decides nothing about the record.
+confluent-kafka decodes each header's name as UTF-8, and continues after a name that is not UTF-8: `Message.headers()`
+returns its list with the exception set, and keeps the list. A pair whose name failed holds a NULL in place of the name,
+and reading it ends the process. Owns the reading of such a list; it decides nothing about the record.
 """
 
 from __future__ import annotations

@@ -209,7 +209,9 @@ class Fetcher:
         self.group_consumer.subscribe(self.topics)
 
     def update_partitions(self) -> None:
-        """Report revoked partitions to the followers, and start to read assigned ones for which all are ready."""
+        """Report revoked partitions to the followers, and start to read the assigned partitions for which all followers
+        are ready.
+        """
         consumer, assignment = self.group_consumer, self.group_consumer.assignment
         if assignment.revoked:
             revoked = set(assignment.revoked)

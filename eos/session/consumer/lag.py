@@ -65,7 +65,9 @@ class Lag:
         self._newest_statistics = statistics
 
     def update(self, owned: Collection[Partition]) -> None:
-        """Compute lags from the newest statistics as soon as they arrive: later commits belong to later ends."""
+        """Compute lags from the newest statistics as soon as they arrive, before a later commit is compared with their
+        ends.
+        """
         if self._newest_statistics is not None:
             statistics, self._newest_statistics = self._newest_statistics, None
             self._lags = self._lags_by(statistics)

@@ -62,7 +62,8 @@ class LostAssignment:
 
     def check(self, member_id: Callable[[], str | None], known: Callable[[], Collection[Partition]]) -> None:
         """Raise CallFailed(REJOIN) if the client has ignored some of the member's partitions for a while. Called after
-        each poll, so that `known` returns every assignment that was waiting there."""
+        each poll: a poll delivers the assignments that wait in the client, so `known` includes them.
+        """
         if missing := self.find_missing(member_id, known):
             sentence = f"the group assigned {names_of(missing)} in a response that came too late for the client"
             raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))

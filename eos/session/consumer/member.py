@@ -1,7 +1,7 @@
 """Represents this process as a member of its group: its member ids, and the instance id of a static member.
 
-Decides whether a member is this one, another one with the same instance id, an earlier one of this process, or a
-predecessor that must be removed first.
+Decides whether a member of the group is this process, an earlier member of this process, another process with the same
+instance id, or a predecessor that must be removed first.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _PREFETCH_FROM = 2_000
 # docs/engineering/measurements.md).
 _PREFETCH, _PREFETCH_BYTES = 20_000, 4 << 20
 # Inputs of this size are rarely the reason for a slow transaction: at 64 KB/s they are sent within a second. A cluster
-# that answers late takes as long for one record, and smaller transactions only multiply its delay.
+# that answers late takes as long for a single record, so smaller transactions would only multiply its delay.
 _FEW_BYTES = 64 << 10
 # Pauses after aborts: the longest, the first, and the number of doublings.
 _LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7
@@ -28,8 +28,8 @@ _LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7
 
 class Pacing:
     """Decides the pace of one session. `most`: maximum number of records of one transaction. `handled_at_once`: how
-    many records the application handles at once; a poll of a backlog takes whole batches of them. `timeout_s`: how long
-    the sends of a transaction may take."""
+    many records the application handles at once; a poll of a backlog takes whole batches of them. `timeout_s`: how many
+    seconds the sends of a transaction may take."""
 
     def __init__(self, interval_s: float, most: int, handled_at_once: int = 1, timeout_s: float = math.inf) -> None:
         self.interval_s, self._timeout_s = interval_s, timeout_s
@@ -74,12 +74,12 @@ class Pacing:
     # ---- when -------------------------------------------------------------------------------------------------
 
     def left_s(self, now: float) -> float:
-        """Return the time until one interval after the last transaction began."""
+        """Return the seconds until one interval after the last transaction began."""
         return max(0.0, self._began_at + self.interval_s - now)
 
     def gather_s(self, now: float) -> float:
-        """Return how long a poll waits for more records before a transaction begins. After an abort, whose records are
-        handed out again, it does not wait."""
+        """Return for how many seconds a poll waits for more records before a transaction begins. After an abort, whose
+        records are handed out again, it does not wait."""
         return 0.0 if self.aborts_in_a_row else self.left_s(now)
 
     def begin_gathering(self, now: float) -> None:

@@ -94,7 +94,9 @@ class Positions(Generic[R]):
         self._next_fetch |= next_fetch
 
     def _drop_repeated(self, records: list[R]) -> dict[TopicPartition, int]:
-        """Remove records that the consumer delivered before; return the lowest offset that may follow the others."""
+        """Remove records that the consumer delivered before; return the lowest offset that may follow the remaining
+        records.
+        """
         next_fetch: dict[TopicPartition, int] = {}
         repeated: list[slice] = []
         for start, stop in _runs(records):

@@ -68,7 +68,7 @@ class TransactionalProducer:
         self._reports = reports
         self._pulse = pulse or Pulse(world.now)
         self._id = transactional_id
-        self._ids = [transactional_id]  # the present id, then the one for replacements, if any
+        self._ids = [transactional_id]  # the present id, then the id for replacements, if any
         self._machine = Machine()
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
         self._client: Client | None = None

@@ -12,13 +12,14 @@ This module says when that is needed. Its rules were measured for every kind of 
   because the broker may be far or busy.
 - librdkafka's statistics of the coordinator's connection: disconnects, requests that timed out, and more EndTxn
   requests than transactions.
-- For an undecided call, statistics emitted after it returned. They clear the call if they count exactly as many of its
-  requests as there were calls, on the connections from before it began. Statistics that are missing, count anything
-  else or show another connection clear nothing. Until then no next transaction may begin.
+- For an undecided call, statistics emitted after it returned. They clear the call if they count exactly one request for
+  each call of its kind, and show the same connections as before it began. Statistics that are missing, count anything
+  else or show another connection clear nothing. No next transaction begins before the call is decided.
 
 AddOffsetsToTxn may be counted more often. As the first request of a transaction (of a filter that sends no record) it
-is answered CONCURRENT_TRANSACTIONS while the markers of the previous one are written, and sent again on the same
-connection. An answered request leaves no copy that could be late; the other evidence detects an unanswered request.
+is answered CONCURRENT_TRANSACTIONS while the markers of the previous transaction are written, and sent again on the
+same connection. An answered request leaves no copy that could be late; the other evidence detects an unanswered
+request.
 
 The round trip is not part of the bound, although a retry takes another round trip. An event that breaks a connection
 (another route, another coordinator) also changes the round trip, so a bound computed before the event would be too high

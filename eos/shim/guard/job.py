@@ -205,8 +205,8 @@ def _non_transactional_topics(request: Any) -> Iterator[str | bytes]:
 def read_user_name(mechanism: str | None, auth_bytes: bytes) -> str | None:
     """Return the user name in the first message of PLAIN or SCRAM, or None for any other message.
 
-    `mechanism` is the one in SaslHandshake. It is checked because a client could put a false name into the messages of
-    another mechanism, such as OAUTHBEARER.
+    `mechanism` is the mechanism that SaslHandshake named. It is checked because a client could put a false name into
+    the messages of another mechanism, such as OAUTHBEARER.
     """
     if mechanism == "PLAIN":
         parts = auth_bytes.split(b"\0")

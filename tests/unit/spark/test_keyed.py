@@ -206,7 +206,7 @@ def test_function_with_time_equals_a_run_without_spark(make: Callable[[], App], 
     assert found == expected
 
 
-def test_record_of_the_future_counts_as_the_start_of_its_micro_batch() -> None:
+def test_future_record_moves_the_time_only_to_the_start_of_its_batch() -> None:
     """Spark keeps that start with the batch, so a repetition has the same outputs and state."""
 
     def at(minute: int, offset: int) -> dict[str, Any]:

@@ -44,10 +44,10 @@ def test_folder_is_sent_as_its_distinct_certificates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ssl.ca.location", "ssl.key.location", "https.ca.location"])
-def test_missing_file_error_names_the_setting(name: str, tmp_path: Path) -> None:
+def test_error_for_a_missing_file_names_the_setting(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=rf"^{name}=.*nowhere.pem cannot be read: .*No such file"):
         contents({name: str(tmp_path / "nowhere.pem")})
 
 
-def test_probing_for_system_certificates_is_kept() -> None:
+def test_ssl_ca_location_probe_is_kept() -> None:
     assert contents({"ssl.ca.location": "probe"}) == {"ssl.ca.location": "probe"}
