@@ -19,15 +19,17 @@ from eos.kafka.admin.transactions import OpenTransaction, Verdict, find_open
 from eos.kafka.client import settings
 from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin
 from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL
 from eos.records import format_position
 from eos.state import changelog, notes
-from eos.worker import chains
+from eos.worker import chains, partitioners
 from eos.worker.loading import load_app
 from eos.worker.new_topics import explain_unread, find_missing_dead_letter_topics, require_topics, topic_names
 from eos.worker.sources import check_source
 from eos.worker.writers import check_database, databases_of
 
 _TIMEOUT_S = 5.0
+_SAMPLES_S = 5.0
 _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow", Level.FAILED: "red"}
 
 
@@ -71,7 +73,14 @@ def _findings(loaded: Settings, app: App | None) -> list[Finding]:
         check = "brokers" if isinstance(error, Unavailable) else "authorised"
         return [Finding(check, Level.FAILED, str(error.args[0]), error.remedy, type(error))]
     states = (
-        [] if app is None else [*_state_findings(loaded, app), *_chain_findings(loaded, app), *_database_findings(app)]
+        []
+        if app is None
+        else [
+            *_state_findings(loaded, app),
+            *_chain_findings(loaded, app),
+            *_partitioner_findings(loaded, app, known),
+            *_database_findings(app),
+        ]
     )
     return [*preflight.judge(need, known), *by_pattern, *states, *_transactions(loaded, need, known)]
 
@@ -105,6 +114,29 @@ def _chain_findings(loaded: Settings, app: App) -> list[Finding]:
     except (ConfigurationError, Unavailable, NotAuthorised) as error:
         return [Finding("between", Level.FAILED, str(error.args[0]), error.remedy, type(error))]
     return [Finding("between", Level.OK, f"{', '.join(sorted(app.chained))}: written by this App only, or empty")]
+
+
+def _partitioner_findings(loaded: Settings, app: App, known: Facts) -> list[Finding]:
+    """Return a finding about the partitioner of each input topic whose last keys show it, within a few seconds."""
+    found: list[Finding] = []
+    deadline = REAL.now() + _SAMPLES_S
+    inputs = {name: known.topics[name] for name in app.topics if name in known.topics}
+    examined = {
+        name: topic.partitions for name, topic in inputs.items() if topic.partitions > 1 and not topic.leaderless
+    }
+    for number, (name, partitions) in enumerate(examined.items()):
+        if REAL.now() > deadline:
+            left = f"{len(examined) - number} of {len(examined)} topics were not examined within {_SAMPLES_S:g} s"
+            return [*found, Finding("partitioner", Level.UNKNOWN, left)]
+        try:
+            places = partitioners.sample_places(loaded, name, partitions, deadline)
+        except EosError as error:
+            found.append(Finding("partitioner", Level.UNKNOWN, str(error)))
+            continue
+        recognised = partitioners.recognise(places, partitions)
+        if recognised is not None:
+            found.append(partitioners.judge(app, loaded, known.topics, name, recognised))
+    return found
 
 
 def _database_findings(app: App) -> list[Finding]:

@@ -49,4 +49,4 @@ def prepare(worker: Worker) -> None:
     outputs = app.destinations | app.sources.keys()
     seen = preflight.require_fit_cluster(values, preflight.requirements_of(values, app.topics, outputs))
     chains.require_own(values, app)
-    worker.warn_of_retention(seen.topics)
+    worker.warn_of_input(seen.topics)

@@ -32,6 +32,7 @@ from eos.session.transaction import Transaction
 from eos.signals import ShutdownExpired, stop_timeout_error
 from eos.worker.idle import IdlePartitions
 from eos.worker.new_topics import NewTopics
+from eos.worker.partitioners import InputPartitioners
 from eos.worker.retention import Retention
 from eos.worker.sources import RowSource, make_sources
 from eos.worker.spans import Spans
@@ -121,6 +122,7 @@ class Worker(Listener):
         self.on_tick: Callable[[], None] = lambda: None
         """Called after each transaction, and about every 100 ms without records."""
         self._retention: Retention | None = None
+        self._partitioners: InputPartitioners | None = None
         self._spans: Spans | None = None
         if self.settings["eos.otel.spans"]:
             whose = {"eos.transactional_id": self.session.transactional_id, "messaging.consumer.group.name": app.id}
@@ -137,9 +139,11 @@ class Worker(Listener):
         self._found_topics = True
         self.session.set_topics(self.app.topics, sorted(self.app.destinations), names)
 
-    def warn_of_retention(self, topics: Mapping[str, Topic]) -> None:
-        """Log one warning if input is older than the retention of its outputs; `topics` come from the preflight."""
+    def warn_of_input(self, topics: Mapping[str, Topic]) -> None:
+        """Log one warning if input is older than the retention of its outputs, and one for each input topic that was
+        written with another partitioner; `topics` come from the preflight."""
         self._retention = Retention(self.app, topics)
+        self._partitioners = InputPartitioners(self.app, self.settings, topics)
 
     def run(self) -> None:
         session = self.session
@@ -320,6 +324,8 @@ class Worker(Listener):
                     return Halt(0)
             if self._retention is not None and self._retention.is_exceeded(batch[0], self._world.unix()):
                 self._retention = None
+            if self._partitioners is not None and self._partitioners.note(batch):
+                self._partitioners = None
             if self._spans is not None:
                 self._spans.took(batch)
             began = self._world.now()
