@@ -38,12 +38,16 @@ from eos import App
 from eos.broker import LocalKafka
 from eos.sql import Postgres
 
-LOOPS = ("by hand: COPY and merge", "by hand: executemany", "eos, table=", "eos, own SQL")
-YARDSTICK = LOOPS[0]
-INTERVAL_S, CHUNK, POLL_S = 0.1, 2_000, 0.002
+COPY, MANY, EACH = "by hand: COPY and merge", "by hand: executemany", "by hand: execute for each record"
+TABLE, OWN_SQL = "eos, table=", "eos, own SQL"
+YARDSTICKS = {COPY: COPY, MANY: COPY, TABLE: COPY, EACH: EACH, OWN_SQL: EACH}
+"""The loops, each with the one to which its rate is compared."""
+LOOPS = tuple(YARDSTICKS)
+ONE_BY_ONE = (EACH, OWN_SQL)  # a round trip for each record, so these get a tenth of the records
+INTERVAL_S, CHUNK, POLL_S, AGE_INTERVAL_MS = 0.1, 2_000, 0.002, 50
 TABLES = (
     "drop table if exists lines, places",
-    "create table lines (n bigint primary key, text text)",
+    "create table lines (n bigint primary key, text text) with (autovacuum_enabled = off)",
     "create table places (part integer primary key, next_offset bigint)",
 )
 UPSERT = "insert into lines (n, text) values (%s, %s) on conflict (n) do update set text = excluded.text"
@@ -53,6 +57,11 @@ PLACE = """insert into places values (%s, %s) on conflict (part) do update set n
 
 def write_many(cursor: psycopg.Cursor[Any], rows: list[tuple[int, str]]) -> None:
     cursor.executemany(UPSERT, rows)
+
+
+def write_each(cursor: psycopg.Cursor[Any], rows: list[tuple[int, str]]) -> None:
+    for row in rows:
+        cursor.execute(UPSERT, row)
 
 
 def write_copy(cursor: psycopg.Cursor[Any], rows: list[tuple[int, str]]) -> None:
@@ -115,11 +124,12 @@ def app_of(group: str, source: str, dsn: str, own_sql: bool) -> App:
 
 def run_loop(loop: str, bootstrap: str, dsn: str, source: str, count: int, group: str) -> None:
     if loop.startswith("eos"):
-        measure(app_of(group, source, dsn, loop.endswith("SQL")), {"bootstrap.servers": bootstrap}, count)
+        measure(app_of(group, source, dsn, loop == OWN_SQL), {"bootstrap.servers": bootstrap}, count)
         return
     consumer = straight_consumer(bootstrap, group)
     consumer.subscribe([source])
-    handled, seconds = loop_by_hand(consumer, source, dsn, count, write_many if loop.endswith("many") else write_copy)
+    write = {COPY: write_copy, MANY: write_many, EACH: write_each}[loop]
+    handled, seconds = loop_by_hand(consumer, source, dsn, count, write)
     print(f"{handled} {seconds:.4f}", flush=True)
     consumer.close()
 
@@ -164,7 +174,7 @@ def ages(bootstrap: str, dsn: str, per_second: int, seconds: float) -> Any:
             "def line(value: bytes) -> dict:\n    return {'n': int(value[:19]), 'text': ''}\n"
         )
         worker = [sys.executable, "-m", "eos", "run", "steady:app", "--bootstrap-servers", bootstrap]
-        worker += ["--log-level", "warning", "-X", "eos.transaction.interval.ms=20"]
+        worker += ["--log-level", "warning", "-X", f"eos.transaction.interval.ms={AGE_INTERVAL_MS}"]
         running = subprocess.Popen(worker, env=os.environ | {"PYTHONPATH": folder})
         try:
             probe = Producer({"bootstrap.servers": bootstrap})
@@ -205,26 +215,28 @@ def main() -> None:
         dsn = server.dsn()
         if options.only != "age":
             load(kafka.bootstrap_servers, "in", options.records, 100)
+            load(kafka.bootstrap_servers, "few", options.records // 10, 100)
             rates: dict[str, list[float]] = {loop: [] for loop in LOOPS}
             for turn in range(options.rounds):
                 for loop in LOOPS[turn % len(LOOPS) :] + LOOPS[: turn % len(LOOPS)]:
-                    rates[loop].append(rate(loop, kafka.bootstrap_servers, dsn, "in", options.records))
+                    count = options.records // 10 if loop in ONE_BY_ONE else options.records
+                    source = "few" if loop in ONE_BY_ONE else "in"
+                    rates[loop].append(rate(loop, kafka.bootstrap_servers, dsn, source, count))
                 console.print(
                     f"  round {turn + 1}: " + ", ".join(f"{one} {of[-1]:,.0f}/s" for one, of in rates.items())
                 )
-            table = Table("loop", "median rows/s", "ratio to COPY by hand", "ratio to executemany by hand")
+            table = Table("loop", "median rows/s", "ratio", "to")
             for loop, of in rates.items():
-                ratios = [
-                    statistics.median(one / its for one, its in zip(of, rates[yardstick], strict=True))
-                    for yardstick in LOOPS[:2]
-                ]
-                table.add_row(loop, f"{statistics.median(of):,.0f}", *(f"{ratio:.2f}" for ratio in ratios))
+                ratios = [one / its for one, its in zip(of, rates[YARDSTICKS[loop]], strict=True)]
+                table.add_row(
+                    loop, f"{statistics.median(of):,.0f}", f"{statistics.median(ratios):.2f}", YARDSTICKS[loop]
+                )
             console.print(table)
         if options.only != "rate":
             found = ages(kafka.bootstrap_servers, dsn, options.rate, options.seconds)
             figures = ", ".join(f"p{p} {np.percentile(found, p):.0f} ms" for p in (50, 90, 99, 99.9))
             console.print(
-                f"age of a row at {options.rate:,} records/s, transactions of 20 ms: {figures}, "
+                f"age of a row at {options.rate:,} records/s, transactions of {AGE_INTERVAL_MS} ms: {figures}, "
                 f"max {found.max():.0f} ms"
             )
 
