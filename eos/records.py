@@ -40,7 +40,7 @@ class UnreadableHeaders(Sequence[Header]):
 
 
 def readable_headers(headers: Sequence[Header]) -> Sequence[Header]:
-    """Return the headers that can be read, for code that shows or keeps a record in spite of the others."""
+    """Return the headers that can be read, for code that shows or keeps a record even if others cannot be read."""
     return headers.readable if isinstance(headers, UnreadableHeaders) else headers
 
 

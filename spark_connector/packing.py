@@ -102,7 +102,9 @@ def together(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def pack_rows(rows: pa.RecordBatch, shares: int, place: int, value_bytes: int = _VALUE_BYTES) -> pa.RecordBatch:
-    """Return `rows` as PACKED, with ORDER from `place` on and `value_bytes` in a value before compression."""
+    """Pack `rows` into the columns PACKED. ORDER counts up from `place`; a value holds about `value_bytes` of rows
+    before compression.
+    """
     by = numbers(rows, TARGET)
     if np.count_nonzero(np.bincount(by)) * _BYTES_OF_ONE_TARGET > rows.nbytes:
         by = by % shares

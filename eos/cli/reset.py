@@ -87,7 +87,7 @@ def reset(
     name, topics = _group(loaded, app, group, topic or [])
     sources = []
     if app is not None and not stays:
-        sources = positions.require_restart(app, topics, "--skip" if skip else where.name)
+        sources = positions.sources_to_reset(app, topics, "--skip" if skip else where.name)
         positions.create_topics(loaded, app)
     offsets = GroupOffsets(loaded, name, topics)
     offsets.require_no_members(wait)

@@ -211,8 +211,8 @@ class Handler:
         self._isolated: dict[Position, BaseException | None] = {}
         self._dead_lettered: set[Position] = set()  # records whose dead letters the last call of `handle` sent
         self._record_log = _RecordLog(now)
-        # The earliest time at which the first output of the open transaction was sent, and its `waited_s` at that time.
-        self._first_output: tuple[float, float] | None = None
+        # A lower bound of the time at which the open transaction's first output was sent, and its `waited_s` then.
+        self._first_sent: tuple[float, float] | None = None
         self.longest: TimedCall | None = None
         """The longest call since the last call of `note_begin`."""
 
@@ -222,9 +222,9 @@ class Handler:
 
         The broker's clock starts with the first output; the result is 0 before it.
         """
-        if self._first_output is None:
+        if self._first_sent is None:
             return 0.0
-        since, waited_s = self._first_output
+        since, waited_s = self._first_sent
         return now - since - (txn.waited_s - waited_s)
 
     def _feed_of(self, each: Each) -> Feed:
@@ -235,10 +235,10 @@ class Handler:
         began, waited_s = self._now(), txn.waited_s
         fed = txn.feed(feed, records)
         ended = self._now()
-        if self._first_output is None and fed.sent:
+        if self._first_sent is None and fed.sent:
             # A single call sends nothing before it ends.
             single = route.batch or route.concurrent or len(records) == 1
-            self._first_output = (ended, txn.waited_s) if single else (began, waited_s)
+            self._first_sent = (ended, txn.waited_s) if single else (began, waited_s)
         is_longest = self.longest is None or ended - began > self.longest.seconds
         if is_longest and route.gives is None:  # a slow timer function cannot be split into single records
             self.longest = TimedCall(route, records, ended - began)
@@ -248,7 +248,7 @@ class Handler:
 
     def note_begin(self) -> None:
         """Record that a transaction begins, which has no outputs yet."""
-        self.longest = self._first_output = None
+        self.longest = self._first_sent = None
         self._last_fired = []
 
     def note_end(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:

@@ -362,7 +362,7 @@ class PauseReason:
     CONNECTING = 1  # the other side is not connected yet
     FULL = 2  # the other side's write buffer is full
     UNREAD = 4  # this side's own write buffer is full
-    # Too many unanswered requests, or too many responses by jobs that must wait for the broker's earlier ones.
+    # Too many unanswered requests, or too many responses of jobs queued behind earlier responses of the broker.
     UNANSWERED = 8
     STOPPED = 16  # the shim is draining
 

@@ -32,7 +32,7 @@ _FAULTS: Final[Mapping[str, Fault]] = {
     "PermissionException": Fault.DENIED,
     "InvalidInputException": Fault.RECORD,
     "InvalidTypeException": Fault.RECORD,
-    "NotImplementedException": Fault.RECORD,  # a value of another class
+    "NotImplementedException": Fault.RECORD,  # a value whose class DuckDB cannot convert
 }
 
 

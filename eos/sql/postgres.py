@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _LIMITS: Final = "set local idle_in_transaction_session_timeout = '{idle_ms}'; set local lock_timeout = '{lock_ms}'"
 _LOCK_TIMEOUT_MS, _IDLE_TIMEOUT_MS, _CONNECT_TIMEOUT_S = 5_000, 60_000, 5
 
-# The classes whose JSON PostgreSQL reads as the given value.
+# Values of these classes arrive unchanged through JSON.
 _JSON_KINDS: Final = frozenset((bool, date, datetime, Decimal, int, str, time, uuid.UUID, type(None)))
 
 

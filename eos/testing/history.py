@@ -550,7 +550,7 @@ def _beginnings(admin: AdminClient, partitions: Sequence[Partition]) -> list[Top
 
 
 def _query_until(what: str, timeout_s: float, query: Callable[[], T]) -> T:
-    """Query until there is a response, since brokers may be down. Raise the error by classify()."""
+    """Query until there is a response, since brokers may be down. Raise the error that `classify` says is permanent."""
     began = time.monotonic()
     while True:
         try:

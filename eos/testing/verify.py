@@ -31,7 +31,7 @@ Partition = tuple[str, int]
 Progress = Callable[[str, int, int], None]
 _POLL_S = 0.2
 _MAX_NAMED = 3  # positions named in a note
-_SILENT_WAIT_S = 1.0  # how long a live worker's transaction is awaited without a message
+_SILENT_WAIT_S = 1.0  # how long to wait for an open transaction before the wait is reported
 _MARK = np.dtype([("partition", "<i4"), ("offset", "<i8"), ("i", "<i4"), ("n", "<i4"), ("number", "<i8")])
 assert _MARK.itemsize == lineage.FORMAT.size, "the bulk reader and the writer must agree on the header's width"
 
@@ -258,7 +258,7 @@ def judge(
         examined += len(offsets)
         removed_note = _removed_inputs(tally, begin, len(offsets), topic_partition[0] in compacted)
         if removed_note:
-            notes.append(f"{name}: {removed_note}; their outputs and the number of inputs are not decided")
+            notes.append(f"{name}: {removed_note}; their outputs and the number of inputs cannot be checked")
         else:
             handled.examined += len(offsets)
             if len(offsets) != tally.inputs:

@@ -120,7 +120,7 @@ def restart(settings: Settings, app: App, topics: Iterable[str]) -> None:
             txn.send(topic, value, key=key, partition=partition)
 
 
-def require_restart(app: App, topics: Iterable[str], where: str) -> list[str]:
+def sources_to_reset(app: App, topics: Iterable[str], where: str) -> list[str]:
     """Return the sources among the topics. Raise UsageError if they should start anywhere but at `earliest`."""
     found = [topic for topic in topics if topic in app.sources]
     if found and where != "earliest":

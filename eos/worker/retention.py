@@ -32,7 +32,7 @@ class Retention:
         if not destination or record.timestamp <= 0 or record.timestamp >= unix_s * 1000 - kept_ms:
             return False
         log.warning(
-            "input is older than a destination keeps records",
+            "input is older than the retention of a destination",
             topic=record.topic,
             partition=record.partition,
             offset=record.offset,

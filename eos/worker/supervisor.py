@@ -136,7 +136,7 @@ class Supervisor:
     # ---- state, for any thread -----------------------------------------------------------------------------------
 
     def statuses(self) -> list[Status]:
-        """Return the statuses of all workers, including those between two restarts."""
+        """Return the statuses of all workers, including those that have ended and wait to be restarted."""
         now = time.monotonic()
         return [self._status_of(child, now) for child in self.children]
 

@@ -34,8 +34,8 @@ class DatabaseWaits:
         if now - self._away_since > self._timeout_s:
             raise Temporary(
                 f"the database has been away for {now - self._away_since:.0f} s: {error}",
-                remedy="no record is lost: the worker continues there when it is started again "
-                "(eos.database.timeout.ms is how long it waits)",
+                remedy="no record is lost: a restarted worker continues where this one stopped "
+                "(eos.database.timeout.ms limits the wait)",
             ) from error
         wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, _LONGEST_WAIT_S)
         return wait_s

@@ -108,7 +108,7 @@ def test_input_of_librdkafka_is_named_until_the_setting_keeps_it(
     assert placed == chosen
 
 
-def test_join_is_right_and_topic_of_two_partitioners_is_named(
+def test_join_is_correct_and_topic_with_two_partitioners_is_named(
     kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path
 ) -> None:
     servers, topics = kafka.bootstrap_servers, ("java", "crc32", "both", "between", "to", "both_to")

@@ -43,7 +43,7 @@ def test_old_input_between_functions_is_kept_with_one_warning(
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("input is older than a destination keeps records") == 1
+    assert ran.stderr.count("input is older than the retention of a destination") == 1
     assert f"destination={out} retention=7 days" in ran.stderr
     assert "timestamp=2001-09-09T01:46:40+00:00" in ran.stderr
     assert len(visible_values(servers, between)[0]) == 20

@@ -97,7 +97,7 @@ def stable_and_high(kafka: LocalKafka, topic: str) -> tuple[int, int]:
     return stable, high
 
 
-def test_hanging_partition_is_found_and_ended(kafka: LocalKafka, names: Names) -> None:
+def test_hanging_transaction_is_found_and_aborted(kafka: LocalKafka, names: Names) -> None:
     topic, name = names("t"), names("id")
     producer_id, epoch = hang(kafka, topic, name)
     stable, high = stable_and_high(kafka, topic)
@@ -166,7 +166,7 @@ def test_open_transaction_of_a_live_producer_is_not_ended(kafka: LocalKafka, nam
     wait_until("the commit", lambda: visible_values(kafka.bootstrap_servers, topic) == {0: [b"kept"]})
 
 
-def test_transaction_that_ended_before_the_marker_stays_unchanged(kafka: LocalKafka, names: Names) -> None:
+def test_second_abort_of_a_hanging_transaction_writes_no_marker(kafka: LocalKafka, names: Names) -> None:
     topic, name = names("t"), names("id")
     hang(kafka, topic, name)
     with ClusterAdmin(settings(kafka)) as admin:

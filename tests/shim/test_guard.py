@@ -131,7 +131,7 @@ def test_kafka_python_is_refused_by_the_policy(guarded: Guarded) -> None:
     }
 
 
-def test_confluent_kafka_reads_guarded_topic_committed_only(
+def test_confluent_kafka_reads_guarded_topic_only_as_read_committed(
     guarded: Guarded,
 ) -> None:
     commit_one(guarded.servers, guarded.name, guarded.topic, "transactional")

@@ -159,7 +159,7 @@ def test_missing_upstream_tls_ends_the_start_with_69(secure: SecureKafka) -> Non
     refused(69, "the broker requires TLS", "--upstream", secure.servers["TLS"], "--listen", "127.0.0.1:0")
 
 
-def test_policy_knows_the_login_and_fault_copies_use_tls(
+def test_policy_sees_the_principal_and_injected_duplicates_use_tls(
     secure: SecureKafka, pki: Path, names: Names, tmp_path: Path
 ) -> None:
     policy = tmp_path / "policy.toml"

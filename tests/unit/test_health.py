@@ -226,7 +226,7 @@ def test_metrics_label_each_worker_and_omit_unreported_ones() -> None:
     assert {dict(labels)["worker"] for name, labels in found if name == "eos_ready"} == {"i", "j"}
 
 
-def test_metrics_have_base_unit_help_and_listed_name() -> None:
+def test_metrics_use_base_units_and_listed_names() -> None:
     shown = {name for name, _ in samples(full_status())}
     assert shown == metrics.metric_names()
     assert len(shown) > 20

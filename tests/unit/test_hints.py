@@ -212,7 +212,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("function", FILTERS, ids=lambda function: function.__name__)
-def test_filter_is_not_warned(function: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_filter_causes_no_warning(function: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     decode = {"decode": bytes.decode} if function is filters_without_an_annotation else {}
     assert run(function, "a", "b", **decode).sent == []
     assert caplog.messages == []

@@ -208,7 +208,7 @@ def test_record_with_unreadable_headers_gets_replacement_headers(loop: Any) -> N
 
 
 @both
-def test_record_type_error_is_raised(loop: Any) -> None:
+def test_error_of_the_record_constructor_is_raised(loop: Any) -> None:
     def never(*_: object) -> None:
         raise LookupError("no record")
 

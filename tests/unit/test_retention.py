@@ -38,7 +38,7 @@ def test_input_older_than_destination_retention_is_named_with_setting(caplog: py
     assert caplog.messages == []
     assert look.is_exceeded(record(3_600_001), NOW_S)
     (line,) = caplog.messages
-    assert line.startswith("input is older than a destination keeps records topic=in partition=3 offset=7")
+    assert line.startswith("input is older than the retention of a destination topic=in partition=3 offset=7")
     assert "destination=more retention=1:00:00" in line
     assert "retention.ms=-1 of more" in line
 

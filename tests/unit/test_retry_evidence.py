@@ -475,7 +475,7 @@ def test_slow_call_counts_as_retry_without_statistics_or_common_clock() -> None:
     evidence.stop_waiting()
     assert evidence.reason == (
         "commit took 400 ms: it may have been sent twice; a late copy will find a new epoch and be refused "
-        "(no statistics show that it was not)"
+        "(no statistics rule it out)"
     )
     evidence = RetryEvidence(one_clock=False)
     evidence.add_statistics(counted(BEFORE, 0))

@@ -17,7 +17,7 @@ from eos.kafka.client.world import World
 from eos.sql import Postgres, SQLite
 from eos.sql.outbox import At, Held, Read, TableRow
 from eos.testing import run
-from eos.worker.positions import Position, require_restart
+from eos.worker.positions import Position, sources_to_reset
 from eos.worker.sources import RowSource
 from eos.worker.worker import Worker
 from tests.support import forked
@@ -182,10 +182,10 @@ def test_rows_given_back_come_again_and_held_rows_are_reported(caplog: pytest.Lo
 
 def test_source_restarts_only_at_earliest() -> None:
     app = shop()
-    assert require_restart(app, ["shop-outbox-position", "x"], "earliest") == ["shop-outbox-position"]
-    assert require_restart(app, ["x"], "latest") == []
+    assert sources_to_reset(app, ["shop-outbox-position", "x"], "earliest") == ["shop-outbox-position"]
+    assert sources_to_reset(app, ["x"], "latest") == []
     with pytest.raises(UsageError, match="`earliest` only"):
-        require_restart(app, ["shop-outbox-position"], "latest")
+        sources_to_reset(app, ["shop-outbox-position"], "latest")
 
 
 def test_lineage_of_rows_is_refused() -> None:

@@ -122,7 +122,7 @@ def test_worker_creates_no_spans_by_default() -> None:
     assert Worker(app_of(), Settings(SETTINGS | {"eos.otel.spans": "false"}))._spans is None
 
 
-def test_spans_without_opentelemetry_are_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_without_opentelemetry_raise_error_that_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'eos-kafka\[otel\]'"):
         Worker(app_of(), Settings(SETTINGS))

@@ -238,7 +238,7 @@ def test_signal_is_forwarded_to_all_and_prevents_restarts(tmp_path: Path, number
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 1)
 
 
-def test_worker_stopped_before_its_handler_counts_as_requested(tmp_path: Path) -> None:
+def test_stop_before_the_signal_handler_is_set_counts_as_requested(tmp_path: Path) -> None:
     supervisor = supervise(tmp_path, {"a": ["starting"], "b": ["run"]})
     stop_once_up(tmp_path, "a", "b")
     assert supervisor.run() == 0

@@ -504,7 +504,7 @@ def test_outputs_of_compacted_inputs_are_not_unexpected(history: History) -> Non
     assert (found.report["all_inputs_counted"].examined, found.outputs) == (COUNT, 42)
     assert found.notes == (
         "in[0]: 1 of 21 inputs are missing, and the topic is compacted; "
-        "their outputs and the number of inputs are not decided",
+        "their outputs and the number of inputs cannot be checked",
     )
 
 

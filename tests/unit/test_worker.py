@@ -127,7 +127,7 @@ def test_slower_of_two_functions_is_blamed_with_its_setting(clock: Clock) -> Non
     assert "or lower eos.batch.max.records=3" in str(e.value)
 
 
-def test_slower_of_two_functions_is_found_one_by_one(clock: Clock) -> None:
+def test_slower_of_two_functions_is_found_by_single_records(clock: Clock) -> None:
     worker = worker_of(clock, {"quick": 61.0, "batches": 0.001})
     given = [*records("b", 3), *records("a", 2)]
     attempt(worker, clock, given)  # all at once

@@ -140,7 +140,7 @@ class TimedFunction:
             made if timing.time is not None else make_hot_loop_finish(made, finish is not None, target)
         )
         self._merge, self._once = merge, timing.once
-        self._has_limits = timing.time is not None or timing.ahead_ms is not None
+        self._checks_event_time = timing.time is not None or timing.ahead_ms is not None
         if isinstance(timing.windows, FixedWindows):
             self._starts, self._stays_ms = timing.windows.starts, timing.windows.size_ms + timing.grace_ms
         self._run = {FixedWindows: self._run_in_windows, SessionWindows: self._run_in_sessions}.get(
@@ -162,7 +162,7 @@ class TimedFunction:
         task, key = self._task_of(record), record.key
         if key is None:
             raise self._stores.key_missing()
-        if self._has_limits or record.timestamp < 0:
+        if self._checks_event_time or record.timestamp < 0:
             record = self._with_event_time(record, given, task)
         now_ms = task.at(record.timestamp)
         if task.timers.next_due <= now_ms:

@@ -38,8 +38,8 @@ class Verdict(Enum):
 class OpenTransaction:
     """Describes a transaction that is open on one partition.
 
-    `transactional_id` is None if no coordinator knows the producer id. `held_back`: how many offsets after the last
-    stable offset (records and markers) read_committed readers wait for.
+    `transactional_id` is None if no coordinator knows the producer id. `held_back`: the number of offsets (records
+    and markers) after the last stable offset, which read_committed readers cannot read yet.
     """
 
     producer: OpenProducer

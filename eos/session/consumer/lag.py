@@ -65,8 +65,8 @@ class Lag:
         self._newest_statistics = statistics
 
     def update(self, owned: Collection[Partition]) -> None:
-        """Compute lags from the newest statistics as soon as they arrive, before a later commit is compared with their
-        ends.
+        """Compute lags from the newest statistics as soon as they arrive. A later commit must not be compared with the
+        older ends in them.
         """
         if self._newest_statistics is not None:
             statistics, self._newest_statistics = self._newest_statistics, None

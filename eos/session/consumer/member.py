@@ -74,7 +74,7 @@ class Member:
             return
         try:
             group = admin.classic_group(self._group)
-            if self._is_replaced_silently(group, topics):
+            if self._predecessor_subscribed_differently(group, topics):
                 admin.remove_member(self._group, self._instance_id)
         except EosError as error:
             # A group without a coordinator has no members yet.
@@ -82,7 +82,7 @@ class Member:
             return
         self._refuse_others(group["members"])
 
-    def _is_replaced_silently(self, group: Mapping[str, Any], topics: Collection[str]) -> bool:
+    def _predecessor_subscribed_differently(self, group: Mapping[str, Any], topics: Collection[str]) -> bool:
         """Return whether a predecessor in the group subscribed to other topics or with another strategy."""
         predecessors = [m for m in group["members"] if m.get("group_instance_id") == self._instance_id]
         # During a rebalance the members have no metadata. The rebalance then uses our own subscription.

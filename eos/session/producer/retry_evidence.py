@@ -144,7 +144,7 @@ class RetryEvidence:
     def stop_waiting(self) -> None:
         """Treat calls that are still undecided as retried, and wait for no more statistics."""
         for call in list(self._undecided_calls):
-            self._decide_retried(call, "no statistics show that it was not")
+            self._decide_retried(call, "no statistics rule it out")
 
     def add_statistics(self, now: Statistics) -> None:
         """Compare new statistics with the previous ones, and decide the undecided calls."""

@@ -268,7 +268,7 @@ def test_stop_completes_a_request_in_progress() -> None:
     assert wired.client.closed
 
 
-def test_stop_waits_for_rest_of_request_without_response() -> None:
+def test_stop_waits_for_the_rest_of_an_acks_0_produce() -> None:
     wired = Wired()
     sent = produce_request(9, None, {"a": {0: b"records" * 100}})
     acks_at = sent.index(b"\0\xff\xff") + 1  # after the transactional.id, which is null

@@ -358,7 +358,7 @@ def test_abort_of_a_renewing_client_ends_its_identity(renewing: Client) -> None:
     assert renewing.add(virtual=real(9)) == real(9)
 
 
-def test_commit_of_a_renewing_client_keeps_its_identity(renewing: Client) -> None:
+def test_client_that_inits_only_after_aborts_keeps_its_identity(renewing: Client) -> None:
     renewing.add(virtual=U)
     assert not renewing.machine.note_end("t", renewing.machine.check_end("t", U, A, True, "end"), real(9))
     assert renewing.add(virtual=U) == real(9)

@@ -260,7 +260,7 @@ def test_hooks_run_around_a_task_and_async_outputs_keep_order() -> None:
     assert events == ["start", "done 4", "done 3", "done 2", "done 1", "done 0", "stop"], "the records run concurrently"
 
 
-def test_failed_start_hook_is_temporary_and_no_record_runs() -> None:
+def test_failed_start_hook_raises_temporary_before_any_record() -> None:
     app = App("hook")
 
     @app.on_start
