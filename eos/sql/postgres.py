@@ -186,6 +186,9 @@ class Connection(SqlConnection):
 
     def close(self) -> None:
         self._connection.close()
+        # A pipeline that is not left would log a warning. On a closed connection, leaving it only raises.
+        with contextlib.suppress(Exception):
+            self._leave_pipeline()
 
     def translate(self, error: BaseException) -> DatabaseError | None:
         import psycopg

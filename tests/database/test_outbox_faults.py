@@ -74,7 +74,9 @@ def test_suspended_worker_sends_nothing_after_a_takeover(outbox: Outbox, success
         outbox.run("--instance", successor, *short)
         outbox.require_exact()
         zombie.send_signal(signal.SIGCONT)
-        assert zombie.wait(60) == code, outbox.log
+        # A worker that learns of its lost partition first gives up its transaction, whoever has taken over.
+        ended = zombie.wait(60)
+        assert ended == code or (ended == 0 and "partitions lost" in outbox.log), outbox.log
     finally:
         if zombie.is_running():
             zombie.kill()

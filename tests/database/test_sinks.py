@@ -181,6 +181,7 @@ class Sinks:
         print(ended.stderr)  # shown if the test fails
         assert ends is None or ended.returncode == ends, ended.stderr
         assert "secret-9f2c" not in ended.stderr
+        assert "error ignored" not in ended.stderr, "a pipeline of psycopg was not left"
         return ended.stderr
 
     def eos(self, *arguments: str, ends: int = 0) -> str:

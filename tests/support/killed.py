@@ -22,7 +22,7 @@ def killing(self, *arguments, **more):
     if len(calls) == number and when == "before":
         os.kill(os.getpid(), signal.SIGKILL)
     result = call(self, *arguments, **more)
-    if len(calls) == number:
+    if len(calls) >= number:  # an earlier call may have raised
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 setattr(owner, step, killing)
