@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -109,11 +111,8 @@ def _chain_findings(loaded: Settings, app: App) -> list[Finding]:
     """Return a finding about the topics between two functions, which only this App may write."""
     if not app.chained:
         return []
-    try:
-        chains.check_own(loaded, app)
-    except (ConfigurationError, Unavailable, NotAuthorised) as error:
-        return [Finding("between", Level.FAILED, str(error.args[0]), error.remedy, type(error))]
-    return [Finding("between", Level.OK, f"{', '.join(sorted(app.chained))}: written by this App only, or empty")]
+    good = f"{', '.join(sorted(app.chained))}: written by this App only, or empty"
+    return [_judge("between", lambda: chains.check_own(loaded, app), good)]
 
 
 def _partitioner_findings(loaded: Settings, app: App, known: Facts) -> list[Finding]:
@@ -144,22 +143,21 @@ def _database_findings(app: App) -> list[Finding]:
     found: list[Finding] = []
     for database, targets in databases_of(app).items():
         tables = ", ".join(target.table.name for target in targets if target.table is not None) or "its own SQL"
-        try:
-            check_database(database, targets)
-        except (ConfigurationError, Unavailable, NotAuthorised) as error:
-            found.append(Finding("database", Level.FAILED, str(error.args[0]), error.remedy, type(error)))
-        else:
-            found.append(Finding("database", Level.OK, f"{database}: {tables}"))
+        found.append(_judge("database", partial(check_database, database, targets), f"{database}: {tables}"))
     for topic, route in app.sources.items():
         assert route.source is not None
-        try:
-            check_source(route)
-        except (ConfigurationError, Unavailable, NotAuthorised) as error:
-            found.append(Finding("database", Level.FAILED, str(error.args[0]), error.remedy, type(error)))
-        else:
-            rows = f"rows of table {route.source.table}, with the position in the topic {topic}"
-            found.append(Finding("database", Level.OK, f"{route.source.database}: {rows}"))
+        rows = f"rows of table {route.source.table}, with the position in the topic {topic}"
+        found.append(_judge("database", partial(check_source, route), f"{route.source.database}: {rows}"))
     return found
+
+
+def _judge(name: str, check: Callable[[], object], good: str) -> Finding:
+    """Return the finding of a check, which raises if it fails. `good`: the sentence if it does not."""
+    try:
+        check()
+    except (ConfigurationError, Unavailable, NotAuthorised) as error:
+        return Finding(name, Level.FAILED, str(error.args[0]), error.remedy, type(error))
+    return Finding(name, Level.OK, good)
 
 
 def _add_matching_topics(loaded: Settings, app: App) -> list[Finding]:

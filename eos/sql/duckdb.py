@@ -196,8 +196,6 @@ class Connection(SqlConnection):
                     f"of another record: {statement.sql}",
                 )
 
-    def commit_creation(self) -> None: ...
-
     def commit(self) -> None:
         self._execute("select 1")  # the commit of a transaction that an error ended reports success
         try:

@@ -117,6 +117,9 @@ class MySQLConnection(Connection):
         sql = f"{self._insert(table, columns)} on duplicate key update {sets or f'{first} = {first}'}"
         self._write_many(sql, values)
 
+    def _commit_definition(self) -> None:
+        """Do nothing: `create table` has committed."""
+
     def _begin_snapshot(self) -> None:
         self._execute("set transaction isolation level repeatable read")
         self._execute("start transaction with consistent snapshot")

@@ -89,8 +89,6 @@ class Connection(SqlConnection):
             except (sqlite3.Error, OverflowError) as error:
                 raise self.translate(error) or error from error
 
-    def commit_creation(self) -> None: ...
-
     def commit(self) -> None:
         self._execute("commit")
 

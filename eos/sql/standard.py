@@ -234,9 +234,6 @@ class Connection(SqlConnection):
             return msgspec.json.encode(value).decode()
         return str(value) if isinstance(value, uuid.UUID) else value
 
-    def commit_creation(self) -> None:
-        self._guarded(self._connection.commit)
-
     def commit(self) -> None:
         try:
             self._release_beginning()

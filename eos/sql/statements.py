@@ -136,14 +136,15 @@ class SqlConnection:
 
     def create(self, statement: str) -> None:
         try:
+            self._begin()
             self._execute(statement)
-            self.commit_creation()
+            self._commit_definition()
         except DatabaseError as error:
             self.roll_back()
             if error.fault in (Fault.AWAY, Fault.DENIED):
                 raise
 
-    def commit_creation(self) -> None:
+    def _commit_definition(self) -> None:
         self.commit()
 
     def offsets(self, app: str) -> dict[Partition, int]:

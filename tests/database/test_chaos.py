@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from confluent_kafka import Producer
 
 from eos.broker import LocalKafka
 from tests.support import forked
-from tests.support.postgres import PostgresServer, postgres_server
+from tests.support.postgres import PostgresServer
 from tests.support.reading import create_topic
 
 pytestmark = [pytest.mark.takes(90), pytest.mark.deep]
@@ -102,12 +101,6 @@ def kill_until_the_end(
             kafka.start(0)
         next_kill = time.monotonic() + chosen.uniform(0.2, 3)
     return kills
-
-
-@pytest.fixture
-def server() -> Iterator[PostgresServer]:
-    with postgres_server() as running:
-        yield running
 
 
 def test_each_row_is_there_once_after_kills_of_everything(server: PostgresServer, tmp_path: Path) -> None:

@@ -5,32 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from eos.broker import LocalKafka
 from eos.sql import Postgres
 from tests.support import forked
 from tests.support.killed import KILLED
-from tests.support.outbox import PAGE, Names, Outbox
-from tests.support.postgres import PostgresServer, postgres_server
+from tests.support.outbox import PAGE, Outbox
 from tests.support.reading import create_topic, settled_records, wait_until
 
 pytestmark = pytest.mark.takes(30)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    with postgres_server() as running:
-        yield running
-
-
-@pytest.fixture
-def outbox(kafka: LocalKafka, names: Names, tmp_path: Path, server: PostgresServer) -> Outbox:
-    return Outbox(kafka, names, tmp_path, server)
 
 
 @pytest.mark.deep_for("before-the-offsets")

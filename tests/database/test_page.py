@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
@@ -17,18 +17,12 @@ import eos
 from eos.broker import LocalKafka
 from tests.support import forked
 from tests.support.mariadb import mariadb_server, needs_mariadb
-from tests.support.postgres import PostgresServer, postgres_server
+from tests.support.postgres import PostgresServer
 from tests.support.reading import create_topic
 
 pytestmark = pytest.mark.takes(15)
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "databases.md"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    with postgres_server() as running:
-        yield running
 
 
 def run_program(kafka: LocalKafka, folder: Path, file: str, topic: str, values: list[str], **texts: str) -> None:

@@ -62,9 +62,8 @@ TABLES = (
 
 
 @pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    with postgres_server() as running:
-        yield running
+def postgres(server: PostgresServer) -> PostgresServer:
+    return server
 
 
 @pytest.fixture(scope="module")

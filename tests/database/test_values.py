@@ -27,7 +27,7 @@ from eos.sql.mysql import MySQLConnection
 from eos.sql.rows import Row, merge_by_key
 from eos.sql.standard import Connection as StandardConnection
 from tests.support.mariadb import MariaDBServer, mariadb_server, needs_mariadb
-from tests.support.postgres import PostgresServer, PostgresThroughDBAPI, postgres_server
+from tests.support.postgres import PostgresServer, PostgresThroughDBAPI
 from tests.support.raw import Background
 from tests.support.reading import wait_until
 
@@ -38,12 +38,18 @@ TYPES = (
     "note text, code uuid, big numeric"
 )
 MARIADB = pytest.param("mariadb", marks=needs_mariadb)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    with postgres_server() as running:
-        yield running
+EVERY_TYPE: dict[str, Any] = {
+    "id": 1,
+    "amount": Decimal("12345678901234.5678"),
+    "at": datetime(2026, 3, 29, 1, 30, tzinfo=UTC),
+    "doc": {"a": [1, None, "x"], "b": {"c": True}},
+    "tags": ["a,b", 'quote"', "ü"],
+    "raw": bytes(range(256)),
+    "ratio": 0.1,
+    "note": "line\nbreak \\x00 ü",
+    "code": uuid.UUID(int=7),
+    "big": 2**70,
+}
 
 
 @pytest.fixture(scope="module")
@@ -115,18 +121,7 @@ def test_postgres_keeps_every_type_of_value(server: PostgresServer) -> None:
     connection = Postgres(server.dsn()).connect()
     connection.create_offsets()
     connection.cursor().execute(f"create table kinds ({TYPES})")
-    row = {
-        "id": 1,
-        "amount": Decimal("12345678901234.5678"),
-        "at": datetime(2026, 3, 29, 1, 30, tzinfo=UTC),
-        "doc": {"a": [1, None, "x"], "b": {"c": True}},
-        "tags": ["a,b", 'quote"', "ü"],
-        "raw": bytes(range(256)),
-        "ratio": 0.1,
-        "note": "line\nbreak \\x00 ü",
-        "code": uuid.UUID(int=7),
-        "big": 2**70,
-    }
+    row = EVERY_TYPE
     write(
         connection,
         Table("kinds", ("id",)),
@@ -422,18 +417,7 @@ def test_duckdb_keeps_every_type_of_value(duck: Connection) -> None:
         .replace("big numeric", "big int128")
     )
     duck.cursor().execute(f"create table kinds ({types})")
-    row = {
-        "id": 1,
-        "amount": Decimal("12345678901234.5678"),
-        "at": datetime(2026, 3, 29, 1, 30, tzinfo=UTC),
-        "doc": {"a": [1, None]},
-        "tags": ["a,b", 'quote"', "ü"],
-        "raw": bytes(range(256)),
-        "ratio": 0.1,
-        "note": "line\nbreak \\x00 zero \0 ü",
-        "code": uuid.UUID(int=7),
-        "big": 2**70,
-    }
+    row = EVERY_TYPE | {"doc": {"a": [1, None]}, "note": "line\nbreak \\x00 zero \0 ü"}
     many = ({"id": number, "note": None, "ratio": math.nan} for number in range(2, 3_000))
     write(duck, Table("kinds", ("id",)), row, *many)
     assert select(duck, "select * from kinds where id = 1") == [tuple((row | {"doc": '{"a":[1,null]}'}).values())]

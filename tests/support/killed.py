@@ -1,7 +1,8 @@
 """Run an `eos` program that kills itself at a step of its transactions.
 
-`-c KILLED STEP before|behind N ARGUMENT...` kills it before or after (`behind`) the N-th call of this method of its
-producer or of its state storage, or of the class Connection of a module: `MODULE:METHOD`.
+`-c KILLED STEP before|behind N ARGUMENT...` kills it before the N-th call, or after (`behind`) the first call from the
+N-th on that returns. STEP is a method of its producer or of its state storage, or of the class Connection of a module:
+`MODULE:METHOD`.
 """
 
 from __future__ import annotations

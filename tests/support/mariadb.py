@@ -6,14 +6,13 @@ import contextlib
 import os
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pymysql
 import pytest
 
+from tests.support.database_server import DatabaseServer
 from tests.support.postgres import free_port
 from tests.support.reading import wait_until
 
@@ -23,15 +22,14 @@ needs_mariadb = pytest.mark.skipif(PROGRAM is None, reason="there is no MariaDB 
 _USER = ["--user=root"] if os.geteuid() == 0 else []
 
 
-class MariaDBServer:
-    """Own one server in a directory of its own. Each test creates a database there."""
-
+class MariaDBServer(DatabaseServer):
     module, mark = "eos.sql.dbapi", "%s"
+    admin_database = "mysql"
 
     def __init__(self, directory: Path) -> None:
         assert PROGRAM is not None
-        self.directory, self.port = directory, free_port()
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__(directory)
+        self.port = free_port()
         self._data = directory / "data"
         install = shutil.which("mariadb-install-db", path=_PATH) or "mariadb-install-db"
         options = [f"--datadir={self._data}", "--auth-root-authentication-method=normal", "--skip-test-db", *_USER]
@@ -59,25 +57,12 @@ class MariaDBServer:
             return True
         return False
 
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait(60)
-
     def arguments(self, database: str, port: int | None = None) -> dict[str, Any]:
         login = {"user": "shop", "password": "secret-9f2c"}
         return {"host": "127.0.0.1", "port": port or self.port, "database": database, **login}
 
     def source(self, database: str, port: int | None = None) -> str:
         return f"DBAPI(lambda: __import__('pymysql').connect(**{self.arguments(database, port)!r}))"
-
-    def create(self, database: str) -> None:
-        self.execute("mysql", f'create database "{database}"')
 
     def execute(self, database: str, sql: str) -> list[tuple[Any, ...]]:
         modes = "set sql_mode = concat(@@sql_mode, ',ANSI_QUOTES,NO_BACKSLASH_ESCAPES')"
@@ -89,13 +74,4 @@ class MariaDBServer:
             return list(cursor.fetchall())
 
 
-@contextlib.contextmanager
-def mariadb_server() -> Iterator[MariaDBServer]:
-    directory = Path(tempfile.mkdtemp(prefix="eos-mariadb-"))
-    server = MariaDBServer(directory)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+mariadb_server = MariaDBServer.running

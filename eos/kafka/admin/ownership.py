@@ -87,8 +87,8 @@ def judge(situation: Situation, answer: TransactionalIdState | None) -> Owner:
         return Owner.NEWER
     if situation.age_ms >= situation.timeout_ms and situation.progress is not Progress.NOTHING:
         return Owner.OWN_TIMEOUT
-    # A newer instance that completed its init would have left a different state. So either it died during its init, or
-    # the init is still in progress, or our clock stood still while the virtual machine was paused.
+    # A newer instance that completed its init would have left a different state. So it died during its init, its
+    # init is still in progress, or this virtual machine was paused and our clock with it.
     return Owner.ABORTED_EARLY if situation.progress is Progress.ACKNOWLEDGED else Owner.UNKNOWN_TIMEOUT
 
 
