@@ -1,5 +1,9 @@
 """Chooses the offsets that a transaction commits, with their metadata. Decides when unchanged offsets are committed
 again, and owns the notes about committed offsets (eos/kafka/admin/group_history.py).
+
+Where a participant keeps the offsets outside of Kafka (KeepsOffsets), they decide, and the group's offsets only follow.
+So a transaction that sent nothing may defer the commit to the group for a moment. This spares the brokers many small
+transactions, and the worker the waits between them.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from eos.kafka.admin.group_history import GroupHistory
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Committed, parse_metadata, read_metadata
+from eos.session.consumer.fetcher import KeepsOffsets
 from eos.session.consumer.positions import Positions
 from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.outcomes import Commit, Outcome, Participant
@@ -25,6 +30,7 @@ from eos.session.producer.producer import TransactionalProducer
 # offset's own commit (measured, 4.3.1): a partition without new records would lose its committed offset as soon as the
 # group is empty.
 _REFRESH_S, IDLE_REFRESH_S = 6 * 3600.0, 60.0
+_MOST_DEFERRED_S = 1.0  # how long commits to the group may be deferred
 
 
 class CommitOffsets:
@@ -38,6 +44,9 @@ class CommitOffsets:
     ) -> None:
         self._positions, self._participants, self._owner_info, self._world = positions, participants, owner_info, world
         self._history = GroupHistory(settings, settings["group.id"], world)
+        self._keepers = [follower for follower in participants if isinstance(follower, KeepsOffsets)]
+        self._deferred: frozenset[Partition] = frozenset()  # the partitions whose offsets the group does not have yet
+        self._defer_until = 0.0  # World.now(), one moment after the last commit to the group
         self._refresh_at = world.now()  # when all offsets are to be committed again
         self._number = 0  # number of the last commit that was started
         self._stamp: dict[str, object] = {}  # the mark that the last started commit wrote into its offset metadata
@@ -48,11 +57,13 @@ class CommitOffsets:
         These are:
 
         - the next offset of each partition from which the transaction took records,
+        - the deferred offsets of earlier transactions,
         - the unchanged offset of each partition for which a participant writes,
         - `new_starts`, the start offsets of the group consumer,
         - and all other offsets, once they have been due for `patience_s`.
         """
-        offsets = dict(new_starts) | self._positions.offsets()
+        deferred = {p: at for p, at in self._positions.committed.items() if p in self._deferred}
+        offsets = dict(new_starts) | deferred | self._positions.offsets()
         changed = {partition for participant in self._participants for partition in participant.changed_partitions()}
         unmoved = changed - offsets.keys()
         is_due = self._world.now() >= self._refresh_at + patience_s
@@ -61,6 +72,16 @@ class CommitOffsets:
         # A partition that starts at its beginning has no committed offset at first. A participant needs none.
         unchanged = {partition: at for partition, at in self._positions.committed.items() if partition in unmoved}
         return (self._positions.committed_offsets() if is_due else {}) | unchanged | offsets
+
+    def may_defer(self, offsets: Mapping[Partition, int]) -> bool:
+        """Return whether a transaction that sent nothing may leave these offsets to a later one."""
+        return self._world.now() < min(self._defer_until, self._refresh_at) and all(
+            any(keeper.keeps_offset(partition) for keeper in self._keepers) for partition in offsets
+        )
+
+    @property
+    def has_deferred(self) -> bool:
+        return not self._deferred.isdisjoint(self._positions.committed)
 
     def with_metadata(self, offsets: Mapping[Partition, int], producer: TransactionalProducer) -> list[TopicPartition]:
         """Return the offsets with the metadata of a new commit, by which `outcome_of` later recognises it."""
@@ -86,6 +107,10 @@ class CommitOffsets:
         return bool(self._stamp) and parse_metadata(read_metadata(at)).items() >= self._stamp.items()
 
     def committed(self, commit: Commit) -> None:
+        if commit.defers_offsets:
+            self._deferred |= commit.offsets.keys()
+            return
+        self._deferred, self._defer_until = frozenset(), commit.started_at + _MOST_DEFERRED_S
         self._history.add_committed(commit.offsets)
         if (
             commit.started_at >= self._refresh_at

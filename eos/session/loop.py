@@ -109,15 +109,21 @@ class Loop:
                     self._begin()
                     return self._open
             elif gathered and self._offsets.offsets_to_commit(self._consumer.start_offsets.uncommitted, IDLE_REFRESH_S):
-                with self._recovering():
-                    self._begin()
-                if self._open is not None:
-                    self._end()
+                self._commit_offsets()
             elif self._fetcher.query_finished() and self._listener.may_finish():
                 return None
             self._replace_while_idle()
             self._listener.on_idle()
+        if self._offsets.has_deferred:
+            self._commit_offsets()
         return None
+
+    def _commit_offsets(self) -> None:
+        """Commit offsets in a transaction without records."""
+        with self._recovering():
+            self._begin()
+        if self._open is not None:
+            self._end()
 
     def _gather(self) -> None:
         """Fetch records until it is time to begin a transaction; none is open."""
@@ -266,7 +272,8 @@ class Loop:
         with self._recovering():
             # 1. Choose the offsets. A lost partition is reported before a failed send, because its records must not be
             # committed.
-            offsets = self._offsets.offsets_to_commit(self._consumer.start_offsets.uncommitted)
+            new_starts = self._consumer.start_offsets.uncommitted
+            offsets = self._offsets.offsets_to_commit(new_starts)
             self._consumer.raise_if_lost()
             if self._failure is not None:
                 raise self._failure
@@ -282,14 +289,18 @@ class Loop:
             # 4. After the flush, check that we are still a member of the group and own all partitions.
             group = self._consumer.group_metadata(offsets)
             # 5. Send the offsets and commit, on the committer's thread.
-            self._start_commit(transaction, offsets, group)
+            has_only_offsets = self._positions.taken > 0 and not new_starts and not self._producer.has_sent
+            self._start_commit(transaction, offsets, group, has_only_offsets and self._offsets.may_defer(offsets))
             self._finish_commit()
             return True
         return False
 
-    def _start_commit(self, transaction: Transaction, offsets: Mapping[Partition, int], group_metadata: Any) -> None:
-        job = self._committer.job_of(self._offsets.with_metadata(offsets, self._producer), group_metadata)
-        commit = Commit(transaction, offsets, self._positions.taken, self._world.now(), job)
+    def _start_commit(
+        self, transaction: Transaction, offsets: Mapping[Partition, int], group_metadata: Any, defers_offsets: bool
+    ) -> None:
+        sent = [] if defers_offsets else self._offsets.with_metadata(offsets, self._producer)
+        job = self._committer.job_of(sent, group_metadata)
+        commit = Commit(transaction, offsets, self._positions.taken, self._world.now(), job, defers_offsets)
         # Nothing more can be sent in the transaction, even if a signal interrupts us from here on.
         transaction.start_commit()
         self._commit = commit

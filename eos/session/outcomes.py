@@ -43,6 +43,8 @@ class Commit:
     started_at: float  # World.now()
     job: Job
     """Its result is the World.now() of the commit's success."""
+    defers_offsets: bool = False
+    """Whether a later transaction commits these offsets to the group, because followers keep all of them."""
 
     @property
     def open_s(self) -> float:

@@ -13,7 +13,7 @@ from eos.session.committer import Committer
 from eos.session.consumer.fetcher import Fetcher
 from eos.session.consumer.group_consumer import GroupConsumer
 from eos.session.consumer.pacing import Pacing
-from eos.session.outcomes import Listener, Outcomes, Participant
+from eos.session.outcomes import Commit, Listener, Outcomes, Participant
 from eos.session.producer.ownership import OwnerInfo, TransactionalIdOwnership
 from eos.session.producer.producer import TransactionalProducer
 
@@ -77,10 +77,14 @@ class Parts:
             lambda commit: self.fetcher.committed(commit.offsets),
             lambda commit: self.counters.note_repeated(self.positions.repeated),
             lambda commit: self.pacing.committed(commit.taken, commit.open_s, commit.sending_s),
-            lambda commit: self.owner_info.note_owned("our last commit"),
+            self._note_owned,
             self.offsets.committed,
         ):
             self.outcomes.subscribe(subscriber)
+
+    def _note_owned(self, commit: Commit) -> None:
+        if not commit.defers_offsets:
+            self.owner_info.note_owned("our last commit")
 
     @property
     def group_consumer(self) -> GroupConsumer:

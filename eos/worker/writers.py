@@ -2,9 +2,9 @@
 
 The offsets in the database decide, and the group's offsets follow. In each Kafka transaction the functions first make
 rows. Then one database transaction writes the rows and the next offsets, provided that the database still has the
-offsets and the owner that this writer knows. At last Kafka commits the group's offsets and the dead letters. If a
-worker stops between the two commits, its records are handed out again, and the database's offsets show that their rows
-are written.
+offsets and the owner that this writer knows. At last Kafka commits the group's offsets and the dead letters. Without
+dead letters or other outputs, the session may leave these offsets to a later transaction. If a worker stops between the
+two commits, its records are handed out again, and the database's offsets show that their rows are written.
 
 All rows of a transaction are written together. If the database refuses them, the records are handed out again, and each
 is written within a savepoint of its own. The error then belongs to that record. After a lost connection, it is unknown
@@ -111,6 +111,9 @@ class DatabaseWriter:
             self._connection = self._database.connect()
         return self._connection
 
+    def keeps_offset(self, partition: Partition) -> bool:
+        return partition in self._stored
+
     def take_over(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
         """Take over the partitions of this writer's sources, and return the earlier offsets at which some must start.
 
@@ -136,7 +139,7 @@ class DatabaseWriter:
             elif at is not None and at < start:
                 earlier[partition] = at
             if at is not None and start >= 0 and at != start:
-                # A crash between the two commits leaves the database ahead of the group. A restore leaves it behind.
+                # Deferred commits and crashes leave the database ahead of the group. A restore leaves it behind.
                 (log.info if at > start else log.warning)(
                     "group offset differs from the database's, which is used",
                     partition=format_position(*partition),

@@ -321,8 +321,26 @@ class RecordingParticipant:
         self.notifications.append("aborted")
 
 
-def copied(script: Script, **settings: object) -> TransactSession:
-    """Run a session in the scripted world that copies all records of `in`, five per transaction, and return it."""
+class KeepingParticipant(RecordingParticipant):
+    """A participant that keeps the next offset outside of Kafka, and lists the offsets of its written records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[int] = []
+
+    def take_over(self, starts: Mapping[tuple[str, int], int]) -> Mapping[tuple[str, int], int]:
+        return {}
+
+    def keeps_offset(self, partition: tuple[str, int]) -> bool:
+        return partition == ("in", 0)
+
+    def before_flush(self, send: SendAll, offsets: Mapping[tuple[str, int], int]) -> None:
+        self.written += range(len(self.written), offsets.get(("in", 0), 0))
+
+
+def copied(script: Script, *, sends: bool = True, **settings: object) -> TransactSession:
+    """Run a session in the scripted world that reads all records of `in`, five per transaction, and copies them if it
+    `sends`. Return the session."""
 
     class RecordingListener(Listener):
         def on_idle(self) -> None:
@@ -340,7 +358,8 @@ def copied(script: Script, **settings: object) -> TransactSession:
             with contextlib.suppress(KeyboardInterrupt):
                 for txn in session:
                     for record in txn.records:
-                        txn.send("out", record.value)
+                        if sends:
+                            txn.send("out", record.value)
     return session
 
 
@@ -371,6 +390,36 @@ def test_participant_write_without_records_commits_the_unchanged_offset() -> Non
     assert (script.visible, script.committed) == (ALL, 10)
     assert script.participant.fenced == [{("in", 0)}] * 3
     assert script.calls[-4:] == ["begin", "flush", "offsets", "commit"]
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_offsets_that_a_participant_keeps_are_committed_when_idle(sends: bool) -> None:
+    """A transaction with outputs commits its offsets at once, and so does the first one after the start."""
+    script = Script()
+    script.participant = KeepingParticipant()
+    session = copied(script, sends=sends)
+    assert (script.participant.written, script.committed) == ([*range(10)], 10)
+    one = ["begin", "flush", "offsets", "commit"]
+    assert script.calls[2:] == one + (one if sends else ["begin", "flush", "commit", *one])
+    assert session.counters.records_in == 10
+
+
+def test_kept_offsets_are_committed_at_a_stop_and_after_a_second() -> None:
+    script = Script()
+    script.participant = KeepingParticipant()
+    session = TransactSession(
+        SETTINGS | {"eos.transaction.max.records": 1}, ["in"], participants=[script.participant], world=script.world
+    )
+    committed = []
+    with session:
+        for txn in session:
+            committed.append(script.committed)
+            assert len(list(txn.records)) == 1
+            script.passes(0.4)
+            session.stop_requested = len(committed) == 9
+    assert script.participant.written == [*range(9)]
+    assert committed == [-1001, 1, 1, 1, 4, 4, 4, 7, 7]
+    assert script.committed == 9, "a stop commits what was deferred"
 
 
 def test_commit_time_and_record_age_are_counted() -> None:
@@ -542,3 +591,15 @@ def test_loop_interrupted_at_any_call_loses_and_duplicates_nothing(name: str, nt
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
     assert session.counters.transactions >= 2 - script.outcomes.count("unknown")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_interrupted_loop_with_kept_offsets_loses_nothing(name: str, nth: int, when: str) -> None:
+    script = Script()
+    script.participant = KeepingParticipant()
+    script.interrupts = {(name, nth + (2 if name == "init" else 0), when)}
+    session = copied(script, sends=False)
+    assert (script.participant.written, script.committed) == ([*range(10)], 10)
+    assert not session._parts.offsets.has_deferred

@@ -51,9 +51,12 @@ class Follower(Protocol):
 
 
 @runtime_checkable
-class StartsEarlier(Protocol):
+class KeepsOffsets(Protocol):
     """Describes a follower with offsets outside of Kafka. Where such an offset is lower than the group's, reading
-    starts there."""
+    starts there. Where it is higher, the follower skips the records in between."""
+
+    def keeps_offset(self, partition: Partition) -> bool:
+        """Return whether this follower keeps the offset of this partition. The group's may then lag behind it."""
 
     def take_over(self, starts: Mapping[Partition, int]) -> Mapping[Partition, int]:
         """Take these partitions over, and return the earlier offsets at which some of them must start.
@@ -170,7 +173,7 @@ class Fetcher:
     def _take_over(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
         earlier: dict[Partition, int] = {}
         for follower in self._followers:
-            if isinstance(follower, StartsEarlier):
+            if isinstance(follower, KeepsOffsets):
                 earlier |= follower.take_over(starts)
         return earlier
 

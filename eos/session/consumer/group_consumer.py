@@ -83,7 +83,7 @@ class GroupConsumer:
     ) -> None:
         """Create the consumer. `stopping` returns True once a stop was requested, which ends waits for the cluster.
         `with_ends`: report the ends of partitions to the positions. `changelogs`: see TopicIds. `on_unreadable`: see
-        Listener. `take_over`: see StartsEarlier. `kept`: see StartOffsets."""
+        Listener. `take_over`: see KeepsOffsets. `kept`: see StartOffsets."""
         self._settings, self._world = settings, world
         self._topics = list(topics)
         self._positions = positions

@@ -460,6 +460,11 @@ class TransactionalProducer:
     # ---- knowledge of the transaction ---------------------------------------------------------------------------
 
     @property
+    def has_sent(self) -> bool:
+        """Return whether records were sent in the transaction."""
+        return self._produced_count > 0
+
+    @property
     def delivered(self) -> float:
         """Return the share of the transaction's records that the brokers acknowledged so far; 1 without records."""
         confirmed = self._produced_count - len(self.client.producer) - self.client.delivery_errors
