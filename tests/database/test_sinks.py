@@ -20,6 +20,8 @@ import pytest
 
 import eos
 from eos.broker import LocalKafka
+from eos.errors import ConfigurationError
+from eos.sql import Postgres
 from tests.support.killed import KILLED
 from tests.support.mariadb import MariaDBServer, mariadb_server, needs_mariadb
 from tests.support.pgbouncer import PgBouncer, needs_pgbouncer, pgbouncer_of, pooled_server
@@ -137,6 +139,12 @@ def test_commit_without_answer_is_settled(on_server: Sinks, loss: Loss) -> None:
         assert proxy.commits > 14
     assert log.count("transaction aborted") >= 3
     sinks.require_exact()
+
+
+@needs_pgbouncer
+def test_parameter_that_a_pooler_refuses_is_a_configuration_error(pgbouncer: PgBouncer) -> None:
+    with pytest.raises(ConfigurationError, match="unsupported startup parameter: options"):
+        Postgres(f"{pgbouncer.dsn(port=pgbouncer.port)} options=-csearch_path=sales").connect()
 
 
 @pytest.mark.deep_for("pg8000", "pgbouncer")
