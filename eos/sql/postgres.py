@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import uuid
 from base64 import b16encode
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,16 @@ if TYPE_CHECKING:
 # The server ends the transaction of a suspended worker, and a wait for a lock ends early.
 _LIMITS: Final = "set local idle_in_transaction_session_timeout = '{idle_ms}'; set local lock_timeout = '{lock_ms}'"
 _LOCK_TIMEOUT_MS, _IDLE_TIMEOUT_MS, _CONNECT_TIMEOUT_S = 5_000, 60_000, 5
+
+_QUOTING: Final = (
+    "check the names of its parameters; in a URL, write special characters of a password as %2F (/), %40 (@) and "
+    "so on; otherwise, quote a value with spaces: password='...'"
+)
+# Parts of error messages about the connection string, or the files that it names. These errors have no SQLSTATE.
+_WRONG_SETTINGS: Final = (
+    *("certificate file", "private key file", "sslmode", "connection option", "port number"),
+    "startup parameter",  # which a pooler does not accept
+)
 
 # Values of these classes arrive unchanged through JSON.
 _JSON_KINDS: Final = frozenset((bool, date, datetime, Decimal, int, str, time, uuid.UUID, type(None)))
@@ -66,21 +77,25 @@ class Postgres:
     conninfo: str = ""
 
     def __repr__(self) -> str:
-        return f"Postgres({_without_secrets(self.conninfo)})"
+        where = _without_secrets(self.conninfo)
+        return f"Postgres({'...' if where is None else where})"
 
     def connect(self) -> Connection:
         try:
             import psycopg
         except ModuleNotFoundError as error:
             raise ConfigurationError("Postgres needs psycopg", remedy="pip install 'eos-kafka[postgres]'") from error
+        if _without_secrets(self.conninfo) is None:
+            raise ConfigurationError("the connection string of Postgres is wrong", remedy=_QUOTING)
         try:
             # A pooler does not know the prepared statements of another connection.
             connection = psycopg.connect(
                 self.conninfo, prepare_threshold=None, connect_timeout=_CONNECT_TIMEOUT_S, application_name="eos"
             )
-        except psycopg.ProgrammingError as error:
-            raise ConfigurationError(f"the connection string of Postgres is wrong: {first_line(error)}") from error
         except psycopg.Error as error:
+            if any(text in str(error) for text in _WRONG_SETTINGS):
+                remedy = "correct the connection string, or the variable PG... of the environment"
+                raise ConfigurationError(f"{self}: {first_line(error)}", remedy=remedy) from error
             fault = Fault.DENIED if says_denied(error) else Fault.AWAY
             raise DatabaseError(fault, f"{self}: {first_line(error)}") from error
         return Connection(self, connection)
@@ -235,12 +250,18 @@ def _json_value(value: Any) -> Any:
     return value
 
 
-def _without_secrets(conninfo: str) -> str:
-    """Return where a connection string leads, without user, password and options."""
+def _without_secrets(conninfo: str) -> str | None:
+    """Return where a connection string leads, without user, password and options; None if the string is wrong.
+
+    A wrong string may have a part of the password in any place: `user:pass/word@host` has a port that is no number.
+    """
     try:
         from psycopg.conninfo import conninfo_to_dict
 
         found = conninfo_to_dict(conninfo)
-    except Exception:  # noqa: BLE001 - a wrong string may contain a password in any place
-        return "..."
-    return " ".join(f"{name}={found[name]}" for name in ("host", "port", "dbname") if found.get(name))
+    except Exception:  # noqa: BLE001 - psycopg is missing, or its message may contain a password
+        return None
+    shown = {name: str(found[name]) for name in ("host", "port", "dbname") if found.get(name)}
+    if "@" in shown.get("host", "")[1:] or re.search(r"[^\d,]", shown.get("port", "")):
+        return None
+    return " ".join(f"{name}={value}" for name, value in shown.items() if name != "dbname" or "@" not in value)

@@ -7,58 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import pytest
 
 import eos
 from eos.broker import LocalKafka
-from tests.support import forked
+from eos.errors import ConfigurationError
+from eos.sql import Postgres
 from tests.support.killed import KILLED
-from tests.support.life import until_killed
 from tests.support.mariadb import MariaDBServer, mariadb_server, needs_mariadb
+from tests.support.pgbouncer import PgBouncer, needs_pgbouncer, pgbouncer_of, pooled_server
 from tests.support.postgres import CommitLoss, Loss, PostgresServer, PostgresThroughDBAPI, postgres_server
-from tests.support.reading import create_topic, visible_records, wait_until
+from tests.support.reading import create_topic, wait_until
+from tests.support.sinks import PARTITIONS, Names, Sinks
 
 pytestmark = pytest.mark.takes(100)
-
-Names = Callable[[str], str]
-PARTITIONS = 3
-SMALL = ("-X", "eos.transaction.max.records=50", "--until-end", "--instance", "one")
-APP = """
-import os
-import eos
-from eos.sql import DBAPI, Cursor, DuckDB, Postgres, SQLite
-
-database = {database}
-app = eos.App({id!r})
-
-@app.sink({source!r}, database, table="orders", key="id", on_error={policy!r})
-def row(order: dict) -> dict | None:
-    if order["id"] % 17 == 5:
-        return None
-    return {{"id": order["id"], "amount": order["amount"], "partition": 0}}
-
-@app.sink({payments!r}, database, on_error={policy!r})
-def pay(payment: dict, db: Cursor) -> None:
-    statement = "update accounts set balance = balance + %s where id = %s".replace("%s", {mark!r})
-    db.execute(statement, (payment["cents"], payment["account"]))
-    if payment["cents"] > 1000:
-        raise ValueError("too much")
-"""
-TABLES = (
-    'create table orders (id integer primary key, amount numeric check (amount >= 0), "partition" integer)',
-    "create table accounts (id integer primary key, balance integer not null default 0)",
-    "insert into accounts values (0, 0), (1, 0), (2, 0)",
-)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +40,12 @@ def postgres(server: PostgresServer) -> PostgresServer:
 @pytest.fixture(scope="module")
 def pg8000(postgres: PostgresServer) -> PostgresThroughDBAPI:
     return PostgresThroughDBAPI(postgres)
+
+
+@pytest.fixture(scope="module")
+def pgbouncer(postgres: PostgresServer) -> Iterator[PgBouncer]:
+    with pgbouncer_of(postgres) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -85,22 +62,6 @@ def duckdb(tmp_path: Path) -> DuckDBFolder:
 @pytest.fixture
 def sqlite(tmp_path: Path) -> SQLiteFolder:
     return SQLiteFolder(tmp_path)
-
-
-class Server(Protocol):
-    """Runs the databases of tests, and gives the text that describes one in an App."""
-
-    module: str
-    mark: str
-
-    def create(self, database: str) -> None: ...
-
-    def execute(self, database: str, sql: str) -> list[tuple[Any, ...]]: ...
-
-    def source(self, database: str, port: int | None = None) -> str: ...
-
-    @property
-    def port(self) -> int: ...
 
 
 class SQLiteFolder:
@@ -132,105 +93,16 @@ class DuckDBFolder(SQLiteFolder):
         return f"DuckDB({str(self.folder / database)!r})"
 
 
-class Sinks:
-    """Run an App that upserts orders and books payments, and compare the tables with a plain loop."""
-
-    def __init__(self, kafka: LocalKafka, names: Names, folder: Path, server: Server) -> None:
-        self.servers, self.folder, self.server, self.policy = kafka.bootstrap_servers, folder, server, "dlq"
-        self.id, self.source, self.payments = names("app"), names("orders"), names("payments")
-        for topic in (self.source, self.payments):
-            create_topic(self.servers, topic, partitions=PARTITIONS)
-            create_topic(self.servers, f"{topic}.dlq")
-        self.database = names("db").replace("-", "_")[-60:]
-        server.create(self.database)
-        for statement in TABLES:
-            self.execute(statement)
-        self.define()
-        self.sent: list[tuple[str, dict[str, int]]] = []
-
-    def define(self, port: int | None = None) -> None:
-        values = {"database": self.server.source(self.database, port), "mark": self.server.mark}
-        (self.folder / "sinking.py").write_text(APP.format(**(vars(self) | values)))
-
-    def execute(self, sql: str) -> list[tuple[Any, ...]]:
-        return self.server.execute(self.database, sql)
-
-    def load(self, count: int) -> None:
-        """Load orders, of which some have a wrong amount, and payments, of which some are too large."""
-        news = []
-        for number in range(len(self.sent), len(self.sent) + count):
-            if number % 2:
-                news.append((self.payments, {"account": number % 3, "cents": 2000 if number % 101 == 3 else number}))
-            else:
-                news.append((self.source, {"id": number % 400, "amount": -1 if number % 120 == 50 else number}))
-        with eos.transaction({"bootstrap.servers": self.servers, "transactional.id": f"{self.id}-load"}) as txn:
-            for topic, value in news:
-                txn.send(topic, json.dumps(value), key=str(value.get("id", value.get("account"))))
-        self.sent += news
-
-    def command(self, *arguments: str, program: tuple[str, ...] = ("eos",)) -> list[str]:
-        return [*program, "run", "sinking:app", *SMALL, *arguments]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return os.environ | {"KAFKA_BOOTSTRAP_SERVERS": self.servers, "PYTHONPATH": str(self.folder)}
-
-    def run(self, *arguments: str, program: tuple[str, ...] = ("eos",), ends: int | None = 0) -> str:
-        ended = forked.run(self.command(*arguments, program=program), cwd=self.folder, env=self.environment)
-        print(ended.stderr)  # shown if the test fails
-        assert ends is None or ended.returncode == ends, ended.stderr
-        assert "secret-9f2c" not in ended.stderr
-        assert "error ignored" not in ended.stderr, "a pipeline of psycopg was not left"
-        return ended.stderr
-
-    def eos(self, *arguments: str, ends: int = 0) -> str:
-        ended = forked.run(["eos", *arguments], cwd=self.folder, env=self.environment)
-        assert ended.returncode == ends, ended.stderr + ended.stdout
-        return ended.stdout
-
-    def start(self, log: Path, *arguments: str) -> contextlib.AbstractContextManager[Any]:
-        with log.open("wb") as stderr:
-            command = self.command(*arguments)
-            return until_killed(forked.Popen(command, cwd=self.folder, env=self.environment, stderr=stderr))
-
-    def expected(self) -> tuple[dict[int, int], dict[int, int]]:
-        orders: dict[int, int] = {}
-        balances = {0: 0, 1: 0, 2: 0}
-        for topic, value in self.sent:
-            if topic == self.payments and value["cents"] <= 1000:
-                balances[value["account"]] += value["cents"]
-            elif topic == self.source and value["amount"] >= 0 and value["id"] % 17 != 5:
-                orders[value["id"]] = value["amount"]
-        return orders, balances
-
-    def require_exact(self) -> None:
-        """Check the rows, the balances and the dead letters of everything that was sent."""
-        orders, balances = self.expected()
-        assert {int(i): int(amount) for i, amount in self.execute("select id, amount from orders")} == orders
-        assert dict(self.execute("select id, balance from accounts")) == balances
-        too_large = sorted(v["cents"] for topic, v in self.sent if topic == self.payments and v["cents"] > 1000)
-        assert sorted(json.loads(v)["cents"] for v in self.dead_letters(self.payments)) == too_large
-        wrong = sorted(
-            v["id"] for topic, v in self.sent if topic == self.source and v["amount"] < 0 and v["id"] % 17 != 5
-        )
-        assert sorted(json.loads(v)["id"] for v in self.dead_letters(self.source)) == wrong
-        offsets = self.execute(f"select sum(next_offset) from eos_offsets where app = '{self.id}'")
-        assert int(offsets[0][0]) >= len(self.sent), "all records, and the markers of their transactions"
-
-    def dead_letters(self, topic: str) -> list[bytes]:
-        found = visible_records(self.servers, f"{topic}.dlq")
-        return [record.value() or b"" for records in found.values() for record in records]
-
-
 MARIADB = pytest.param("mariadb", marks=needs_mariadb)
+PGBOUNCER = pytest.param("pgbouncer", marks=needs_pgbouncer)
 
 
-@pytest.fixture(params=["postgres", "sqlite", "duckdb", MARIADB, "pg8000"])
+@pytest.fixture(params=["postgres", "sqlite", "duckdb", MARIADB, "pg8000", PGBOUNCER])
 def sinks(request: pytest.FixtureRequest, kafka: LocalKafka, names: Names, tmp_path: Path) -> Sinks:
     return Sinks(kafka, names, tmp_path, request.getfixturevalue(request.param))
 
 
-@pytest.fixture(params=["postgres", MARIADB, "pg8000"])
+@pytest.fixture(params=["postgres", MARIADB, "pg8000", PGBOUNCER])
 def on_server(request: pytest.FixtureRequest, kafka: LocalKafka, names: Names, tmp_path: Path) -> Sinks:
     return Sinks(kafka, names, tmp_path, request.getfixturevalue(request.param))
 
@@ -240,6 +112,7 @@ def on_server(request: pytest.FixtureRequest, kafka: LocalKafka, names: Names, t
     *("sqlite-move-before", "sqlite-commit-behind", "sqlite-send_offsets-before"),
     *("mariadb-move-before", "mariadb-send_offsets-before", "mariadb-flush-behind", "pg8000-*"),
     *("duckdb-move-before", "duckdb-send_offsets-before", "duckdb-flush-behind"),
+    *("pgbouncer-move-before", "pgbouncer-send_offsets-before", "pgbouncer-flush-behind"),
 )
 @pytest.mark.parametrize(
     ("step", "when"), [("move", "before"), ("commit", "behind"), ("send_offsets", "before"), ("flush", "behind")]
@@ -254,7 +127,7 @@ def test_rows_are_exact_after_kills_at_a_step(sinks: Sinks, step: str, when: str
     sinks.require_exact()
 
 
-@pytest.mark.deep_for("postgres-lost", "mariadb-*", "pg8000-*")
+@pytest.mark.deep_for("postgres-lost", "mariadb-*", "pg8000-*", "pgbouncer-done", "pgbouncer-lost")
 @pytest.mark.parametrize("loss", ["done", "lost", "late"])
 def test_commit_without_answer_is_settled(on_server: Sinks, loss: Loss) -> None:
     """D2, D3, D6: a COMMIT is done, not done, or done only after the worker has connected again."""
@@ -268,7 +141,13 @@ def test_commit_without_answer_is_settled(on_server: Sinks, loss: Loss) -> None:
     sinks.require_exact()
 
 
-@pytest.mark.deep_for("pg8000")
+@needs_pgbouncer
+def test_parameter_that_a_pooler_refuses_is_a_configuration_error(pgbouncer: PgBouncer) -> None:
+    with pytest.raises(ConfigurationError, match="unsupported startup parameter: options"):
+        Postgres(f"{pgbouncer.dsn(port=pgbouncer.port)} options=-csearch_path=sales").connect()
+
+
+@pytest.mark.deep_for("pg8000", "pgbouncer")
 def test_suspended_worker_writes_nothing_and_exits_with_79(on_server: Sinks, tmp_path: Path) -> None:
     """D4: another worker has taken over while this one was suspended before its commit in the database."""
     sinks = on_server
@@ -299,13 +178,20 @@ def test_suspended_worker_writes_nothing_and_exits_with_79(on_server: Sinks, tmp
     sinks.require_exact()
 
 
-@pytest.mark.deep_for("mariadb_server")
-@pytest.mark.parametrize("database", [postgres_server, pytest.param(mariadb_server, marks=needs_mariadb)])
+@pytest.mark.deep_for("mariadb_server", "pooled_server")
+@pytest.mark.parametrize(
+    "database",
+    [
+        postgres_server,
+        pytest.param(mariadb_server, marks=needs_mariadb),
+        pytest.param(pooled_server, marks=needs_pgbouncer),
+    ],
+)
 def test_worker_waits_for_a_killed_database(
     kafka: LocalKafka,
     names: Names,
     tmp_path: Path,
-    database: Callable[[], contextlib.AbstractContextManager[PostgresServer | MariaDBServer]],
+    database: Callable[[], contextlib.AbstractContextManager[PostgresServer | MariaDBServer | PgBouncer]],
 ) -> None:
     """D5: a commit in a database that is killed is no success. The worker waits, and gives up after a limit."""
     with database() as server:
@@ -329,7 +215,7 @@ def test_worker_waits_for_a_killed_database(
         sinks.run(ends=69)
 
 
-@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000")
+@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000", "pgbouncer")
 def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
     """D11: the tables of an earlier moment come back; the group's offset is ahead of them."""
     sinks.load(200)
@@ -350,7 +236,7 @@ def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
     assert dict(sinks.execute("select id, balance from accounts")) == balances
 
 
-@pytest.mark.deep_for("postgres", "duckdb", "mariadb", "pg8000")
+@pytest.mark.deep_for("postgres", "duckdb", "mariadb", "pg8000", "pgbouncer")
 def test_rewound_group_writes_no_row_again_but_a_reset_does(sinks: Sinks) -> None:
     """D12, D13: a group that was rewound by hand, `eos reset`, and a second App with the same table of offsets."""
     sinks.load(100)
@@ -388,7 +274,7 @@ def test_record_that_stopped_the_worker_can_be_skipped(on_server: Sinks) -> None
     assert skips == 2
 
 
-@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000")
+@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000", "pgbouncer")
 def test_missing_table_or_column_or_key_exits_with_78(sinks: Sinks) -> None:
     sinks.load(10)
     sinks.execute("alter table orders rename to orders_old")
@@ -413,7 +299,7 @@ def line(text: str) -> dict:
 """
 
 
-@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000")
+@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000", "pgbouncer")
 def test_verify_finds_missing_changed_and_doubled_rows(sinks: Sinks) -> None:
     words = f"{sinks.id}-words"
     create_topic(sinks.servers, words, partitions=2)
@@ -469,7 +355,7 @@ def visit(visit: Visit) -> Visit | None:
 """
 
 
-@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000")
+@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000", "pgbouncer")
 def test_tables_are_created_from_the_annotation(sinks: Sinks) -> None:
     visits = f"{sinks.id}-visits"
     create_topic(sinks.servers, visits)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from eos.broker.java import find_java
 from eos.errors import Unavailable
 from spark_connector.session import spark_java
-from tests.support import chromium, mariadb
+from tests.support import chromium, mariadb, pgbouncer, postgres
 
 
 def lacks() -> Iterator[str]:
@@ -25,5 +25,9 @@ def lacks() -> Iterator[str]:
         yield "Chromium: the page of --http-port is not looked at (apt-get install chromium)"
     if mariadb.PROGRAM is None:
         yield "MariaDB: no rows are written into it (apt-get install mariadb-server)"
+    if pgbouncer.PROGRAM is None:
+        yield "pgbouncer: no rows are written through it (apt-get install pgbouncer)"
+    if postgres.DEBIAN_PROGRAMS is None:
+        yield "PostgreSQL with TLS: no rows are written through TLS (apt-get install postgresql)"
     if not shutil.which("kcat"):
         yield "kcat: the shim is not shown to it (apt-get install kcat)"

