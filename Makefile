@@ -11,7 +11,7 @@ DOCS := $(VENV)/.docs
 # Where it is set, each of the thousands of processes that the suites start compiles the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-state demo-spark dist docs reference check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-windows bench-state-order bench-restore bench-spark bench-far bench-rows clean engine image own-images up down ps worker shim sweep bench-shim
+.PHONY: demo demo-state demo-spark dist docs reference check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-windows bench-state-order bench-restore bench-spark bench-far bench-rows bench-chain clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
 	$(BIN)/eos demo
@@ -141,6 +141,10 @@ bench-far: $(STAMP)
 # Rows into PostgreSQL beside psycopg's executemany and COPY by hand, and the age of rows.
 bench-rows: $(STAMP)
 	$(BIN)/python -m benchmarks.rows
+
+# Latency after 1, 2, 3 and 5 stages, each a worker; a quiet machine, please.
+bench-chain: $(STAMP)
+	$(BIN)/python -m benchmarks.chain
 
 # Transactions through the shim against direct ones; a quiet machine, please.
 bench-shim: $(STAMP)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -45,35 +46,48 @@ def command_of(loop: str, bootstrap: str, source: str, target: str, group: str, 
     return [sys.executable, "-m", "eos", *worker, *flags]
 
 
-def measure(bootstrap: str, loop: str, per_second: int, seconds: float, interval_ms: int) -> tuple[Ages, float]:
-    """Ages in milliseconds of one run's records, and the processor seconds that its worker took per second."""
+def measure(
+    bootstrap: str, loop: str, per_second: int, seconds: float, interval_ms: int, stages: int = 1
+) -> tuple[Ages, float]:
+    """Ages in milliseconds of one run's records after this many stages, each a process with its own group, and the
+    processor seconds that the stages took per second."""
     group = f"latency-{uuid.uuid4().hex[:8]}"
-    source, target = f"{group}-in", f"{group}-out"
-    create(bootstrap, source)
-    create(bootstrap, target)
-    names = {"EOS_BENCH_APP": group, "EOS_BENCH_SOURCE": source, "EOS_BENCH_TARGET": target}
-    worker = subprocess.Popen(command_of(loop, bootstrap, source, target, group, interval_ms), env=os.environ | names)
-    reader = Reader(bootstrap, target)
+    topics = [f"{group}-{number}" for number in range(stages + 1)]
+    for topic in topics:
+        create(bootstrap, topic)
+    workers = [
+        start(loop, bootstrap, source, target, f"{target}-group", interval_ms) for source, target in pairwise(topics)
+    ]
+    reader = Reader(bootstrap, topics[-1])
     feeding: subprocess.Popen[bytes] | None = None
     try:
         # One record on its own first: how long a process takes to start is not what is measured here.
         probe = Producer({"bootstrap.servers": bootstrap})
-        probe.produce(source, b"%019d" % time.monotonic_ns(), b"probe")
+        probe.produce(topics[0], b"%019d" % time.monotonic_ns(), b"probe")
         probe.flush()
         reader.ages(1, START_LIMIT_S)
-        before = psutil.Process(worker.pid).cpu_times()
-        feed = [sys.executable, "-m", "benchmarks.steady_source", bootstrap, source, str(per_second), str(seconds)]
+        before = cpu_seconds(workers)
+        feed = [sys.executable, "-m", "benchmarks.steady_source", bootstrap, topics[0], str(per_second), str(seconds)]
         feeding = subprocess.Popen(feed, stdout=subprocess.DEVNULL)
         ages = reader.ages(int(per_second * seconds), seconds + START_LIMIT_S)
-        after = psutil.Process(worker.pid).cpu_times()
+        took = cpu_seconds(workers) - before
     finally:
-        for process in (feeding, worker):
+        for process in (feeding, *workers):
             if process is not None:
                 process.send_signal(signal.SIGTERM)
                 process.wait(60)
         reader.close()
-    took = after.user + after.system - before.user - before.system
     return ages[int(per_second * WARM_UP_S) :], took / seconds
+
+
+def start(loop: str, bootstrap: str, source: str, target: str, group: str, interval_ms: int) -> subprocess.Popen[bytes]:
+    names = {"EOS_BENCH_APP": group, "EOS_BENCH_SOURCE": source, "EOS_BENCH_TARGET": target}
+    return subprocess.Popen(command_of(loop, bootstrap, source, target, group, interval_ms), env=os.environ | names)
+
+
+def cpu_seconds(processes: list[subprocess.Popen[bytes]]) -> float:
+    times = [psutil.Process(process.pid).cpu_times() for process in processes]
+    return sum(one.user + one.system for one in times)
 
 
 class Reader:

@@ -1,0 +1,75 @@
+"""`make bench-chain`: how old a record is when a read_committed consumer sees it after a chain of stages.
+
+Each stage is a worker process (`eos run`) that reads the output of the stage before as read_committed. The source, the
+age of a record and the broker are those of latency.py. Chains of each length run in turns, in another order each
+round. Prints percentiles per round, and the medians of the rounds. Nothing here asserts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections import defaultdict
+from itertools import product
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.clients import BROKER
+from benchmarks.latency import BROKER_WARM_UP_S, LOOPS, measure
+from eos.broker import LocalKafka
+
+PERCENTILES = (50, 99)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=25.0, help="of one run, the first 5 are not measured")
+    parser.add_argument("--rate", type=int, default=1_000, help="records per second")
+    parser.add_argument("--intervals-ms", type=int, nargs="+", default=[20, 100], help="of a transaction")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3, 5])
+    parser.add_argument("--loops", nargs="+", default=["eos"], choices=LOOPS)
+    options = parser.parse_args()
+    console = Console(width=110)
+    console.print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
+        f"{platform.python_version()}, command: python -m benchmarks.chain {' '.join(sys.argv[1:])}"
+    )
+    chains = list(product(options.intervals_ms, options.stages, options.loops))
+    rounds: dict[tuple[int, int, str], list[list[float]]] = defaultdict(list)
+    with LocalKafka(nodes=1, config=BROKER) as kafka:
+        measure(kafka.bootstrap_servers, "straight loop", options.rate, BROKER_WARM_UP_S, options.intervals_ms[0])
+        for turn in range(options.rounds):
+            for chain in chains[turn % len(chains) :] + chains[: turn % len(chains)]:
+                interval_ms, stages, loop = chain
+                load = os.getloadavg()[0]
+                ages, cpu = measure(kafka.bootstrap_servers, loop, options.rate, options.seconds, interval_ms, stages)
+                figures = [*np.percentile(ages, PERCENTILES), cpu]
+                rounds[chain].append(figures)
+                console.print(
+                    f"  round {turn + 1}, {interval_ms} ms, {stages} x {loop}: p50 {figures[0]:.0f} ms, "
+                    f"p99 {figures[1]:.0f} ms, cpu {cpu:.2f}, {len(ages):,} records, load before {load:.1f}"
+                )
+    table = Table(
+        "transactions",
+        "stages",
+        "loop",
+        "p50 ms",
+        "p99 ms",
+        "cpu",
+        title=f"{options.rate:,} records/s, medians of rounds",
+    )
+    for (interval_ms, stages, loop), measured in rounds.items():
+        p50, p99, cpu = np.median(measured, axis=0)
+        table.add_row(f"{interval_ms} ms", str(stages), loop, f"{p50:.0f}", f"{p99:.0f}", f"{cpu:.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
