@@ -53,6 +53,7 @@ def test_row_of_a_late_commit_is_neither_lost_nor_reordered(outbox: Outbox) -> N
     outbox.require_exact()
 
 
+@pytest.mark.deep  # test_outbox_faults.py has a takeover
 def test_second_worker_takes_over(outbox: Outbox) -> None:
     outbox.insert(50)
     with outbox.start("--instance", "one") as one:

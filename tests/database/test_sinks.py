@@ -107,13 +107,7 @@ def on_server(request: pytest.FixtureRequest, kafka: LocalKafka, names: Names, t
     return Sinks(kafka, names, tmp_path, request.getfixturevalue(request.param))
 
 
-@pytest.mark.deep_for(
-    *("postgres-move-before", "postgres-send_offsets-before"),
-    *("sqlite-move-before", "sqlite-commit-behind", "sqlite-send_offsets-before"),
-    *("mariadb-move-before", "mariadb-send_offsets-before", "mariadb-flush-behind", "pg8000-*"),
-    *("duckdb-move-before", "duckdb-send_offsets-before", "duckdb-flush-behind"),
-    *("pgbouncer-move-before", "pgbouncer-send_offsets-before", "pgbouncer-flush-behind"),
-)
+@pytest.mark.deep  # by default, test_kill_steps.py kills a worker
 @pytest.mark.parametrize(
     ("step", "when"), [("move", "before"), ("commit", "behind"), ("send_offsets", "before"), ("flush", "behind")]
 )
@@ -127,7 +121,7 @@ def test_rows_are_exact_after_kills_at_a_step(sinks: Sinks, step: str, when: str
     sinks.require_exact()
 
 
-@pytest.mark.deep_for("postgres-lost", "mariadb-*", "pg8000-*", "pgbouncer-done", "pgbouncer-lost")
+@pytest.mark.deep_for("postgres-lost", "postgres-done", "mariadb-*", "pg8000-*", "pgbouncer-late", "pgbouncer-lost")
 @pytest.mark.parametrize("loss", ["done", "lost", "late"])
 def test_commit_without_answer_is_settled(on_server: Sinks, loss: Loss) -> None:
     """D2, D3, D6: a COMMIT is done, not done, or done only after the worker has connected again."""
@@ -147,7 +141,7 @@ def test_parameter_that_a_pooler_refuses_is_a_configuration_error(pgbouncer: PgB
         Postgres(f"{pgbouncer.dsn(port=pgbouncer.port)} options=-csearch_path=sales").connect()
 
 
-@pytest.mark.deep_for("pg8000", "pgbouncer")
+@pytest.mark.deep_for("mariadb", "pg8000", "pgbouncer")
 def test_suspended_worker_writes_nothing_and_exits_with_79(on_server: Sinks, tmp_path: Path) -> None:
     """D4: another worker has taken over while this one was suspended before its commit in the database."""
     sinks = on_server
@@ -178,7 +172,7 @@ def test_suspended_worker_writes_nothing_and_exits_with_79(on_server: Sinks, tmp
     sinks.require_exact()
 
 
-@pytest.mark.deep_for("mariadb_server", "pooled_server")
+@pytest.mark.deep  # by default, test_kill_steps.py and test_outbox_faults.py wait for a killed PostgreSQL
 @pytest.mark.parametrize(
     "database",
     [
@@ -215,7 +209,7 @@ def test_worker_waits_for_a_killed_database(
         sinks.run(ends=69)
 
 
-@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000", "pgbouncer")
+@pytest.mark.deep_for("postgres", "duckdb", "mariadb", "pg8000", "pgbouncer")
 def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
     """D11: the tables of an earlier moment come back; the group's offset is ahead of them."""
     sinks.load(200)
@@ -274,7 +268,7 @@ def test_record_that_stopped_the_worker_can_be_skipped(on_server: Sinks) -> None
     assert skips == 2
 
 
-@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000", "pgbouncer")
+@pytest.mark.deep_for("postgres", "duckdb", "mariadb", "pg8000", "pgbouncer")
 def test_missing_table_or_column_or_key_exits_with_78(sinks: Sinks) -> None:
     sinks.load(10)
     sinks.execute("alter table orders rename to orders_old")
@@ -355,7 +349,7 @@ def visit(visit: Visit) -> Visit | None:
 """
 
 
-@pytest.mark.deep_for("sqlite", "duckdb", "mariadb", "pg8000", "pgbouncer")
+@pytest.mark.deep_for("postgres", "sqlite", "mariadb", "pg8000", "pgbouncer")
 def test_tables_are_created_from_the_annotation(sinks: Sinks) -> None:
     visits = f"{sinks.id}-visits"
     create_topic(sinks.servers, visits)

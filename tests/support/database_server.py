@@ -39,6 +39,14 @@ class DatabaseServer(ABC):
     @abstractmethod
     def start(self) -> None: ...
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def kill(self) -> None:
         """Kill the main process; its children end themselves."""
         assert self._process is not None
@@ -46,7 +54,7 @@ class DatabaseServer(ABC):
         self._process.wait()
 
     def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self.is_running():
             self._process.send_signal(self.stop_signal)
             self._process.wait(60)
 
