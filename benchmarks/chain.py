@@ -1,8 +1,9 @@
 """`make bench-chain`: how old a record is when a read_committed consumer sees it after a chain of stages.
 
 Each stage is a worker process (`eos run`) that reads the output of the stage before as read_committed. The source, the
-age of a record and the broker are those of latency.py. Chains of each length run in turns, in another order each
-round. Prints percentiles per round, and the medians of the rounds. Nothing here asserts.
+age of a record and the broker are those of latency.py. The chains run in turns, in another order each round. Prints
+percentiles per round, and the medians of the rounds. `--loops` also measures the stages by hand of
+speculative_stage.py. Nothing here asserts.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clients import BROKER
-from benchmarks.latency import BROKER_WARM_UP_S, LOOPS, measure
+from benchmarks.latency import BROKER_WARM_UP_S, measure
 from eos.broker import LocalKafka
 
 PERCENTILES = (50, 99)
+FIRST = {"eos": "eos", "committed stage": "committed stage", "speculative stage": "committed stage"}
+"""The first stage of each loop's chain. The source has no transactions, so its reader has nothing to speculate on."""
 
 
 def main() -> None:
@@ -34,7 +37,7 @@ def main() -> None:
     parser.add_argument("--rate", type=int, default=1_000, help="records per second")
     parser.add_argument("--intervals-ms", type=int, nargs="+", default=[20, 100], help="of a transaction")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3, 5])
-    parser.add_argument("--loops", nargs="+", default=["eos"], choices=LOOPS)
+    parser.add_argument("--loops", nargs="+", default=["eos"], choices=FIRST)
     options = parser.parse_args()
     console = Console(width=110)
     console.print(
@@ -42,31 +45,27 @@ def main() -> None:
         f"{platform.python_version()}, command: python -m benchmarks.chain {' '.join(sys.argv[1:])}"
     )
     chains = list(product(options.intervals_ms, options.stages, options.loops))
-    rounds: dict[tuple[int, int, str], list[list[float]]] = defaultdict(list)
+    measured: dict[tuple[int, int, str], list[list[float]]] = defaultdict(list)
     with LocalKafka(nodes=1, config=BROKER) as kafka:
-        measure(kafka.bootstrap_servers, "straight loop", options.rate, BROKER_WARM_UP_S, options.intervals_ms[0])
+        measure(kafka.bootstrap_servers, ["straight loop"], options.rate, BROKER_WARM_UP_S, options.intervals_ms[0])
         for turn in range(options.rounds):
-            for chain in chains[turn % len(chains) :] + chains[: turn % len(chains)]:
+            first = turn % len(chains)
+            for chain in chains[first:] + chains[:first]:
                 interval_ms, stages, loop = chain
+                loops = [FIRST[loop]] + [loop] * (stages - 1)
                 load = os.getloadavg()[0]
-                ages, cpu = measure(kafka.bootstrap_servers, loop, options.rate, options.seconds, interval_ms, stages)
-                figures = [*np.percentile(ages, PERCENTILES), cpu]
-                rounds[chain].append(figures)
+                ages, cpu = measure(kafka.bootstrap_servers, loops, options.rate, options.seconds, interval_ms)
+                p50, p99 = np.percentile(ages, PERCENTILES)
+                measured[chain].append([p50, p99, cpu])
                 console.print(
-                    f"  round {turn + 1}, {interval_ms} ms, {stages} x {loop}: p50 {figures[0]:.0f} ms, "
-                    f"p99 {figures[1]:.0f} ms, cpu {cpu:.2f}, {len(ages):,} records, load before {load:.1f}"
+                    f"  round {turn + 1}, {interval_ms} ms, {stages} x {loop}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, "
+                    f"cpu {cpu:.2f}, {len(ages):,} records, load before {load:.1f}"
                 )
     table = Table(
-        "transactions",
-        "stages",
-        "loop",
-        "p50 ms",
-        "p99 ms",
-        "cpu",
-        title=f"{options.rate:,} records/s, medians of rounds",
+        "transactions", "stages", "loop", "p50 ms", "p99 ms", "cpu", title=f"{options.rate:,} records/s, medians"
     )
-    for (interval_ms, stages, loop), measured in rounds.items():
-        p50, p99, cpu = np.median(measured, axis=0)
+    for (interval_ms, stages, loop), rounds in measured.items():
+        p50, p99, cpu = np.median(rounds, axis=0)
         table.add_row(f"{interval_ms} ms", str(stages), loop, f"{p50:.0f}", f"{p99:.0f}", f"{cpu:.2f}")
     console.print(table)
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,6 +33,12 @@ from eos.broker import LocalKafka
 GOALS_MS = {50: 50, 99: 150}
 PERCENTILES = (50, 90, 99, 99.9)
 LOOPS = ("eos", "straight loop")
+BY_HAND = {
+    "straight loop": ["benchmarks.steady_straight"],
+    "committed stage": ["benchmarks.speculative_stage", "read_committed"],
+    "speculative stage": ["benchmarks.speculative_stage", "read_uncommitted"],
+}
+"""The loops over confluent-kafka: module and further arguments."""
 BROKER_WARM_UP_S = 20.0
 WARM_UP_S = 5.0  # of the source, not measured: connections to all partitions are made
 START_LIMIT_S = 60.0
@@ -39,24 +46,26 @@ Ages = NDArray[np.float64]
 
 
 def command_of(loop: str, bootstrap: str, source: str, target: str, group: str, interval_ms: int) -> list[str]:
-    if loop == "straight loop":
-        return [sys.executable, "-m", "benchmarks.steady_straight", bootstrap, source, target, group, str(interval_ms)]
+    if loop in BY_HAND:
+        module, *more = BY_HAND[loop]
+        return [sys.executable, "-m", module, bootstrap, source, target, group, str(interval_ms), *more]
     worker = ["run", "benchmarks.steady_app:app", "--instance", "bench", "--log-level", "warning"]
     flags = ["--bootstrap-servers", bootstrap, "-X", f"eos.transaction.interval.ms={interval_ms}"]
     return [sys.executable, "-m", "eos", *worker, *flags]
 
 
 def measure(
-    bootstrap: str, loop: str, per_second: int, seconds: float, interval_ms: int, stages: int = 1
+    bootstrap: str, stages: Sequence[str], per_second: int, seconds: float, interval_ms: int
 ) -> tuple[Ages, float]:
-    """Ages in milliseconds of one run's records after this many stages, each a process with its own group, and the
-    processor seconds that the stages took per second."""
+    """Ages in milliseconds of one run's records after these stages, and the processor seconds that the stages took per
+    second. Each stage is a loop in a process with a group of its own."""
     group = f"latency-{uuid.uuid4().hex[:8]}"
-    topics = [f"{group}-{number}" for number in range(stages + 1)]
+    topics = [f"{group}-{number}" for number in range(len(stages) + 1)]
     for topic in topics:
         create(bootstrap, topic)
     workers = [
-        start(loop, bootstrap, source, target, f"{target}-group", interval_ms) for source, target in pairwise(topics)
+        start(loop, bootstrap, source, target, f"{target}-group", interval_ms)
+        for loop, (source, target) in zip(stages, pairwise(topics), strict=True)
     ]
     reader = Reader(bootstrap, topics[-1])
     feeding: subprocess.Popen[bytes] | None = None
@@ -170,11 +179,13 @@ def main() -> None:
     cpu: dict[str, list[float]] = {loop: [] for loop in options.loops}
     with LocalKafka(nodes=1) as kafka:
         # A broker that has just started answers slowly: whoever comes first would fall behind by seconds.
-        measure(kafka.bootstrap_servers, "straight loop", options.rate, BROKER_WARM_UP_S, options.interval_ms)
+        measure(kafka.bootstrap_servers, ["straight loop"], options.rate, BROKER_WARM_UP_S, options.interval_ms)
         for turn in range(options.rounds):
             for at in range(len(options.loops)):
                 loop = options.loops[(turn + at) % len(options.loops)]
-                ages, took = measure(kafka.bootstrap_servers, loop, options.rate, options.seconds, options.interval_ms)
+                ages, took = measure(
+                    kafka.bootstrap_servers, [loop], options.rate, options.seconds, options.interval_ms
+                )
                 every[loop].append(ages)
                 cpu[loop].append(took)
                 console.print("  " + "  ".join(row(f"round {turn + 1}, {loop}:", ages, f"cpu {took:.2f}")))
