@@ -7,10 +7,9 @@ Tasks that a user's function started continue when the next call runs the loop.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Coroutine, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from eos import log
 from eos.errors import (
@@ -22,6 +21,10 @@ from eos.errors import (
     raise_if_interrupted,
     safe_str,
 )
+
+if TYPE_CHECKING:
+    # Imported late at run time: most Apps have no coroutine functions, and would start 20 ms later.
+    import asyncio
 
 Outcome = Any  # a coroutine's result, or the exception that it raised
 
@@ -76,6 +79,8 @@ def prepare() -> None:
 
 
 def _get_runner() -> asyncio.Runner:
+    import asyncio
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -123,6 +128,8 @@ async def _gather(
     coroutines: list[Coroutine[Any, Any, Any]], running: list[asyncio.Task[list[Outcome]]]
 ) -> list[Outcome]:
     """Run all coroutines, and append the task that runs them to `running`."""
+    import asyncio
+
     running.append(cast("asyncio.Task[list[Outcome]]", asyncio.current_task()))
     return await asyncio.gather(*map(outcome_of, coroutines))
 
@@ -142,6 +149,8 @@ async def outcome_of(coroutine: Coroutine[Any, Any, Any]) -> Outcome:
 
 
 def _stop_with(error: BaseException) -> None:
+    import asyncio
+
     _thread_loop.fatal = _thread_loop.fatal or error
     asyncio.get_running_loop().stop()
 

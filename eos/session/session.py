@@ -32,8 +32,6 @@ from eos.session.producer.producer import OLD_TRANSACTIONS, TransactionalProduce
 from eos.session.transaction import Transaction
 from eos.signals import ShutdownExpired, StopSignals, stop_timeout_error
 
-_IDENTITY_S = 0.5
-
 
 class TransactSession:
     """Iterates over transactions: each turn of the loop is one transaction with a batch of records.
@@ -126,16 +124,20 @@ class TransactSession:
         try:
             self._parts.fetcher.connect(self.destinations, deadline)
             with self._parts.world.admin(self.settings) as admin:
-                self._start_producer(admin, deadline)
+                # The group assigns partitions while the producer starts. Their committed offsets are read afterwards.
                 self._parts.fetcher.join(admin)
+                self._start_producer(admin, deadline)
+                self._parts.fetcher.find_end()
         except Stopped:
-            log.info("stopped before the group was joined", group=self.group)  # the loop ends at its first turn
+            log.info("stopped before the session was started", group=self.group)
+            return  # the loop ends at its first turn
         except BaseException:
             self.close()
             raise
         self._parts.owner_info.note_owned("our start")
-        self.producer.poll_identity(_IDENTITY_S)  # set before the start, so that log events name it
-        log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
+        log.info(
+            "session started", group=self.group, topics=",".join(self.topics), transactional_id=self.transactional_id
+        )
 
     def _start_producer(self, admin: ClusterAdmin, deadline: float) -> None:
         """Initialise both transactional.ids, which fences every predecessor."""
@@ -147,9 +149,10 @@ class TransactSession:
 
         old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
         producer.start(deadline, end, alternate=old_brokers)
-        if not old_brokers:
+        alternate = alternate_transactional_id(producer.transactional_id)
+        if not old_brokers and admin.describe(alternate) is not None:
             # A predecessor that was started before the brokers were upgraded may use the alternate id.
-            producer.fence(alternate_transactional_id(producer.transactional_id), deadline, end)
+            producer.fence(alternate, deadline, end)
 
     def close(self, leave_group: bool = False) -> None:
         """Abort the open transaction and close all clients. `leave_group`: a static member leaves for good."""

@@ -76,7 +76,7 @@ class Script:
 
     def __init__(self) -> None:
         self.time, self.committed, self.position = 0.0, -1001, 0
-        self.epochs: dict[str, int] = {}
+        self.epochs = {"t-alternate": 0}  # of the transactional.ids that the coordinator knows
         self.metadata = ""  # metadata of the group's committed offset
         self.visible: list[bytes] = []
         self.calls: list[str] = []
@@ -91,7 +91,9 @@ class Script:
         self.admin: Any = SimpleNamespace(
             transaction_version=lambda: 2,
             describe_transactions=lambda ids: [],
-            describe=lambda name: TransactionalIdState("CompleteCommit", 7, self.epochs[name]),
+            describe=lambda name: (
+                TransactionalIdState("CompleteCommit", 7, self.epochs[name]) if name in self.epochs else None
+            ),
             members=lambda group: [],
             classic_group=lambda group: {"members": [], "protocol_data": ""},
             committed_metadata=lambda group: [],
@@ -390,6 +392,13 @@ def test_participant_write_without_records_commits_the_unchanged_offset() -> Non
     assert (script.visible, script.committed) == (ALL, 10)
     assert script.participant.fenced == [{("in", 0)}] * 3
     assert script.calls[-4:] == ["begin", "flush", "offsets", "commit"]
+
+
+def test_start_fences_no_alternate_id_that_the_coordinator_does_not_know() -> None:
+    script = Script()
+    del script.epochs["t-alternate"]
+    copied(script)
+    assert (script.visible, script.calls.count("init"), list(script.epochs)) == (ALL, 1, ["t"])
 
 
 @pytest.mark.parametrize("sends", [False, True])

@@ -26,6 +26,7 @@ from eos.session.consumer.positions import TopicPartition as Partition
 from eos.session.consumer.queries import EndOfInput
 
 _IDLE_POLL_S = 0.1  # longest time until a stop is noticed
+_JOIN_POLL_S = 0.01
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for its next record before it ends early
 _PAUSE_S = 0.05
 _REJOIN_ADMIN_MS = 5_000
@@ -140,9 +141,12 @@ class Fetcher:
         consumer.member.remove_predecessor(admin, self.topics)
         consumer.topic_ids.learn_changelog_ids(admin)
         self._handover.from_beginning |= self._topics_added_while_stopped(admin)
-        if self._until_end:
-            self._end = EndOfInput(consumer.queries, self._settings, self._chained, self._world)
         consumer.join()
+
+    def find_end(self) -> None:
+        """With `until_end`, find the end of the input: all records that are readable now. Raises Stopped."""
+        if self._until_end:
+            self._end = EndOfInput(self.group_consumer.queries, self._settings, self._chained, self._world)
 
     def _topics_added_while_stopped(self, admin: ClusterAdmin) -> set[str]:
         """Return topics matched by a pattern that are younger than the group's commits: they appeared while no worker
@@ -233,7 +237,7 @@ class Fetcher:
         self._pacing.begin_gathering(now := self._world.now())
         if not len(self.positions) and not self._pacing.left_s(now):
             # Idle: the first record starts a transaction at once.
-            self.poll(1, 0.0 if self.group_consumer.assignment.restoring else _IDLE_POLL_S)
+            self.poll(1, self._idle_poll_s())
             if not len(self.positions):
                 return
             self._pacing.begin_gathering(now := self._world.now())
@@ -245,6 +249,11 @@ class Fetcher:
             self.poll(backlog - len(self.positions), min(left_s, _IDLE_POLL_S))
             if left_s <= _IDLE_POLL_S or len(self.positions) >= backlog or self._stopping():
                 return
+
+    def _idle_poll_s(self) -> float:
+        if self.group_consumer.assignment.restoring:
+            return 0.0
+        return _JOIN_POLL_S if self.group_consumer.awaits_assignment else _IDLE_POLL_S
 
     def wait_out_pause(self) -> None:
         """Wait after an abort, which gives the group and the cluster a moment; poll so that callbacks run."""

@@ -128,9 +128,13 @@ class GroupConsumer:
         instance_id = configuration.get("group.instance.id")
         self.member = Member(self.consumer, settings, instance_id, self._handover.member_ids, world)
 
+        self.awaits_assignment = False
+        """Whether the group has not answered since `join`. A poll that serves its answer still waits for records."""
+
     # ---- life -------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
+        self.awaits_assignment = True
         self.topic_ids.start(self._watcher)
         self._subscribe()
 
@@ -284,6 +288,7 @@ class GroupConsumer:
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         try:
+            self.awaits_assignment = False
             if not self.assignment.all:
                 self.member.note_first_assignment()
             # Assign no partition yet. `start` assigns each partition when its start offset is known.

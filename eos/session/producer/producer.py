@@ -148,13 +148,17 @@ class TransactionalProducer:
 
     def _become_ready(self) -> None:
         """Begin to use an initialised client."""
-        evidence = self.client.evidence
         self._machine.fire(Event.INITIALISED)
         self._replacement_reason, self.epoch_may_have_advanced = None, False
-        # Wait for the first statistics. Without them a slow call counts as retried, and with a slow coordinator each
-        # small transaction would replace the producer. Most of the statistics interval has passed during
-        # InitProducerId.
-        self._wait_for_statistics(lambda: evidence.has_no_statistics)
+
+    def _wait_for_first_statistics(self) -> None:
+        """Wait until the client has emitted statistics since its init, at most 0.1 s after that.
+
+        Without them a slow call counts as retried, and with a slow coordinator each small transaction would replace the
+        producer. A start calls this as late as possible, because most of that time then passes with other work."""
+        evidence = self.client.evidence
+        if evidence.has_no_statistics:
+            self._wait_for_statistics(lambda: evidence.has_no_statistics)
 
     def _create_client(
         self,
@@ -253,6 +257,7 @@ class TransactionalProducer:
         if old is not None:
             old.retire()
         self._become_ready()
+        self._wait_for_first_statistics()
         log.info("producer replaced", reason=reason, **self.who())
 
     def give_up(self, reason: str) -> None:
@@ -400,6 +405,7 @@ class TransactionalProducer:
             wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
         self.client.raise_callback_error()
         self._raise_delivery_error()
+        self._wait_for_first_statistics()
 
     def _flush_with_timeout(self, wait_s: float) -> int:
         """Flush for a while and return the number of records still in the queue."""
