@@ -408,6 +408,7 @@ def require_fit_cluster(settings: Settings, need: Requirements, world: World = R
     """Run all checks: raise the first failure, and log the others and the warnings.
 
     Creates missing topics first with eos.create.topics. Returns the facts about the cluster."""
+    world.step("preflight")
     check_clients(settings, world)
     timeout_s = settings["eos.startup.timeout.ms"] / 1000
     asked = settings, need.topics, need.group, need.transactional_ids, timeout_s, world

@@ -59,8 +59,8 @@ class World:
     watchdog: Callable[..., Watchdog] = Watchdog
     """`watchdog(name, idle)`: runs calls that can hang on its own thread (eos/kafka/client/watchdog.py)."""
     step: Callable[[str], None] = lambda name: None
-    """Receives the name of each step of a session's transactions before the step, on the step's thread. A test waits,
-    observes or injects a fault there."""
+    """Receives the name of each step of a session's start and transactions before the step, on the step's thread.
+    A test waits, observes or injects a fault there."""
     background: Callable[[str, Callable[[], None]], None] = _start_thread
     """`background(name, run)`: runs it on a daemon thread that nothing waits for."""
 

@@ -129,6 +129,7 @@ class Fetcher:
 
     def connect(self, destinations: Sequence[str], deadline: float) -> None:
         """Connect to the cluster. Raises Unavailable unless all topics exist by the deadline (World.now())."""
+        self._world.step("connect")
         self._chained = set(self.topics).intersection(destinations)
         self._handover.from_beginning |= self._chained
         self._group_consumer = self._create_consumer()
@@ -137,6 +138,7 @@ class Fetcher:
 
     def join(self, admin: ClusterAdmin) -> None:
         """Join the group. Raises Stopped."""
+        self._world.step("join")
         consumer = self.group_consumer
         consumer.member.remove_predecessor(admin, self.topics)
         consumer.topic_ids.learn_changelog_ids(admin)
@@ -225,11 +227,14 @@ class Fetcher:
             for follower in self._followers:
                 follower.forget(revoked)
             assignment.note_reported(revoked)  # after the reports, so that an interrupted report is repeated
-        consumer.start_offsets.locate(assignment)
+        if assignment.unlocated:
+            self._world.step("committed offsets")
+            consumer.start_offsets.locate(assignment)
         if starts := assignment.restoring:
             new = {p for p, start in starts.items() if start.offset < 0}
             uncommitted = consumer.start_offsets.uncommitted.keys() | new
             ready = set(starts).intersection(*(f.restore(starts, uncommitted) for f in self._followers))
+            self._world.step("fetch")
             consumer.start(ready)
 
     def gather(self) -> None:

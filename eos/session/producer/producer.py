@@ -172,7 +172,9 @@ class TransactionalProducer:
             self._finish_interrupted_init()
             client = Client(self._settings, transactional_id, self._reports, self._world)
             # Fence only after the client was created: settings that it refuses must not fence a healthy owner.
+            self._world.step("abort of predecessor")
             before_init(transactional_id)
+        self._world.step("init")
         try:
             self._init(client, deadline)
         except CallFailed as failure:
