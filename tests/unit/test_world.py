@@ -16,7 +16,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 import eos
 from eos import Transaction, TransactSession
-from eos.errors import InputGone
+from eos.errors import Action, CallFailed, InputGone
 from eos.kafka.client.cluster import TransactionalIdState
 from eos.kafka.client.watchdog import Job
 from eos.kafka.client.world import World
@@ -457,6 +457,24 @@ def test_abort_hands_the_records_out_again() -> None:
         "aborted",
         *["offset metadata", "committed"] * 2,
     ]
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_abort_without_sent_records_keeps_the_producer(sends: bool) -> None:
+    """A row that a database refuses aborts such a transaction. Sent records would have used sequence numbers."""
+    script = Script()
+    script.participant = KeepingParticipant()
+    write = script.participant.before_flush
+
+    def refuse_once(send: SendAll, offsets: Mapping[tuple[str, int], int]) -> None:
+        script.participant.before_flush = write  # type: ignore[method-assign]
+        raise CallFailed("database", Action.ABORT, ValueError("refused"))
+
+    script.participant.before_flush = refuse_once  # type: ignore[method-assign]
+    session = copied(script, sends=sends)
+    assert (script.participant.written, script.committed) == ([*range(10)], 10)
+    assert session.counters.aborts == 1
+    assert session.counters.replacements == ({"abort": 1} if sends else {})
 
 
 def test_transactions_shrink_after_a_timeout(caplog: pytest.LogCaptureFixture) -> None:

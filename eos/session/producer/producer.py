@@ -75,6 +75,7 @@ class TransactionalProducer:
         self._initialising_client: Client | None = None  # a signal interrupted the wait for its init
         self._replacement_reason: str | None = None
         self._produced_count = 0
+        self._is_feeding = False  # records are sent that are not counted yet; stays true if a signal interrupts that
         self.waited_s = 0.0
         """The seconds that sends have waited for room in the client's queue, over the life of this object."""
         self._began_at = 0.0  # World.now(), for our own deadlines
@@ -287,7 +288,7 @@ class TransactionalProducer:
             self.client.begin_transaction()
         except KafkaException as error:
             raise self._classify_failure("begin", error) from error
-        self._produced_count, self._offsets_sent = 0, False
+        self._produced_count, self._is_feeding, self._offsets_sent = 0, False, False
         self._began_at, self._open_since = self._world.now(), self._world.boot_clock()
 
     def send(
@@ -311,11 +312,11 @@ class TransactionalProducer:
                 report(error, message)
 
         record = (topic, value, key, partition, on_delivery, None, timestamp_ms, headers or None)
+        self._produced_count += 1
         try:
             client.producer.produce(*record)
         except (BufferError, KafkaException) as error:
             self._produce_after(error, record)
-        self._produced_count += 1
 
     def send_all(self, sends: Iterable[Send]) -> None:
         """Queue many records with one state check for all of them. Raises CallFailed as `send` does."""
@@ -323,18 +324,20 @@ class TransactionalProducer:
         produce = self.produce
         for send in sends:
             topic, value, key, partition, timestamp_ms, headers = send
+            self._produced_count += 1
             try:
                 produce(topic, value, key, partition, None, None, timestamp_ms, headers)
             except (BufferError, KafkaException) as error:
                 self.on_produce_error(error, send)
-            self._produced_count += 1
 
     def feed(self, feed: Feed, records: list[Record]) -> FeedResult:
         """Queue the outputs that `feed` makes of the records: the hot path, with one state check for all. Raises
         nothing of its own: a failed send is the CallFailed in `Fed.error`."""
         self._machine.fire(Event.SEND)
+        self._is_feeding = True
         fed = feed(records, self)
         self._produced_count += fed.sent
+        self._is_feeding = False
         # librdkafka keeps the report of each delivery until it is polled, although only failures call back. Poll while
         # the client's threads send records: during the flush, polls would make the end of the transaction later.
         self.poll(0)
@@ -447,15 +450,16 @@ class TransactionalProducer:
         self._machine.fire(Event.ENDED)
 
     def abort(self, deadline: float | None = None) -> None:
-        """Abort the transaction. Afterwards this producer must be replaced: the client may reuse the sequence number of
-        a purged record, and the broker would drop the next record as a duplicate.
+        """Abort the transaction. If anything was sent in it, this producer must be replaced afterwards: the client may
+        reuse the sequence number of a purged record, and the broker would drop the next record as a duplicate.
 
         Waits for an unreachable cluster until `deadline` (World.now()), or forever without one.
         """
         self._machine.fire(Event.ABORT)
         client = self.client
         self._expect_end_txn()
-        self._replacement_reason, self.epoch_may_have_advanced = "abort", True
+        if self.has_sent or self._offsets_sent:
+            self._replacement_reason, self.epoch_may_have_advanced = "abort", True
         self._call(client, "abort", client.producer.abort_transaction, deadline=deadline)
         self.epoch_may_have_advanced = False
         self._machine.fire(Event.ENDED)
@@ -469,8 +473,8 @@ class TransactionalProducer:
 
     @property
     def has_sent(self) -> bool:
-        """Return whether records were sent in the transaction."""
-        return self._produced_count > 0
+        """Return whether records were, or may have been, sent in the transaction."""
+        return self._produced_count > 0 or self._is_feeding
 
     @property
     def delivered(self) -> float:
