@@ -155,8 +155,9 @@ class TransactionalProducer:
     def _wait_for_first_statistics(self) -> None:
         """Wait until the client has emitted statistics since its init, at most 0.1 s after that.
 
-        Without them a slow call counts as retried, and with a slow coordinator each small transaction would replace the
-        producer. A start calls this as late as possible, because most of that time then passes with other work."""
+        They show the connections before the first transaction. Without them a slow call counts as retried, and with a
+        slow coordinator each small transaction would replace the producer. A start begins its first transaction when
+        its partitions are assigned, and most of that time has passed by then."""
         evidence = self.client.evidence
         if evidence.has_no_statistics:
             self._wait_for_statistics(lambda: evidence.has_no_statistics)
@@ -283,6 +284,7 @@ class TransactionalProducer:
     # ---- one transaction ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
+        self._wait_for_first_statistics()
         self._machine.fire(Event.BEGIN)
         try:
             self.client.begin_transaction()
@@ -410,7 +412,6 @@ class TransactionalProducer:
             wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
         self.client.raise_callback_error()
         self._raise_delivery_error()
-        self._wait_for_first_statistics()
 
     def _flush_with_timeout(self, wait_s: float) -> int:
         """Flush for a while and return the number of records still in the queue."""
