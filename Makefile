@@ -11,7 +11,7 @@ DOCS := $(VENV)/.docs
 # Where it is set, each of the thousands of processes that the suites start compiles the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-state demo-spark dist docs reference check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-windows bench-state-order bench-restore bench-spark bench-far bench-rows bench-chain clean engine image own-images up down ps worker shim sweep bench-shim
+.PHONY: demo demo-state demo-spark dist docs reference check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-windows bench-state-order bench-restore bench-spark bench-far bench-rows bench-chain bench-partitions clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
 	$(BIN)/eos demo
@@ -145,6 +145,10 @@ bench-rows: $(STAMP)
 # Latency after 1, 2, 3 and 5 stages, each a worker; a quiet machine, please.
 bench-chain: $(STAMP)
 	$(BIN)/python -m benchmarks.chain
+
+# Topics of 8 to 1,000 partitions, 1 to 4 workers, connections, and memory under a slow function.
+bench-partitions: $(STAMP)
+	$(BIN)/python -m benchmarks.partitions
 
 # Transactions through the shim against direct ones; a quiet machine, please.
 bench-shim: $(STAMP)

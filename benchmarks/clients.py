@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from confluent_kafka import Consumer, Producer
 
 BROKER = {"log.segment.delete.delay.ms": 1_000}
@@ -9,12 +11,12 @@ BROKER = {"log.segment.delete.delay.ms": 1_000}
 that minute are more than a directory in memory holds."""
 
 
-def straight(bootstrap: str, group: str, linger_ms: str = "5") -> tuple[Consumer, Producer]:
+def straight(bootstrap: str, group: str, linger_ms: str = "5", **more: Any) -> tuple[Consumer, Producer]:
     """What a careful person sets by hand for speed; the producer is initialised, its transactional.id is the group.
-    `linger_ms`: 5 is librdkafka's own."""
-    producer = _producer(bootstrap, linger_ms, {"transactional.id": group})
+    `linger_ms`: 5 is librdkafka's own. `more`: further settings of both clients."""
+    producer = _producer(bootstrap, linger_ms, {"transactional.id": group, **more})
     producer.init_transactions()
-    return straight_consumer(bootstrap, group), producer
+    return straight_consumer(bootstrap, group, **more), producer
 
 
 def at_least_once(bootstrap: str, group: str) -> tuple[Consumer, Producer]:
@@ -22,7 +24,7 @@ def at_least_once(bootstrap: str, group: str) -> tuple[Consumer, Producer]:
     return straight_consumer(bootstrap, group), _producer(bootstrap, "10", {"enable.idempotence": True})
 
 
-def straight_consumer(bootstrap: str, group: str) -> Consumer:
+def straight_consumer(bootstrap: str, group: str, **more: Any) -> Consumer:
     return Consumer(
         {
             "bootstrap.servers": bootstrap,
@@ -31,11 +33,12 @@ def straight_consumer(bootstrap: str, group: str) -> Consumer:
             "enable.auto.commit": False,
             "auto.offset.reset": "earliest",
             "fetch.queue.backoff.ms": 5,
+            **more,
         }
     )
 
 
-def _producer(bootstrap: str, linger_ms: str, more: dict[str, str | bool]) -> Producer:
+def _producer(bootstrap: str, linger_ms: str, more: dict[str, Any]) -> Producer:
     return Producer(
         {
             "bootstrap.servers": bootstrap,

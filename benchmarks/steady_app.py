@@ -1,8 +1,10 @@
-"""The App of latency.py and restart.py; its id and topics come from the environment, so that each run has its own."""
+"""The App of latency.py, restart.py and partitions.py; its id and topics come from the environment, so that each run
+has its own."""
 
 from __future__ import annotations
 
 import os
+import time
 
 from eos import App, Record, State
 
@@ -22,4 +24,12 @@ def count(record: Record, seen: State[bytes]) -> bytes | None:
     return record.value if record.value[:1].isdigit() else None
 
 
-steady(count if "EOS_BENCH_STATE" in os.environ else upper)
+def slow(record: Record) -> bytes | None:
+    time.sleep(float(os.environ["EOS_BENCH_SLEEP_S"]))
+    return upper(record)
+
+
+if "EOS_BENCH_STATE" in os.environ:
+    steady(count)
+else:
+    steady(slow if "EOS_BENCH_SLEEP_S" in os.environ else upper)

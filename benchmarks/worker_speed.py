@@ -56,16 +56,26 @@ def shapes() -> dict[str, list[str]]:
     return loops
 
 
-def load(bootstrap: str, topic: str, count: int, size: int, keys: int = 10_000, span_ms: int = 0) -> None:
+def load(
+    bootstrap: str,
+    topic: str,
+    count: int,
+    size: int,
+    keys: int = 10_000,
+    span_ms: int = 0,
+    partitions: int = PARTITIONS,
+    partitioner: str = "consistent_random",
+) -> None:
     """Write `count` records of `size` bytes (12-byte keys, values that are JSON) into a new topic.
 
     Their timestamps are the last `span_ms` in order, or the time of sending if it is 0.
     """
     begin_ms = int(time.time() * 1000) - span_ms
-    create(bootstrap, topic)
+    create(bootstrap, topic, partitions)
     producer = Producer(
         {
             "bootstrap.servers": bootstrap,
+            "partitioner": partitioner,
             "linger.ms": 20,
             "queue.buffering.max.messages": 500_000,
             "enable.idempotence": True,  # in order
@@ -85,9 +95,9 @@ def load(bootstrap: str, topic: str, count: int, size: int, keys: int = 10_000, 
     producer.flush()
 
 
-def create(bootstrap: str, topic: str) -> None:
+def create(bootstrap: str, topic: str, partitions: int = PARTITIONS) -> None:
     admin = AdminClient({"bootstrap.servers": bootstrap})
-    admin.create_topics([NewTopic(topic, PARTITIONS, 1)])[topic].result()
+    admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result()
 
 
 def run(bootstrap: str, loop: list[str], source: str, count: int) -> list[float]:

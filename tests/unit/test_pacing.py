@@ -69,6 +69,13 @@ def test_poll_for_group_callbacks_continues_at_the_limit() -> None:
     assert [Pacing(0.1, 5).most_to_gather(waiting) for waiting in (0, 4, 5, 9)] == [5, 1, 1, 1]
 
 
+def test_waiting_records_of_a_slow_function_do_not_pile_up() -> None:
+    pacing, waiting = Pacing(0.1, 200_000), 0
+    for _ in range(1_000):
+        waiting += pacing.most_to_gather(waiting) - 5  # each transaction takes five records
+    assert waiting == 995
+
+
 def test_pause_after_aborts_grows_until_a_commit() -> None:
     pacing, pauses = Pacing(0.1, 5), []
     pacing.begin(0.0)

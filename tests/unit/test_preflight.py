@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
+import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -368,6 +370,26 @@ def test_unanswering_cluster_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(asking, "_RESULT_TIMEOUT_S", 0.01)
     with pytest.raises(Unavailable, match="did not answer"):
         asking._result_of(Future[int]())
+
+
+def test_description_of_a_missing_topic_releases_the_client() -> None:
+    """A client in a reference cycle keeps its threads and connections, because a worker rarely collects garbage."""
+
+    class Client:
+        def describe_topics(self, *_: object, **__: object) -> dict[str, Future[Any]]:
+            failed = Future[Any]()
+            failed.set_exception(KafkaException(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)))
+            return {"in": failed}
+
+    client = Client()
+    released = weakref.ref(client)
+    gc.disable()
+    try:
+        assert asking.describe_topic(client, "in") == Topic(exists=False)
+        del client
+        assert released() is None
+    finally:
+        gc.enable()
 
 
 def test_broker_lost_between_queries_is_unavailable() -> None:

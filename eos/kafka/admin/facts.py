@@ -7,6 +7,7 @@ fact that we are not authorised to see is None, not an error.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -217,9 +218,15 @@ def _most_specific(errors: list[KafkaError]) -> KafkaError | None:
 
 def _result_of(future: Future[T]) -> T:
     try:
-        return future.result(_RESULT_TIMEOUT_S)
+        failure = future.exception(_RESULT_TIMEOUT_S)
     except TimeoutError as error:  # the client's own timeout should have come first
         raise Unavailable(f"the cluster did not answer an admin request within {_RESULT_TIMEOUT_S:.0f} s") from error
+    if failure is not None:
+        # Raise a copy. The future's own error would get a traceback with the caller's frame, which has the future and
+        # the client. That reference cycle keeps the client's threads and connections, because a worker rarely collects
+        # garbage.
+        raise copy.copy(failure)
+    return future.result()
 
 
 def describe_topic(client: Any, name: str) -> Topic:

@@ -36,6 +36,9 @@ CONFIG = {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "min.clean
 _VERSION = 1
 _REQUEST_TIMEOUT_S, _CLOSE_TIMEOUT_S = 5.0, 10.0
 _RETRY_INTERVAL_S = 60.0  # pause after a failed write
+# Pause after a write. A group commits the first offsets of many partitions in many transactions, and each write takes
+# three clients and their connections.
+_WRITE_INTERVAL_S = 10.0
 
 
 class GroupHistory:
@@ -47,14 +50,18 @@ class GroupHistory:
         self._noted: frozenset[Partition] = frozenset()
         self._unnoted: frozenset[Partition] = frozenset()
         self._job: Job | None = None
-        self._not_before = 0.0
+        self._next_write = self._next_retry = 0.0
         self._thread: Watchdog | None = None
 
     def add_committed(self, partitions: Iterable[Partition]) -> None:
-        """Write notes for partitions whose offsets have been committed. Return at once."""
+        """Write notes for partitions whose offsets have been committed, soon or by a later call. Return at once."""
         self._unnoted = self._unnoted.union(partitions) - self._noted
         under_way = self._job is not None and not self._job.done.is_set()
-        if self._unnoted and self._is_enabled and not under_way and self._world.now() >= self._not_before:
+        if self._unnoted and not under_way and self._world.now() >= self._next_write:
+            self._start_write()
+
+    def _start_write(self) -> None:
+        if self._is_enabled and self._world.now() >= self._next_retry:
             self._thread = self._thread or self._world.watchdog("eos-places")
             self._job = self._thread.start(self._note, self._unnoted)
 
@@ -63,7 +70,9 @@ class GroupHistory:
         if self._job is None or self._thread is None:
             return
         if ended := self._job.done.wait(_CLOSE_TIMEOUT_S):
-            self.add_committed(())  # partitions added while the thread was busy
+            self._unnoted -= self._noted
+            if self._unnoted:  # partitions added since the last write began
+                self._start_write()
             ended = self._job.done.wait(_CLOSE_TIMEOUT_S)
         if not ended:
             log.warning("group history close timed out", group=self._group)
@@ -73,8 +82,9 @@ class GroupHistory:
         try:
             write_notes(self._settings, self._group, partitions, self._world)
             self._noted |= partitions
+            self._next_write = self._world.now() + _WRITE_INTERVAL_S
         except Exception as error:  # noqa: BLE001 - a failed note must not stop a worker
-            self._not_before = self._world.now() + _RETRY_INTERVAL_S
+            self._next_retry = self._world.now() + _RETRY_INTERVAL_S
             if isinstance(error, NotAuthorised):
                 self._is_enabled = False
                 error.remedy = ", or ".join(filter(None, (error.remedy, "set eos.places.topic to nothing")))

@@ -57,8 +57,8 @@ class Pacing:
 
     def most_to_gather(self, waiting: int) -> int:
         """Return how many records to poll before a transaction begins. At least one, even without room: the group's
-        callbacks must run."""
-        return min(max(1, self._max_records - waiting), _CHUNK)
+        callbacks must run. Waiting records count, or they would pile up while a slow function takes a few at a time."""
+        return max(1, min(self._max_records, _CHUNK) - waiting)
 
     def most_to_add(self, taken: int) -> int:
         """Return how many records to poll for the open transaction, which took `taken`."""
