@@ -44,6 +44,18 @@ def encode_key(key: bytes) -> bytes:
     return _LENGTH.pack(len(key)) + key
 
 
+def decode_key(suffix: bytes) -> bytes:
+    """Return the key whose part of a row's name this is, as `encode_key` makes it."""
+    return suffix[_LENGTH.size :]
+
+
+def split_suffix(cell: bytes, prefix: bytes) -> tuple[bytes, bytes]:
+    """Return the part of a cell's name that comes from the key, and its field. `prefix`: that of the cell's store."""
+    start = len(prefix)
+    end = start + _LENGTH.size + _LENGTH.unpack_from(cell, start)[0]
+    return cell[start:end], cell[end:]
+
+
 def cell_of(store: str, key: bytes, field: bytes = b"") -> bytes:
     return store_prefix(store) + encode_key(key) + field
 

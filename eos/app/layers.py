@@ -77,7 +77,7 @@ class Bounds(NamedTuple):
 class LowerCells(Protocol):
     """Describes the entries below a layer of changes."""
 
-    def get(self, cell: bytes) -> Value: ...
+    def get(self, cell: bytes, /) -> Value: ...
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, Value]]:
         """Yield fields and values in the order of the span; None: the entry is deleted or expired."""
@@ -146,14 +146,15 @@ class Layer:
     """Keeps changes of cells on top of other cells, which stay unchanged."""
 
     def __init__(self, below: LowerCells) -> None:
-        self._lower_cells = below
+        self._lower_cells, self._get_lower = below, below.get
         self.changed: dict[bytes, Value] = {}
         # The entries of `changed` by row and field; None until a row has been read in order.
         self._rows: dict[bytes, Overlay[Value]] | None = None
         self._bounds: dict[bytes, Bounds] = {}  # the bounds of rows that were read in order
 
     def get(self, cell: bytes) -> Value:
-        return self.changed[cell] if cell in self.changed else self._lower_cells.get(cell)
+        changed = self.changed
+        return changed[cell] if cell in changed else self._get_lower(cell)
 
     def put(self, cell: bytes, value: Value) -> None:
         """Set or delete a cell. Only for rows that are never read in order; `write` changes the others."""
@@ -164,7 +165,7 @@ class Layer:
 
     def _is_new(self, cell: bytes) -> bool:
         """Return whether the cell exists only in these changes, so that a delete needs no entry."""
-        return cell in self.changed and self._lower_cells.get(cell) is None
+        return cell in self.changed and self._get_lower(cell) is None
 
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
         """Change fields of a row. `bounds`: the row's bounds with these changes; None: they are unknown."""

@@ -79,6 +79,12 @@ class TaskCells(Cells, Protocol):
 
     def set_timer(self, cell: bytes, due_ms: int | None) -> None: ...
 
+    def add_timer(self, cell: bytes, due_ms: int) -> None:
+        """Set a timer that is not set."""
+
+    def clear_timer(self, cell: bytes) -> None:
+        """Clear a timer that is set."""
+
     def at(self, timestamp_ms: int) -> int:
         """Return what the task's time will be after one more record, whose timestamp may be unknown (-1)."""
 

@@ -28,7 +28,7 @@ from eos.app.state import (
     TaskCells,
 )
 from eos.app.timers import Timers
-from eos.encoding.serde import annotation_name, decoder, function_name
+from eos.encoding.serde import Decode, annotation_name, decoder, function_name
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
 
@@ -36,6 +36,10 @@ CellsOf = Callable[[Record], TaskCells]
 """Returns the cells of the record's task."""
 Finish = Callable[[Record, Any], Any]
 """Makes the outputs from a function's result for a record; an exception is the function's failure."""
+Call = Callable[[Cells, bytes, Record, Any, Finish], tuple[Any, Sequence[Any]]]
+"""Calls a function with the states of one key. Its arguments are the cells, the part of the rows' names that comes from
+the key, the record, what the function gets, and what makes the outputs. Returns the outputs, and the states with
+unwritten changes."""
 _Changed = tuple[Record, int, list[Any]]
 """States with the changes of a function, a record of their key, and the task's time at that record."""
 
@@ -163,6 +167,21 @@ def split_at_repeated_keys(records: list[Record], times: Mapping[int, int]) -> I
     yield part
 
 
+def _caller_with_one(function: Callable[..., Any], kind: type[Any], compiled: CompiledStore) -> Call:
+    """Return what `Stores.caller` returns for a single state, as most functions have: it takes no loops."""
+
+    def call(cells: Cells, suffix: bytes, record: Record, given: Any, finish: Finish) -> tuple[Any, Sequence[Any]]:
+        state = kind(compiled, cells, suffix)
+        try:
+            outputs = finish(record, function(given, state))
+            state._encode()
+        finally:
+            state._close()
+        return outputs, (state,)
+
+    return call
+
+
 class Stores:
     """Gives a function access to its stores; without `cells_of` the function cannot run."""
 
@@ -217,16 +236,13 @@ class Stores:
             times[id(record)] = latest[record.partition] = now
         return times
 
-    def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
-        """Return a function that calls `function` with a record and the state of its key."""
-        place, kinds, ttls = self.locate, self.kinds, self.ttls
+    def caller(self, function: Callable[..., Any]) -> Call:
+        """Return a function that calls `function` with the states of one key."""
+        kinds = self.kinds
+        if len(kinds) == 1:
+            return _caller_with_one(function, *kinds[0])
 
-        def run(record: Record, given: Any, finish: Finish) -> Any:
-            task, suffix = place(record)
-            cells: Cells = task
-            if ttls:
-                now = task.at(record.timestamp)
-                cells = UnexpiredCells(task, ttls, now)
+        def call(cells: Cells, suffix: bytes, record: Record, given: Any, finish: Finish) -> tuple[Any, Sequence[Any]]:
             states = []
             for kind, compiled in kinds:  # a comprehension would be a call for each record
                 states.append(kind(compiled, cells, suffix))
@@ -237,6 +253,25 @@ class Stores:
             finally:
                 for one in states:
                     one._close()
+            return outputs, states
+
+        return call
+
+    def single(self, function: Callable[..., Any], decode: Decode | None) -> Callable[[Finish, Record], Any]:
+        """Return a function that calls `function` with a record's value and the state of its key.
+
+        `decode`: decodes the value; None: `function` gets the record.
+        """
+        place, call, ttls = self.locate, self.caller(function), self.ttls
+
+        def run(finish: Finish, record: Record) -> Any:
+            given = record if decode is None else decode(record.value)
+            task, suffix = place(record)
+            cells: Cells = task
+            if ttls:
+                now = task.at(record.timestamp)
+                cells = UnexpiredCells(task, ttls, now)
+            outputs, states = call(cells, suffix, record, given, finish)
             for one in states:
                 one._write(cells)
             if ttls:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple, Protocol, overload
 
-from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, parse_cell, store_prefix
+from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, decode_key, split_suffix, store_prefix
 from eos.app.windows import EPOCH, Window, from_ms
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Header, Record
@@ -214,20 +214,22 @@ def check_timer_name(name: object) -> str:
 
 
 class DueTimer(NamedTuple):
-    """Names a timer that is due. `stored_key`: the key under which the state is kept. If the function has windows, this
-    is the window's key."""
+    """Names a timer that is due. `suffix`: the part of the rows' names that comes from the key under which the state is
+    kept. If the function has windows, this is the window's key."""
 
     cell: bytes
     due_ms: int
-    stored_key: bytes
+    suffix: bytes
     key: bytes
     name: str
     clock: bool
     window: Window | None
+    session_id_ms: int | None
+    """The id of the session that `window` is; None for other windows and timers."""
 
 
-FindWindow = Callable[[bytes], Window | None]
-"""Returns the window that a timer closes, given the stored key; None for other timers."""
+FindWindow = Callable[[bytes], tuple[Window, int | None]]
+"""Returns the window that a timer closes, given the stored key, and the session's id if it is a session window."""
 
 
 class _TimerHeaders(Sequence[Header]):
@@ -260,15 +262,19 @@ class _TimerHeaders(Sequence[Header]):
 _FIRST_ID: Final = -2
 
 
-def record_of(topic: str, partition: int, cell: bytes, due_ms: int, find_window: FindWindow) -> Record:
+def record_of(topic: str, partition: int, cell: bytes, due_ms: int, find_window: FindWindow | None) -> Record:
     """Return the record that stands for a due timer: its function, error policy and dead letter get it.
 
     Its key is the timer's, its timestamp the due time, and its offset a negative number that identifies the timer.
+    `find_window`: None if the timer's function has no windows.
     """
-    store, stored_key, name = parse_cell(cell)
-    window = find_window(stored_key)
-    key = stored_key if window is None else window.key
-    due = DueTimer(cell, due_ms, stored_key, key, name.decode(), store == CLOCK_TIMERS, window)
+    clock = cell.startswith(_PREFIXES[True])
+    suffix, name = split_suffix(cell, _PREFIXES[clock])
+    key, window, session_id_ms = decode_key(suffix), None, None
+    if find_window is not None:
+        window, session_id_ms = find_window(key)
+        key = window.key
+    due = DueTimer(cell, due_ms, suffix, key, name.decode(), clock, window, session_id_ms)
     timer_id = int.from_bytes(hashlib.blake2b(cell + encode_due(due_ms), digest_size=7).digest())
     timestamp = due_ms if window is None else window.end_ms - 1
     return Record(topic, partition, _FIRST_ID - timer_id, timestamp, key, None, _TimerHeaders(due))
@@ -277,6 +283,12 @@ def record_of(topic: str, partition: int, cell: bytes, due_ms: int, find_window:
 def due_of(record: Record) -> DueTimer | None:
     """Return the timer that this record represents, or None if the record was read from a topic."""
     return record.headers.due if record.offset <= _FIRST_ID and isinstance(record.headers, _TimerHeaders) else None
+
+
+def timer_of(record: Record) -> DueTimer:
+    """Return the timer that the record of a timer function represents."""
+    due: DueTimer = record.headers.due  # type: ignore[attr-defined]
+    return due
 
 
 def describe(due: DueTimer) -> str:

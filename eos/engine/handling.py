@@ -13,9 +13,9 @@ This time the record fails without a call of its function.
 from __future__ import annotations
 
 import errno
-import functools
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NamedTuple, Protocol
@@ -26,7 +26,7 @@ from eos.app.lineage import Ledger, check_route, with_lineage
 from eos.app.policies import Policy, stop
 from eos.app.routes import Route, feed_from
 from eos.app.routes.sink import Writer
-from eos.app.routes.timed import find_window
+from eos.app.routes.timed import window_finder
 from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
 from eos.app.timers import TimerQueue, TimersDue, describe, due_of, record_of
@@ -53,6 +53,7 @@ _MACHINE_ERRNOS = frozenset(
         *(errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO),
     )
 )
+_timer_name = operator.attrgetter("headers.due.name")  # of a record that stands for a timer
 _NO_THREAD = "can't start new thread"  # the message of a RuntimeError without a class of its own
 
 
@@ -433,11 +434,11 @@ class Handler:
         self, txn: Feeds, timed: Route, partition: Partition, task: TaskCells, timers: TimerQueue, until_ms: int
     ) -> Halt | None:
         """Fire the timers of a task that are due, in order. Halt if the transaction is over before all have fired."""
-        window_of = functools.partial(find_window, timed.timing, task)
+        find_window = window_finder(timed.timing, task)
         while due := timers.due(until_ms, 1 if self._fires_one_at_a_time else _TIMERS_AT_ONCE):
             if timers is task.timers:
                 task.time_ms = max(task.time_ms, due[-1][0])
-            fired = [record_of(*partition, cell, due_ms, window_of) for due_ms, cell in due]
+            fired = [record_of(*partition, cell, due_ms, find_window) for due_ms, cell in due]
             self._last_fired = fired
             for name, group in itertools.groupby(fired, key=_timer_name):
                 if (handler := timed.handlers.get(name)) is None:
@@ -546,12 +547,6 @@ def _describe_position(record: Record) -> str:
         return str(record.value)
     due = due_of(record)
     return format_position(*_position(record)) if due is None else describe(due)
-
-
-def _timer_name(fired: Record) -> str:
-    due = due_of(fired)
-    assert due is not None
-    return due.name
 
 
 def _unknown_timer_error(timed: Route, name: str) -> ConfigurationError:

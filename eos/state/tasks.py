@@ -106,13 +106,21 @@ class Task(Layer):
 
     def set_timer(self, cell: bytes, due_ms: int | None) -> None:
         is_set = self.get(cell) is not None
-        self.timer_count += (due_ms is not None) - is_set
         if due_ms is not None:
-            self.changed[cell] = encode_due(due_ms)
-            timers = self.clock_timers if cell.startswith(_CLOCK_TIMERS) else self.timers
-            timers.note_set(cell, due_ms)
+            self.timer_count -= is_set  # `add_timer` counts it again
+            self.add_timer(cell, due_ms)
         elif is_set:
-            self.put(cell, None)
+            self.clear_timer(cell)
+
+    def add_timer(self, cell: bytes, due_ms: int) -> None:
+        self.timer_count += 1
+        self.changed[cell] = encode_due(due_ms)
+        timers = self.clock_timers if cell.startswith(_CLOCK_TIMERS) else self.timers
+        timers.note_set(cell, due_ms)
+
+    def clear_timer(self, cell: bytes) -> None:
+        self.timer_count -= 1
+        self.put(cell, None)
 
     def expire(self) -> None:
         """Add the last changes of the open transaction: the task's time, and deletes of the oldest expired entries."""

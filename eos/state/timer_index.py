@@ -31,6 +31,7 @@ class TimerIndex:
         self._heap: list[tuple[int, bytes]] = []
         self._committed: Iterator[tuple[bytes, int]] | None = None
         self._head: tuple[int, bytes] | None = None
+        self._returned: list[tuple[int, bytes]] = []  # by the last call of `due`; some may have fired since
 
     def rolled_back(self) -> None:
         """Forget the changes of the open transaction, which may have moved the first timers."""
@@ -50,6 +51,9 @@ class TimerIndex:
         if until_ms < self.next_due:
             return []
         self.least_set = NEVER
+        for before in self._returned:
+            if self._due_ms(before[1]) == before[0]:
+                heapq.heappush(self._heap, before)
         found: list[tuple[int, bytes]] = []
         while len(found) < most and (timer := self._pop_first()) is not None:
             if timer[0] > until_ms:
@@ -57,8 +61,7 @@ class TimerIndex:
                 break
             if not found or found[-1] != timer:
                 found.append(timer)
-        for timer in found:
-            heapq.heappush(self._heap, timer)  # until it has fired
+        self._returned = found
         self.next_due = found[0][0] if found else self._first_due()
         return found
 

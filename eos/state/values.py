@@ -6,7 +6,7 @@ engine: Spark's executors and tests without a broker have none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 from eos.app.cells import HEADER, TIME, row_length, store_of
@@ -37,7 +37,7 @@ class Values(Protocol):
 
     def __len__(self) -> int: ...
 
-    def get(self, cell: bytes) -> bytes | None: ...
+    def get(self, cell: bytes, /) -> bytes | None: ...
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
         """Yield the fields of a row and their values, in order.
@@ -69,9 +69,11 @@ def own_entries(values: Values) -> int:
 class InMemory:
     position, as_of = 0, 0.0
     size_bytes = 0
+    get: Callable[[bytes], bytes | None]
 
     def __init__(self, values: Mapping[bytes, bytes] | None = None, timed: Collection[bytes] = ()) -> None:
         self._values = dict(values or {})
+        self.get = self._values.get  # calls the dict directly, without a method of this class in between
         self._timed = frozenset(timed)
         self._by_time = self._sort_by_time()
         self._scanned: set[bytes] = set()  # stores whose values are in `_rows` too
@@ -79,9 +81,6 @@ class InMemory:
 
     def __len__(self) -> int:
         return len(self._values)
-
-    def get(self, cell: bytes) -> bytes | None:
-        return self._values.get(cell)
 
     def items(self) -> Collection[tuple[bytes, bytes]]:
         return self._values.items()
@@ -140,7 +139,8 @@ class InMemory:
                 by_time.add((split_write_time(value)[0], cell))
 
     def clear(self) -> None:
-        self._values, self._scanned, self._rows, self.position = {}, set(), {}, 0
+        self._values.clear()
+        self._scanned, self._rows, self.position = set(), {}, 0
         self._by_time = self._sort_by_time()
 
     def sync(self) -> None: ...

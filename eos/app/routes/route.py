@@ -186,7 +186,7 @@ class Route:
             elif self.concurrent:
                 shape = Async(function, decoded, finish, normalise)
             elif stores:
-                shape = Stateful(kept.single(function), decoded, finish, normalise, target)
+                shape = Stateful(kept.single(function, decoded), finish, normalise, target)
             else:
                 run = function if finish is None else lambda given: finish(function(given))
                 shape = Single(run, decoded, normalise, target)
@@ -196,7 +196,7 @@ class Route:
 
     def _caller(self, function: Callable[..., Any], stores: Stores) -> Caller:
         timers_at = next((at for at, store in enumerate(self.stores) if not store.is_kept), None)
-        return Caller(function, stores, timers_at, self.timer_names)
+        return Caller(function, stores, timers_at, self.timer_names, self.gives is not None)
 
     _PARTS = (
         "function",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -69,27 +70,13 @@ class Stateful:
 
     def __init__(
         self,
-        run: Callable[[Record, Any, Finish], Any],
-        decode: Decode | None,
+        run: Callable[[Finish, Record], Any],
         encoder: Callable[[Any], Any] | None,
         normalise: Normalise,
         target: Target | None,
     ) -> None:
         make_outputs = make_finish(normalise, encoder)
         usual = make_hot_loop_finish(make_outputs, encoder is not None, target)
-
-        # `one` is a closure and not a method, because it runs once per record.
-        def one(record: Record) -> bytes | UnusualOutputs | None:
-            # A cast() would cost a call for each record.
-            found: bytes | UnusualOutputs | None = run(
-                record, record if decode is None else decode(record.value), usual
-            )
-            return found
-
-        self._run, self._decode, self._make_outputs = run, decode, make_outputs
-        self.feed = make_feed(one, None, target, as_sends)
+        self.outputs: Callable[[Record], Sequence[Send]] = functools.partial(run, make_outputs)
+        self.feed = make_feed(functools.partial(run, usual), None, target, as_sends)
         self.each = one_by_one(self.outputs)
-
-    def outputs(self, record: Record) -> Sequence[Send]:
-        given = record if self._decode is None else self._decode(record.value)
-        return cast("Sequence[Send]", self._run(record, given, self._make_outputs))

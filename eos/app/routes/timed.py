@@ -6,6 +6,7 @@ function, write its changes. The time moves even if the function fails: timers t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, cast
 
@@ -19,7 +20,7 @@ from eos.app.routes.feeds import make_feed, one_by_one
 from eos.app.routes.single import UnusualOutputs, as_sends, make_finish, make_hot_loop_finish
 from eos.app.state import Cells, TaskCells
 from eos.app.stores import Finish, Stores
-from eos.app.timers import DueTimer, Timers, TimersDue, due_of, timer_cell, to_ms
+from eos.app.timers import DueTimer, FindWindow, Timers, TimersDue, timer_cell, timer_of, to_ms
 from eos.app.timing import Timing
 from eos.app.windows import (
     FixedWindows,
@@ -57,58 +58,63 @@ class Caller:
     """Calls a function with the states and timers of one key.
 
     `timers_at`: the position of the parameter annotated Timers among the states; None without one. `names`: the timers
-    that have a function.
+    that have a function. `in_timer_function`: see Timers.
     """
 
     def __init__(
-        self, function: Callable[..., Any], stores: Stores, timers_at: int | None, names: Collection[str]
-    ) -> None:
-        self._function, self._kinds, self._ttls = function, stores.kinds, stores.ttls
-        self._timers_at, self._names = timers_at, names
-        self.is_stateless = not self._kinds and timers_at is None
-        """Whether the function has neither states nor timers."""
-
-    def __call__(
         self,
-        task: TaskCells,
-        suffix: bytes,
-        record: Record,
-        given: Any,
-        finish: Finish,
-        in_timer_function: bool = False,
-        cells: Cells | None = None,
-    ) -> tuple[Any, list[Any]]:
-        """Return the outputs, and the states and timers with unwritten changes.
+        function: Callable[..., Any],
+        stores: Stores,
+        timers_at: int | None,
+        names: Collection[str],
+        in_timer_function: bool,
+    ) -> None:
+        self._ttls, self._names, self._in_timer_function = stores.ttls, names, in_timer_function
+        self.function = function
+        self.is_stateless = not stores.kinds and timers_at is None
+        """Whether the function has neither states nor timers."""
+        self._has_timers = timers_at is not None
+        self._call = stores.caller(function if timers_at is None else _taking_timers(function, timers_at))
+        self.call: Callable[[TaskCells, bytes, Record, Any, Finish], tuple[Any, Sequence[Any]]] = (
+            self._call_at_time if self._ttls or self._has_timers else self._call
+        )
+        """Returns the outputs, and the states and timers with unwritten changes. The arguments are those of
+        `Stores.caller`, with the task as its cells."""
 
-        `suffix`: the part of the row name derived from the key. `in_timer_function`: see Timers. `cells`: used
-        instead of the task's cells.
-        """
-        if cells is None:
-            cells = task
+    def _call_at_time(
+        self, task: TaskCells, suffix: bytes, record: Record, given: Any, finish: Finish
+    ) -> tuple[Any, Sequence[Any]]:
+        return self.call_on(task, task, suffix, record, given, finish)
+
+    def call_on(
+        self, cells: Cells, task: TaskCells, suffix: bytes, record: Record, given: Any, finish: Finish
+    ) -> tuple[Any, Sequence[Any]]:
+        """Do what `call` does, with `cells` in place of the task's."""
         if self._ttls:
             cells = UnexpiredCells(cells, self._ttls, task.time_ms)
-        states: list[Any] = []
-        for kind, compiled in self._kinds:  # a comprehension would be a call for each record
-            states.append(kind(compiled, cells, suffix))
-        if self._timers_at is not None:
-            states.insert(self._timers_at, Timers(self._names, task, suffix, record.timestamp, in_timer_function))
+        if not self._has_timers:
+            return self._call(cells, suffix, record, given, finish)
+        timers = Timers(self._names, task, suffix, record.timestamp, self._in_timer_function)
         try:
-            outputs = finish(record, self._function(given, *states))
-            for one in states:
-                one._encode()
+            outputs, states = self._call(cells, suffix, record, (given, timers), finish)
         finally:
-            for one in states:
-                one._close()
-        return outputs, states
-
-    def call_plainly(self, record: Record, given: Any, finish: Finish) -> Any:
-        """Return the outputs of a function without states and timers."""
-        return finish(record, self._function(given))
+            timers._close()
+        return outputs, (*states, timers)
 
     def write(self, states: Sequence[Any], task: TaskCells) -> None:
         cells: Cells = UnexpiredCells(task, self._ttls, task.time_ms) if self._ttls else task
         for one in states:
             one._write(cells)
+
+
+def _taking_timers(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """Return the function with its timers, which are parameter `at` after the first, in a pair with the first."""
+
+    def call(pair: tuple[Any, Timers], *states: Any) -> Any:
+        given, timers = pair
+        return function(given, *states[:at], timers, *states[at:])
+
+    return call
 
 
 class TimedFunction:
@@ -130,34 +136,28 @@ class TimedFunction:
         """Compile the function. `decode` decodes its value, and `value_of` decodes the value for time= and once=."""
 
         made = make_finish(normalise, finish)
-        self._name, self._call, self._stores, self._timing = name, caller, stores, timing
+        self._name, self._stores, self._timing = name, stores, timing
+        self._caller, self._call, self._function = caller, caller.call, caller.function
         self._task_of = stores.task_of
         self._decode, self._make_outputs = decode, made
         # None: the functions of `timing` get the value that the main function gets.
         self._value_of = None if value_of is decode else value_of
         # The hot loop gives outputs the record's timestamp, which is wrong with time=.
-        self._hot_loop_finish = (
-            made if timing.time is not None else make_hot_loop_finish(made, finish is not None, target)
-        )
+        usual = make_hot_loop_finish(made, finish is not None, None if timing.time is not None else target)
         self._merge, self._once = merge, timing.once
         self._checks_event_time = timing.time is not None or timing.ahead_ms is not None
         if isinstance(timing.windows, FixedWindows):
             self._starts, self._stays_ms = timing.windows.starts, timing.windows.size_ms + timing.grace_ms
         self._run = {FixedWindows: self._run_in_windows, SessionWindows: self._run_in_sessions}.get(
-            type(timing.windows), self._run_by_key
+            type(timing.windows), self._run_plainly if caller.is_stateless else self._run_by_key
         )
         self.tally = Tally()
-        self.feed = make_feed(self._run_one, None, target, as_sends)
+        self.outputs: Callable[[Record], Sequence[Send]] = functools.partial(self._handle, made)
+        self.feed = make_feed(functools.partial(self._handle, usual), None, target, as_sends)
         self.each = one_by_one(self.outputs)
 
-    def outputs(self, record: Record) -> Sequence[Send]:
-        return cast("Sequence[Send]", self._handle(record, self._make_outputs))
-
-    def _run_one(self, record: Record) -> bytes | UnusualOutputs | None:
-        found = self._handle(record, self._hot_loop_finish)
-        return UnusualOutputs(found) if type(found) is tuple or type(found) is list else found
-
-    def _handle(self, record: Record, finish: Finish) -> Any:
+    def _handle(self, finish: Finish, record: Record) -> Any:
+        """Return what `finish` makes of the function's result, or UnusualOutputs."""
         given = record if self._decode is None else self._decode(record.value)
         task, key = self._task_of(record), record.key
         if key is None:
@@ -185,7 +185,7 @@ class TimedFunction:
             raise ValueError(f"once= of {self._name} returned None, which is no id of a record")
         return encoded
 
-    def _duplicate_outputs(self, record: Record) -> list[Send]:
+    def _duplicate_outputs(self, record: Record) -> UnusualOutputs:
         self.tally.duplicates += 1
         return _unchanged_output(record, self._timing.duplicates)
 
@@ -206,11 +206,13 @@ class TimedFunction:
             raise ValueError(f"the record's time is {time_ms - limit} ms further ahead of the clock than ahead= allows")
         return record
 
+    def _run_plainly(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
+        """Call a function without states and timers."""
+        return finish(record, self._function(given))
+
     def _run_by_key(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
-        if self._call.is_stateless:
-            return self._call.call_plainly(record, given, finish)
         outputs, states = self._call(task, encode_key(key), record, given, finish)
-        self._call.write(states, task)
+        self._caller.write(states, task)
         return outputs
 
     def _run_in_windows(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
@@ -230,16 +232,16 @@ class TimedFunction:
         calls = [self._call(task, suffix, record, given, self._make_outputs) for suffix in suffixes]
         for start, suffix, (_, states) in zip(starts, suffixes, calls, strict=True):
             self._write_window(task, suffix, states, start + stays_ms)
-        return [send for outputs, _ in calls for send in outputs]
+        return UnusualOutputs(send for outputs, _ in calls for send in outputs)
 
     def _write_window(self, task: TaskCells, suffix: bytes, states: Sequence[Any], closes_ms: int) -> None:
-        self._call.write(states, task)
+        self._caller.write(states, task)
         for one in states:
             if one._is_stored:
                 return  # the window is open already, so its timer is set
         cell = _CLOSINGS + suffix
         if task.get(cell) is None:
-            task.set_timer(cell, closes_ms)
+            task.add_timer(cell, closes_ms)
 
     def _run_in_sessions(self, task: TaskCells, key: bytes, record: Record, given: Any, finish: Finish) -> Any:
         """Merge the sessions that the record joins, then call the function for the resulting window."""
@@ -255,9 +257,9 @@ class TimedFunction:
         suffixes = [encode_key(windowed_key(key, one.id_ms)) for one in (session, *merged)]
         cells = Layer(task) if merged else task
         changes = [self._merge_states(cells, suffixes[0], other) for other in suffixes[1:]]
-        outputs, states = self._call(task, suffixes[0], record, given, finish, cells=cells)
+        outputs, states = self._caller.call_on(cells, task, suffixes[0], record, given, finish)
         for changed in (*changes, states):
-            self._call.write(changed, task)
+            self._caller.write(changed, task)
         for other in suffixes[1:]:
             self._stores.delete(task, other)
             task.set_timer(timer_cell(False, other, b""), None)
@@ -283,27 +285,35 @@ class TimedFunction:
             one._write(cells)
         return into
 
-    def _late_outputs(self, record: Record) -> list[Send]:
+    def _late_outputs(self, record: Record) -> UnusualOutputs:
         self.tally.late += 1
         return _unchanged_output(record, self._timing.late)
 
 
-def _unchanged_output(record: Record, topic: str | None) -> list[Send]:
+def _unchanged_output(record: Record, topic: str | None) -> UnusualOutputs:
     """Return the record as an output to a topic; nothing without a topic."""
+    if topic is None:
+        return _NOTHING
     headers = list(readable_headers(record.headers))
-    return [] if topic is None else [(topic, record.value, record.key, -1, record.timestamp, headers)]
+    return UnusualOutputs([(topic, record.value, record.key, -1, record.timestamp, headers)])
 
 
-def find_window(timing: Timing, task: TaskCells, stored_key: bytes) -> Window | None:
-    """Return the window that a timer closes; None if the function has no windows."""
-    if timing.windows is None:
-        return None
-    key, start_ms = split_windowed_key(stored_key)
+def window_finder(timing: Timing, task: TaskCells) -> FindWindow | None:
+    """Return the function that finds the windows of a task; None if its function has no windows."""
+
+    def find_fixed(windows: FixedWindows, stored_key: bytes) -> tuple[Window, None]:
+        key, start_ms = split_windowed_key(stored_key)
+        return Window(start_ms, start_ms + windows.size_ms, key), None
+
+    def find_session(windows: SessionWindows, stored_key: bytes) -> tuple[Window, int]:
+        key, id_ms = split_windowed_key(stored_key)
+        sessions = decode_sessions(task.get(_OPEN_SESSIONS + encode_key(key)))
+        session = next(session for session in sessions if session.id_ms == id_ms)
+        return Window(session.first_ms, session.last_ms + windows.gap_ms, key), id_ms
+
     if isinstance(timing.windows, FixedWindows):
-        return Window(start_ms, start_ms + timing.windows.size_ms, key)
-    sessions = decode_sessions(task.get(_OPEN_SESSIONS + encode_key(key)))
-    session = next(session for session in sessions if session.id_ms == start_ms)
-    return Window(session.first_ms, session.last_ms + timing.windows.gap_ms, key)
+        return functools.partial(find_fixed, timing.windows)
+    return None if timing.windows is None else functools.partial(find_session, timing.windows)
 
 
 class TimerFunction:
@@ -318,52 +328,47 @@ class TimerFunction:
         normalise: Normalise,
         target: Target | None,
     ) -> None:
-        self._call, self._stores, self._give = caller, stores, give
+        self._caller, self._call, self._stores, self._give = caller, caller.call, stores, give
+        self._task_of = stores.task_of
 
         made = make_finish(normalise, finish)
-        # No warning about a dropped tombstone: a timer has no value.
-        self._make_outputs = lambda record, result: () if result is None else made(record, result)
-        self._hot_loop_finish = make_hot_loop_finish(self._make_outputs, finish is not None, target)
-        self.feed = make_feed(self._run_one, None, target, as_sends)
+
+        def make_outputs(record: Record, result: Any) -> Sequence[Send]:
+            # No warning about a dropped tombstone: a timer has no value.
+            return () if result is None else made(record, result)
+
+        usual = make_hot_loop_finish(make_outputs, finish is not None, target)
+        self.outputs: Callable[[Record], Sequence[Send]] = functools.partial(self._fire, make_outputs)
+        self.feed = make_feed(functools.partial(self._fire, usual), None, target, as_sends)
         self.each = one_by_one(self.outputs)
 
-    def _find(self, record: Record) -> tuple[TaskCells, DueTimer, bytes]:
-        due = cast("DueTimer", due_of(record))
-        return self._stores.task_of(record), due, encode_key(due.stored_key)
-
-    def outputs(self, record: Record) -> Sequence[Send]:
-        return cast("Sequence[Send]", self._fire(record, self._make_outputs))
-
-    def _run_one(self, record: Record) -> bytes | UnusualOutputs | None:
-        return cast("bytes | UnusualOutputs | None", self._fire(record, self._hot_loop_finish))
-
-    def _fire(self, record: Record, finish: Finish) -> Any:
-        task, due, suffix = self._find(record)
+    def _fire(self, finish: Finish, record: Record) -> Any:
+        task, due = self._task_of(record), timer_of(record)
         if task.due_ms(due.cell) != due.due_ms:
             return _NOTHING  # the timer before this one has cleared or moved it
         timers = task.clock_timers if due.clock else task.timers
         if timers.least_set < due.due_ms:
             raise TimersDue(due.due_ms)  # the timer before this one has set a timer that is due earlier than this one
-        outputs, states = self._call(task, suffix, record, self._give(due, task), finish, in_timer_function=True)
-        self._clear(task, due)
-        self._call.write(states, task)
-        if due.window is not None:
-            self._stores.delete(task, suffix)
+        outputs, states = self._call(task, due.suffix, record, self._give(due, task), finish)
+        task.clear_timer(due.cell)
+        if due.window is None:
+            self._caller.write(states, task)
+        else:
+            self._delete_window(task, due)
         return outputs
 
     def discard(self, record: Record) -> None:
         """Clear a timer whose function failed, with the state of its window. The error policy then continues without
         the timer."""
-        task, due, suffix = self._find(record)
-        self._clear(task, due)
-        if due.window is not None:
-            self._stores.delete(task, suffix)
-
-    def _clear(self, task: TaskCells, due: DueTimer) -> None:
+        task, due = self._task_of(record), timer_of(record)
         task.set_timer(due.cell, None)
-        if due.window is None:
-            return
-        cell = _OPEN_SESSIONS + encode_key(due.key)
-        if (value := task.get(cell)) is not None:
-            _, id_ms = split_windowed_key(due.stored_key)
-            task.put(cell, encode_sessions([one for one in decode_sessions(value) if one.id_ms != id_ms]))
+        if due.window is not None:
+            self._delete_window(task, due)
+
+    def _delete_window(self, task: TaskCells, due: DueTimer) -> None:
+        self._stores.delete(task, due.suffix)
+        if due.session_id_ms is not None:
+            cell = _OPEN_SESSIONS + encode_key(due.key)
+            if (value := task.get(cell)) is not None:
+                others = [one for one in decode_sessions(value) if one.id_ms != due.session_id_ms]
+                task.put(cell, encode_sessions(others))
