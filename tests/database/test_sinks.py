@@ -231,6 +231,16 @@ def test_restored_backup_is_written_again_exactly(sinks: Sinks) -> None:
 
 
 @pytest.mark.deep_for("postgres", "duckdb", "mariadb", "pg8000", "pgbouncer")
+def test_partition_that_was_empty_in_the_first_run_is_read_in_the_second(sinks: Sinks) -> None:
+    """D7: under `latest` the second run must not skip what was written between the two."""
+    latest = ("-X", "auto.offset.reset=latest")
+    sinks.run(*latest)
+    sinks.load(60)
+    sinks.run(*latest)
+    sinks.require_exact()
+
+
+@pytest.mark.deep_for("postgres", "duckdb", "mariadb", "pg8000", "pgbouncer")
 def test_rewound_group_writes_no_row_again_but_a_reset_does(sinks: Sinks) -> None:
     """D12, D13: a group that was rewound by hand, `eos reset`, and a second App with the same table of offsets."""
     sinks.load(100)

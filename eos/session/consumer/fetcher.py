@@ -267,8 +267,14 @@ class Fetcher:
             self._world.sleep(min(_PAUSE_S, self._pacing.pause_left_s(self._world.now())))
 
     def query_finished(self) -> bool:
-        """With `until_end`, query whether the whole group has committed everything that was readable at the start."""
-        return self._end is not None and self._end.query_reached(self.group_consumer.queries)
+        """With `until_end`, query whether the whole group has committed everything that was readable at the start.
+
+        Return False before the first assignment: under `latest` the starts of its partitions must be committed first.
+        """
+        consumer = self.group_consumer
+        if self._end is None or consumer.awaits_assignment or consumer.assignment.unlocated:
+            return False
+        return self._end.query_reached(consumer.queries)
 
     # ---- polling ----------------------------------------------------------------------------------------------
 

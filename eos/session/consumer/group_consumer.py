@@ -39,6 +39,7 @@ from eos.session.consumer.start_offsets import StartOffsets
 from eos.session.consumer.unreadable import UnreadableInput
 
 _CLOSE_S = 10.0
+_ANSWER_S = 3.0  # how long the group's answer to a new member is awaited; most come after some 10 ms
 _STATISTICS_INTERVAL_MS = 1_000  # the lag in metrics may be this old
 
 
@@ -128,15 +129,21 @@ class GroupConsumer:
         instance_id = configuration.get("group.instance.id")
         self.member = Member(self.consumer, settings, instance_id, self._handover.member_ids, world)
 
-        self.awaits_assignment = False
-        """Whether the group has not answered since `join`. A poll that serves its answer still waits for records."""
+        self._answer_awaited_until = 0.0  # World.now()
 
     # ---- life -------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        self.awaits_assignment = True
+        self._answer_awaited_until = self._world.now() + _ANSWER_S
         self.topic_ids.start(self._watcher)
         self._subscribe()
+
+    @property
+    def awaits_assignment(self) -> bool:
+        """Return whether the group has not answered the last `join`, which was a moment ago.
+
+        With group.protocol=consumer, librdkafka does not report an answer without partitions."""
+        return self._world.now() < self._answer_awaited_until
 
     def _subscribe(self) -> None:
         self.consumer.subscribe(
@@ -288,7 +295,7 @@ class GroupConsumer:
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         try:
-            self.awaits_assignment = False
+            self._answer_awaited_until = 0.0
             if not self.assignment.all:
                 self.member.note_first_assignment()
             # Assign no partition yet. `start` assigns each partition when its start offset is known.
