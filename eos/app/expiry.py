@@ -29,6 +29,12 @@ def add_write_time(time_ms: int, value: bytes) -> bytes:
     return _TIME.pack(time_ms) + value
 
 
+def write_time(value: bytes) -> int:
+    """Return the write time of a value, in milliseconds since the epoch."""
+    time_ms: int = _TIME.unpack_from(value)[0]
+    return time_ms
+
+
 def split_write_time(value: bytes) -> tuple[int, bytes]:
     """Return the write time of a value, in milliseconds since the epoch, and the value itself."""
     return _TIME.unpack_from(value)[0], value[_TIME.size :]

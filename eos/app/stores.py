@@ -262,16 +262,18 @@ class Stores:
 
         `decode`: decodes the value; None: `function` gets the record.
         """
-        place, call, ttls = self.locate, self.caller(function), self.ttls
+        task_of, call, ttls = self.task_of, self.caller(function), self.ttls
 
         def run(finish: Finish, record: Record) -> Any:
             given = record if decode is None else decode(record.value)
-            task, suffix = place(record)
+            task, key = task_of(record), record.key
+            if key is None:
+                raise self.key_missing()
             cells: Cells = task
             if ttls:
                 now = task.at(record.timestamp)
                 cells = UnexpiredCells(task, ttls, now)
-            outputs, states = call(cells, suffix, record, given, finish)
+            outputs, states = call(cells, encode_key(key), record, given, finish)
             for one in states:
                 one._write(cells)
             if ttls:

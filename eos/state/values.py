@@ -7,12 +7,13 @@ engine: Spark's executors and tests without a broker have none.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-from eos.app.cells import HEADER, TIME, row_length, store_of
-from eos.app.expiry import split_write_time
-from eos.app.layers import Overlay, Span, by_row, sorted_list
+from eos.app.cells import HEADER, TIME, row_length, store_of, store_prefix
+from eos.app.expiry import write_time
+from eos.app.layers import Overlay, Span, by_row
 from eos.app.layers import Value as Value
+from eos.state.time_order import Entry, TimeOrder
 
 _EMPTY: Final[Overlay[bytes]] = Overlay()
 
@@ -121,22 +122,25 @@ class InMemory:
                 self._values[cell] = value
         self.position, self.as_of = position, as_of
 
-    def _sort_by_time(self) -> dict[bytes, Any]:
-        """Return the times and cells of each timed store, sorted."""
-        found: dict[bytes, list[tuple[int, bytes]]] = {store: [] for store in self._timed}
+    def _sort_by_time(self) -> dict[bytes, TimeOrder]:
+        """Return the times and cells of each timed store, in order."""
+        found: dict[bytes, list[Entry]] = {store: [] for store in self._timed}
         for cell, value in self._values.items() if found else ():
             if (of_store := found.get(store_of(cell))) is not None:
-                of_store.append((split_write_time(value)[0], cell))
-        return {store: sorted_list()(times) for store, times in found.items()}
+                of_store.append((write_time(value), cell))
+        return {store: TimeOrder(times) for store, times in found.items()}
 
     def _update_times(self, changes: Mapping[bytes, Value]) -> None:
-        for cell, value in changes.items():
-            if (by_time := self._by_time.get(store_of(cell))) is None:
-                continue
-            if (before := self._values.get(cell)) is not None:
-                by_time.remove((split_write_time(before)[0], cell))
-            if value is not None:
-                by_time.add((split_write_time(value)[0], cell))
+        for store, by_time in self._by_time.items():
+            prefix, added = store_prefix(store.decode()), []
+            for cell, value in changes.items():
+                if not cell.startswith(prefix):
+                    continue
+                if (before := self._values.get(cell)) is not None:
+                    by_time.remove((write_time(before), cell))
+                if value is not None:
+                    added.append((write_time(value), cell))
+            by_time.add_all(added)
 
     def clear(self) -> None:
         self._values.clear()
