@@ -106,7 +106,7 @@ def statistics(end_txn: int = 0, epoch: int = 0, **coordinator: Any) -> Statisti
     made["eos"]["producer_epoch"] = epoch
     made["brokers"][COORDINATOR]["req"]["EndTxn"] = end_txn
     made["brokers"][COORDINATOR] |= coordinator
-    return decode_statistics(json.dumps(made).encode())
+    return decode_statistics(json.dumps(made))
 
 
 BOOTSTRAP, ORDINARY, CONNECTED_AT = "127.0.0.1:9092/bootstrap", "127.0.0.1:9092/1", 1_000_000
@@ -117,7 +117,7 @@ def of_broker(name: str, **entry: Any) -> Statistics:
     made = copy.deepcopy(REALISTIC)
     made["brokers"][name] |= entry
     made["brokers"][COORDINATOR]["req"] = {}
-    return decode_statistics(json.dumps(made).encode())
+    return decode_statistics(json.dumps(made))
 
 
 def counted(ts: int, sent: int = 1, changes: dict[str, dict[str, Any] | None] | None = None) -> Statistics:
@@ -206,6 +206,15 @@ def test_real_statistics_of_librdkafka_can_be_decoded() -> None:
     assert (decoded.eos.producer_id, decoded.eos.producer_epoch) == (-1, -1), "before the init"
     assert COORDINATOR in decoded.brokers
     assert "127.0.0.1:1/bootstrap" in decoded.brokers
+    without_topics = texts[-1].replace('"topics":{', '"topics":{ not parsed')
+    assert without_topics != texts[-1]
+    assert decode_statistics(without_topics) == decoded, "topics come after the brokers and before eos"
+
+
+def test_statistics_in_another_order_are_decoded_whole() -> None:
+    in_order = decode_statistics(json.dumps(REALISTIC, separators=(",", ":")))
+    another = json.dumps(dict(reversed(REALISTIC.items())), separators=(",", ":"))
+    assert decode_statistics(another) == in_order == decode_statistics(json.dumps(REALISTIC))
 
 
 # ---- healthy -----------------------------------------------------------------------------------------------

@@ -76,7 +76,17 @@ class Statistics(msgspec.Struct):
         return sum(broker.req.get(request, 0) for broker in self.brokers.values())
 
 
-decode_statistics = msgspec.json.Decoder(Statistics).decode
+_decode = msgspec.json.Decoder(Statistics).decode
+
+
+def decode_statistics(text: str) -> Statistics:
+    """Decode statistics without their topics.
+
+    The topics are most of the text with many partitions, and lie between the brokers and `eos` (rdkafka.c). Parsing
+    them ten times a second took 2 ms each with 1,000 partitions."""
+    topics, eos = text.find('"topics":'), text.rfind('"eos":')
+    return _decode(text[:topics] + text[eos:] if 0 <= topics < eos else text)
+
 
 # Requests that each call sends once. TxnOffsetCommit goes to the group coordinator, over an ordinary broker connection.
 REQUESTS = {"send_offsets": ("AddOffsetsToTxn", "TxnOffsetCommit"), "commit": ("EndTxn",)}
