@@ -238,6 +238,26 @@ def test_windows_without_on_close_delete_their_state() -> None:
     assert run(app, [*records((0, "a", 1, 0)), END]).states == {"count": {"seen": {}}}
 
 
+@pytest.mark.parametrize("on_error", [eos.stop, eos.skip])
+def test_closed_window_deletes_the_states_that_on_close_does_not_take(on_error: Any) -> None:
+    app = App("partly")
+
+    @app.process("in", window=tumbling(seconds=10), grace=timedelta(0), on_error=on_error)
+    def count(value: str, seen: MapState[str, int], total: State[int]) -> None:
+        seen[value] = 1
+        total.set(total.get(0) + 1)
+
+    @app.on_close(count, to="final")
+    def close(window: Window, total: State[int]) -> str:
+        if on_error is eos.skip:
+            raise ValueError("skipped")
+        return str(total.get())
+
+    ran = run(app, [*records((0, "a", 1, 0)), END])
+    assert ran.values("final") == ([] if on_error is eos.skip else [b"1"])
+    assert ran.states == {"count": {"seen": {}, "total": {}}}
+
+
 # ---- timers ----------------------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ def make_handler(
         route.on_error,
         encode=route.encode,
         stores=tuple(owned[store.name] for store in stores),
+        window_stores=route.values,
         name=name,
         gives=gives,
         timer_names=route.timer_names,
@@ -80,9 +81,17 @@ def check_merge(route: Route, merge: Callable[..., object]) -> None:
 def make_window_cleaner(route: Route) -> Route:
     """Return the Route that closes the windows of a function without `on_close`: it only deletes their state."""
 
-    def closed(window: Window, *states: object) -> None:
+    def closed(window: Window) -> None:
         """Do nothing: the state of the window is deleted afterwards."""
 
     return Route(
-        closed, Window, route.sources, (), False, route.on_error, name=route.name, gives="window", stores=route.stores
+        closed,
+        Window,
+        route.sources,
+        (),
+        False,
+        route.on_error,
+        name=route.name,
+        gives="window",
+        window_stores=route.values,
     )

@@ -95,6 +95,7 @@ class Route:
         "tally",
         "timer_names",
         "timing",
+        "window_stores",
         "with_record",
     )  # fmt: skip
 
@@ -121,6 +122,7 @@ class Route:
         encode: Encode | None = None,
         passing: frozenset[str] = frozenset(),
         stores: tuple[Store, ...] = (),
+        window_stores: tuple[Store, ...] = (),
         cells_of: CellsOf | None = None,
         name: str | None = None,
         with_record: bool = False,
@@ -136,8 +138,10 @@ class Route:
         """Compile the function. `passing`: the names of the headers that outputs copy from their input, see `bind`.
         `gives`: what the first parameter of a timer function gets; None for other functions. `timer_names`: the names
         of the timers that have a function; a function and its timer functions get the same names. `merge`: see
-        App.on_merge. `source`: the table whose rows the function gets.
+        App.on_merge. `source`: the table whose rows the function gets. `window_stores`: those that a function that
+        closes windows deletes, which are all of the function with the windows.
         """
+        self.window_stores = window_stores
         self.passing, self.stores, self.with_record = passing, stores, with_record
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
@@ -171,7 +175,9 @@ class Route:
             normalise = make_normaliser(self.name, destinations, hints, passing)
             target = hot_loop_target(self.name, destinations, hints, passing)
             if gives is not None:
-                fired = TimerFunction(self._caller(function, kept), kept, GIVERS[gives], finish, normalise, target)
+                deleted = Stores(self.name, window_stores, cells_of)
+                caller = self._caller(function, kept)
+                fired = TimerFunction(caller, kept, deleted, GIVERS[gives], finish, normalise, target)
                 self.discard, shape = fired.discard, fired
             elif self.uses_time:
                 caller = self._caller(function, kept)
@@ -209,6 +215,7 @@ class Route:
         "encode",
         "passing",
         "stores",
+        "window_stores",
         "name",
         "with_record",
         "timing",

@@ -323,12 +323,14 @@ class TimerFunction:
         self,
         caller: Caller,
         stores: Stores,
+        window_stores: Stores,
         give: Callable[[DueTimer, TaskCells], Any],
         finish: Callable[[Any], Any] | None,
         normalise: Normalise,
         target: Target | None,
     ) -> None:
-        self._caller, self._call, self._stores, self._give = caller, caller.call, stores, give
+        """Compile the function. `window_stores`: the stores whose entries are deleted with the window."""
+        self._caller, self._call, self._window_stores, self._give = caller, caller.call, window_stores, give
         self._task_of = stores.task_of
 
         made = make_finish(normalise, finish)
@@ -366,7 +368,7 @@ class TimerFunction:
             self._delete_window(task, due)
 
     def _delete_window(self, task: TaskCells, due: DueTimer) -> None:
-        self._stores.delete(task, due.suffix)
+        self._window_stores.delete(task, due.suffix)
         if due.session_id_ms is not None:
             cell = _OPEN_SESSIONS + encode_key(due.key)
             if (value := task.get(cell)) is not None:
