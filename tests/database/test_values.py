@@ -506,3 +506,18 @@ def test_duckdb_transaction_fails_if_its_owner_changes_meanwhile(duck: Connectio
     duck.roll_back()
     assert duck.begin("app", "owner") == {}
     other.close()
+
+
+def test_prepared_statement_of_an_altered_table_asks_for_a_new_connection(server: PostgresServer) -> None:
+    server.execute("postgres", "create table prices (id integer)")
+    connection = Postgres(server.dsn()).connect()
+    for _ in range(10):
+        connection.cursor().execute("select * from prices")
+        connection.commit()
+    server.execute("postgres", "alter table prices add column cents integer")
+    with pytest.raises(Exception, match="cached plan must not change") as refused:
+        connection.cursor().execute("select * from prices")
+    translated = connection.translate(refused.value)
+    assert translated is not None
+    assert translated.fault is Fault.AGAIN
+    connection.close()
