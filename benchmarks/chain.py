@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import sys
-import time
 from collections import defaultdict
 from itertools import product
 
 import numpy as np
-import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clients import BROKER
+from benchmarks.clients import BROKER, describe_run
 from benchmarks.latency import BROKER_WARM_UP_S, measure
 from eos.broker import LocalKafka
 
@@ -40,10 +36,7 @@ def main() -> None:
     parser.add_argument("--loops", nargs="+", default=["eos"], choices=FIRST)
     options = parser.parse_args()
     console = Console(width=110)
-    console.print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
-        f"{platform.python_version()}, command: python -m benchmarks.chain {' '.join(sys.argv[1:])}"
-    )
+    console.print(describe_run("chain"))
     chains = list(product(options.intervals_ms, options.stages, options.loops))
     measured: dict[tuple[int, int, str], list[list[float]]] = defaultdict(list)
     with LocalKafka(nodes=1, config=BROKER) as kafka:

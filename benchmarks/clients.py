@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
+import time
 from typing import Any
 
+import psutil
 from confluent_kafka import Consumer, Producer
 
 BROKER = {"log.segment.delete.delay.ms": 1_000}
 """For a broker whose topics are deleted after each run: it keeps their files for a minute otherwise, and the runs of
 that minute are more than a directory in memory holds."""
+
+
+def describe_run(module: str, *more: str) -> str:
+    """The day, the machine with its load, and the command: the first line that `python -m benchmarks.<module>` prints.
+    `more`: other facts about the run."""
+    command = f"command: python -m benchmarks.{module} {' '.join(sys.argv[1:])}"
+    facts = [time.strftime("%Y-%m-%d"), platform.machine(), f"{psutil.cpu_count()} cores"]
+    facts += [f"Python {platform.python_version()}", f"load {os.getloadavg()[0]:.1f}", *more, command]
+    return ", ".join(facts)
 
 
 def straight(bootstrap: str, group: str, linger_ms: str = "5", **more: Any) -> tuple[Consumer, Producer]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clients import reader
+from benchmarks.clients import describe_run, reader
 from benchmarks.worker_speed import create
 from eos.broker import LocalKafka
 
@@ -169,11 +168,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("build/bench/latency.png"))
     options = parser.parse_args()
     console = Console(width=110)
-    console.print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
-        f"{platform.python_version()}, load {os.getloadavg()[0]:.1f}, command: python -m benchmarks.latency "
-        f"{' '.join(sys.argv[1:])}"
-    )
+    console.print(describe_run("latency"))
     title = f"{options.rate:,} records/s of 100 B, transactions of {options.interval_ms} ms"
     every: dict[str, list[Ages]] = {loop: [] for loop in options.loops}
     cpu: dict[str, list[float]] = {loop: [] for loop in options.loops}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from confluent_kafka.admin import AdminClient
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clients import BROKER
+from benchmarks.clients import BROKER, describe_run
 from benchmarks.partition_loop import LOOPS, Report
 from benchmarks.worker_speed import create, load
 from eos.broker import LocalKafka
@@ -217,11 +216,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=["speed", "workers", "connections", "memory"])
     options = parser.parse_args()
     console = Console(width=130)
-    console.print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
-        f"{platform.python_version()}, load {os.getloadavg()[0]:.1f}, command: python -m benchmarks.partitions "
-        f"{' '.join(sys.argv[1:])}"
-    )
+    console.print(describe_run("partitions"))
     parts = {
         "speed": lambda bench: [speed(bench, n, options.count, options.rounds) for n in options.partitions],
         "workers": partial(

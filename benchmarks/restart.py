@@ -14,7 +14,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import random
 import signal
 import statistics
@@ -29,7 +28,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clients import reader
+from benchmarks.clients import describe_run, reader
 from benchmarks.worker_speed import create, load
 from eos.broker import LocalKafka
 
@@ -43,9 +42,9 @@ PARTS = {
     "imports": "imports",
     "preflight": "preflight",
     "connect": "connections",
-    "join": "join",
     "abort of predecessor": "abort of the predecessor's transaction",
     "init": "inits",
+    "join": "join",
     "committed offsets": "committed offsets",
     "fetch": "first fetch",
     "begin": "first transaction",
@@ -102,11 +101,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path("build/bench/restart"))
     options = parser.parse_args()
     console = Console(width=110)
-    console.print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
-        f"{platform.python_version()}, load {os.getloadavg()[0]:.1f}, command: python -m benchmarks.restart "
-        f"{' '.join(sys.argv[1:])}"
-    )
+    console.print(describe_run("restart"))
     options.logs.mkdir(parents=True, exist_ok=True)
     away: list[float] = []
     took: list[list[float]] = []

@@ -8,7 +8,6 @@ trusted, absolute rates are this machine's: client, shim and broker share its co
 from __future__ import annotations
 
 import argparse
-import platform
 import re
 import signal
 import socket
@@ -26,6 +25,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.clients import describe_run
 from eos.broker import LocalKafka
 
 PARTITIONS = 4
@@ -193,10 +193,7 @@ def main() -> None:
     parser.add_argument("--options", nargs="*", default=["--protect"], help="of the shim")
     options = parser.parse_args()
     console = Console(width=120)
-    console.print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
-        f"{platform.python_version()}, shim {' '.join(options.options)}"
-    )
+    console.print(describe_run("shim_speed", f"shim {' '.join(options.options)}"))
     with LocalKafka() as kafka, shim(kafka.bootstrap_servers, options.options) as through:
         latency(console, kafka.bootstrap_servers, through, 2, max(50, int(300 * options.scale)))
         throughput(console, kafka.bootstrap_servers, through, options.rounds, options.scale)

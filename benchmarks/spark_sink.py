@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import platform
 import statistics
-import sys
 import tempfile
 import time
 import uuid
@@ -28,7 +26,7 @@ from pyspark.sql import functions as sf
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clients import BROKER
+from benchmarks.clients import BROKER, describe_run
 from eos.broker import LocalKafka
 from spark_connector import exactly_once_sink, spark_session
 
@@ -153,11 +151,7 @@ def main() -> None:
     parser.add_argument("--noise", action="store_true", help="values that LZ4 cannot compress, the sink's worst case")
     options = parser.parse_args()
     console = Console(width=110)
-    console.print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
-        f"{platform.python_version()}, PySpark {pyspark.__version__}, command: python -m benchmarks.spark_sink "
-        f"{' '.join(sys.argv[1:])}"
-    )
+    console.print(describe_run("spark_sink", f"PySpark {pyspark.__version__}"))
     config = {"spark.ui.enabled": "false", "spark.driver.memory": "3g", "spark.log.level": "ERROR"}
     with LocalKafka(nodes=1, config=BROKER) as kafka:
         spark = spark_session("bench", config=config)

@@ -7,7 +7,6 @@ size over a long run. Ratios can be trusted, absolute rates are this machine's. 
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clients import BROKER
+from benchmarks.clients import BROKER, describe_run
 from benchmarks.shapes import SHAPES
 from benchmarks.straight_loop import SENDERS
 from eos import hotloop
@@ -199,11 +198,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(width=110)
     loop = "compiled" if hotloop.COMPILED else "in Python"
-    console.print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
-        f"{platform.python_version()}, hot loop {loop}, command: python -m benchmarks.worker_speed "
-        f"{' '.join(sys.argv[1:])}"
-    )
+    console.print(describe_run("worker_speed", f"hot loop {loop}"))
     with LocalKafka(nodes=1, config=BROKER) as kafka:
         bootstrap = kafka.bootstrap_servers
         asked = options.only or PARTS

@@ -124,13 +124,12 @@ class TransactSession:
         try:
             self._parts.fetcher.connect(self.destinations, deadline)
             with self._parts.world.admin(self.settings) as admin:
-                # The group assigns partitions while the producer starts. Their committed offsets are read afterwards.
-                self._parts.fetcher.join(admin)
+                # Initialise the id before the group is joined. An older instance under the same name, which the join
+                # fences, then finds a newer owner of the id and stops, instead of joining again.
                 self._start_producer(admin, deadline)
-                self._parts.fetcher.find_end()
+                self._parts.fetcher.join(admin)
         except Stopped:
-            log.info("stopped before the session was started", group=self.group)
-            return  # the loop ends at its first turn
+            log.info("stopped before the group was joined", group=self.group)  # the loop ends at its first turn
         except BaseException:
             self.close()
             raise

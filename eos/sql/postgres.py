@@ -1,8 +1,9 @@
 """Writes rows into PostgreSQL with psycopg 3. Owns the SQL, and the meaning of PostgreSQL's errors.
 
 One statement writes thousands of rows, passed as one JSON parameter. PostgreSQL converts their values to the types of
-the table's columns. Rows that leave out columns are written by a statement of their own. A connection keeps no state
-between two transactions, so a pooler may run each transaction on another one (pgbouncer's transaction pooling).
+the table's columns. Rows that leave out columns are written by a statement of their own. A connection through a pooler
+keeps no state between two transactions, so each may run on another connection of the server (pgbouncer's transaction
+pooling). A direct connection keeps prepared statements.
 """
 
 from __future__ import annotations

@@ -77,6 +77,6 @@ def pgbouncer_of(server: PostgresServer) -> Iterator[PgBouncer]:
 
 @contextlib.contextmanager
 def pooled_server() -> Iterator[PgBouncer]:
-    """Run a PostgreSQL of its own behind a pgbouncer."""
+    """Run another PostgreSQL server with a pgbouncer in front of it."""
     with postgres_server() as server, pgbouncer_of(server) as pooler:
         yield pooler

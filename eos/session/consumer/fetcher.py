@@ -57,7 +57,7 @@ class KeepsOffsets(Protocol):
     starts there. Where it is higher, the follower skips the records in between."""
 
     def keeps_offset(self, partition: Partition) -> bool:
-        """Return whether this follower keeps the offset of this partition. The group's may then lag behind it."""
+        """Return whether this follower keeps the offset of this partition. The group's offset may then be lower."""
 
     def take_over(self, starts: Mapping[Partition, int]) -> Mapping[Partition, int]:
         """Take these partitions over, and return the earlier offsets at which some of them must start.
@@ -143,12 +143,9 @@ class Fetcher:
         consumer.member.remove_predecessor(admin, self.topics)
         consumer.topic_ids.learn_changelog_ids(admin)
         self._handover.from_beginning |= self._topics_added_while_stopped(admin)
-        consumer.join()
-
-    def find_end(self) -> None:
-        """With `until_end`, find the end of the input: all records that are readable now. Raises Stopped."""
         if self._until_end:
-            self._end = EndOfInput(self.group_consumer.queries, self._settings, self._chained, self._world)
+            self._end = EndOfInput(consumer.queries, self._settings, self._chained, self._world)
+        consumer.join()
 
     def _topics_added_while_stopped(self, admin: ClusterAdmin) -> set[str]:
         """Return topics matched by a pattern that are younger than the group's commits: they appeared while no worker
