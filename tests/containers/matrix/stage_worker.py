@@ -70,6 +70,8 @@ class StepLog:
         os.write(self._file, ENTRY.pack(time.time_ns(), self._transaction, -1, partition, offset))
 
     def step(self, name: str) -> None:
+        if name not in STEPS:  # A step of the start.
+            return
         if name == "begin":
             self._transaction += 1
         os.write(self._file, ENTRY.pack(time.time_ns(), self._transaction, STEPS.index(name), -1, -1))
