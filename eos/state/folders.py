@@ -18,13 +18,13 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from eos import log
-from eos.app.cells import row_length, store_of
+from eos.app.cells import row_length
 from eos.app.expiry import TIME_BYTES, split_write_time
 from eos.app.layers import Span, Value
 from eos.errors import ConfigurationError, Temporary
@@ -149,10 +149,10 @@ class InFolder:
         except Exception as error:  # RocksDB's errors have no class of their own
             raise self._damaged(error) from error
 
-    def _get_all(self, cells: Sequence[bytes]) -> Mapping[bytes, bytes]:
-        """Return the stored values of these cells, by the engine's key."""
+    def _get_all(self, keys: list[bytes]) -> Mapping[bytes, bytes]:
+        """Return the stored values of these engine's keys."""
         try:
-            return self._engine.get_all(list(map(_engine_key, cells)))
+            return self._engine.get_all(keys)
         except Exception as error:
             raise self._damaged(error) from error
 
@@ -188,33 +188,40 @@ class InFolder:
             self._oldest[begin] = min(name, self._oldest[begin])
             yield cell, split_write_time(name[len(begin) :])[0]
 
-    def _time_notes(self, changes: Mapping[bytes, Value]) -> Iterator[tuple[bytes, Value]]:
-        """Yield the changed notes about the times of entries in timed stores; call this before writing the entries.
+    def _time_notes(self, changes: Mapping[bytes, Value]) -> dict[bytes, Value]:
+        """Return the changed notes about the times of entries in timed stores; call this before writing the entries.
 
         A note's name is a digest of the store, the time, and the key and field of the cell, so that entries of one time
         have an order. Its value is the cell.
         """
-        timed = self._timed
-        cells = [cell for cell in changes if store_of(cell) in timed]
-        stored = self._get_all(cells)
-        for cell in cells:
-            name, _, rest = cell.partition(b"\0")
-            if len(rest) > _MAX_REST_BYTES:
-                rest = rest[:_MAX_REST_BYTES] + _digest(cell)
-            store, value, before = timed[name], changes[cell], stored.get(_engine_key(cell))
-            if before is not None:
-                yield store + before[:TIME_BYTES] + rest, None
-            if value is not None:
-                note = store + value[:TIME_BYTES] + rest
-                if note < self._oldest.get(store, store):
-                    self._oldest[store] = note
-                yield note, cell
+        notes: dict[bytes, Value] = {}
+        for store, begin in self._timed.items():
+            prefix = store + b"\0"
+            cells = [cell for cell in changes if cell.startswith(prefix)]
+            if not cells:
+                continue
+            keys = _engine_keys(cells)
+            stored = self._get_all(keys)
+            oldest, rest_at = self._oldest.get(begin, begin), len(prefix)
+            for cell, key in zip(cells, keys, strict=True):
+                rest, value, before = cell[rest_at:], changes[cell], stored.get(key)
+                if len(rest) > _MAX_REST_BYTES:
+                    rest = rest[:_MAX_REST_BYTES] + _digest(cell)
+                if before is not None:
+                    notes[begin + before[:TIME_BYTES] + rest] = None
+                if value is not None:
+                    note = begin + value[:TIME_BYTES] + rest
+                    notes[note] = cell
+                    if note < oldest:
+                        oldest = note
+            self._oldest[begin] = oldest
+        return notes
 
     def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
-        notes = dict(self._time_notes(changes)) if self._timed else {}
+        notes = self._time_notes(changes)
         notes[_FOLDER_NOTE] = json.dumps(self._identity | {"position": position, "as_of": as_of}).encode()
         with self._writing():
-            self._engine.write(_engine_keys(changes), notes)
+            self._engine.write(_by_engine_key(changes), notes)
         self.position, self.as_of = position, as_of
 
     @contextmanager
@@ -304,10 +311,17 @@ def _engine_key(cell: bytes) -> bytes:
     return b"\xff" + hashlib.sha256(cell[:end]).digest() + cell[end:]
 
 
-def _engine_keys(changes: Mapping[bytes, Value]) -> Mapping[bytes, Value]:
-    if max(map(len, changes), default=0) <= _MAX_ROW_BYTES:
-        return changes
-    return {_engine_key(cell): value for cell, value in changes.items()}
+def _engine_keys(cells: list[bytes]) -> list[bytes]:
+    return cells if _are_short(cells) else list(map(_engine_key, cells))
+
+
+def _by_engine_key(changes: Mapping[bytes, Value]) -> Mapping[bytes, Value]:
+    return changes if _are_short(changes) else {_engine_key(cell): value for cell, value in changes.items()}
+
+
+def _are_short(cells: Iterable[bytes]) -> bool:
+    """Return whether each cell is its own engine's key."""
+    return max(map(len, cells), default=0) <= _MAX_ROW_BYTES
 
 
 def _digest(name: bytes) -> bytes:

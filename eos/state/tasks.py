@@ -10,8 +10,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
-from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, HEADER, TIME, store_of, store_prefix
-from eos.app.expiry import split_write_time
+from eos.app.cells import CLOCK_TIMERS, EVENT_TIMERS, HEADER, TIME, store_prefix
+from eos.app.expiry import TIME_BYTES, write_time
 from eos.app.layers import Bounds, Layer
 from eos.app.timers import decode_due, encode_due
 from eos.state.timer_index import TimerIndex
@@ -139,14 +139,14 @@ class Task(Layer):
         self._rows = None  # the cached rows do not contain these deletions
 
     def changelog_entries(self) -> Iterator[ChangelogEntry]:
+        has_ttl = tuple(store_prefix(store.decode()) for store in self._ttls)
         for cell, value in self.changed.items():
-            if not self._ttls or store_of(cell) not in self._ttls:
+            if not cell.startswith(has_ttl):
                 yield cell, value, 0
             elif value is None:
                 yield cell, None, self.time_ms
             else:
-                written_ms, rest = split_write_time(value)
-                yield cell, rest, written_ms
+                yield cell, value[TIME_BYTES:], write_time(value)
 
     @property
     def end(self) -> int:
