@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median
 
@@ -92,13 +92,13 @@ class Bench:
         """Run the loop once. Only with `stay_s` its logins are counted, because that takes processor time."""
         with self.target(partitions) as target:
             before = self.broker_cpu_s()
-            command = [loop, self.bootstrap, source, target, str(count), f"{target}-group", str(stay_s)]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.partition_loop", *command], stdout=subprocess.PIPE
-            )
+            process = self.start(loop, source, target, count, stay_s)
             logins = ports_until_end(process) if stay_s else set[int]()
-            report = msgspec.json.decode(process.communicate()[0].splitlines()[-1], type=Report)
-            return Measured(report, self.broker_cpu_s() - before, len(logins))
+            return Measured(report_of(process), self.broker_cpu_s() - before, len(logins))
+
+    def start(self, loop: str, source: str, target: str, count: int, stay_s: float = 0) -> subprocess.Popen[bytes]:
+        command = [loop, self.bootstrap, source, target, str(count), f"{target}-group", str(stay_s)]
+        return subprocess.Popen([sys.executable, "-m", "benchmarks.partition_loop", *command], stdout=subprocess.PIPE)
 
     @contextmanager
     def worker(self, source: str, partitions: int, *options: str, **names: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -112,6 +112,11 @@ class Bench:
             yield process
             process.terminate()
             process.wait(60)
+
+
+def report_of(process: subprocess.Popen[bytes]) -> Report:
+    """Wait for the loop's end and return what it printed."""
+    return msgspec.json.decode(process.communicate()[0].splitlines()[-1], type=Report)
 
 
 def ports_until_end(process: subprocess.Popen[bytes]) -> set[int]:
@@ -142,20 +147,36 @@ def speed(bench: Bench, partitions: int, count: int, rounds: int) -> None:
 
 
 def workers(bench: Bench, partitions: int, count: int, rounds: int) -> None:
-    """Run to the end of the input and of an empty topic; the difference is what the records cost."""
+    """Run to the end of the input and of an empty topic; the difference is what the records cost.
+
+    Beside it as many loops by hand at once, each with its share of the partitions and records: what processes that
+    share the cores, the caches and the broker cost without eos.
+    """
     sources = {number: bench.load(number, partitions) for number in (count, 0)}
-    table = Table(
-        "workers", "CPU s, start and stop", "CPU s per million", "all rounds", title=f"{partitions} partitions"
-    )
+    shares = {n: [bench.load(count // n, partitions // n) for _ in range(n)] for n in WORKER_COUNTS}
+    columns = ("workers", "CPU s, start and stop", "CPU s per million", "by hand", "all rounds", "by hand")
+    table = Table(*columns, title=f"{partitions} partitions, {count:,} records")
     taken: dict[tuple[int, int], list[float]] = {(n, records): [] for n in WORKER_COUNTS for records in sources}
+    by_hand: dict[int, list[float]] = {n: [] for n in WORKER_COUNTS}
     for _ in range(rounds):
         for number, records in taken:
             taken[number, records].append(cpu_to_the_end(bench, sources[records], partitions, number))
+        for number, its in shares.items():
+            by_hand[number].append(cpu_by_hand(bench, its, partitions // number, count // number) / count * 1e6)
     for number in WORKER_COUNTS:
         empty = median(taken[number, 0])
-        per_million = [(whole - empty) / count * 1e6 for whole in taken[number, count]]
-        table.add_row(str(number), rounded(empty), rounded(median(per_million)), " ".join(map(rounded, per_million)))
+        rates = [(whole - empty) / count * 1e6 for whole in taken[number, count]]
+        all_rounds = (" ".join(map(rounded, each)) for each in (rates, by_hand[number]))
+        table.add_row(str(number), *map(rounded, (empty, median(rates), median(by_hand[number]))), *all_rounds)
     bench.console.print(table)
+
+
+def cpu_by_hand(bench: Bench, sources: list[str], partitions: int, count: int) -> float:
+    """Processor seconds of a loop by hand for each source, all at the same time."""
+    with ExitStack() as stack:
+        targets = [stack.enter_context(bench.target(partitions)) for _ in sources]
+        started = [bench.start("by hand", *names, count) for names in zip(sources, targets, strict=True)]
+        return sum(report_of(process).cpu_s for process in started)
 
 
 def cpu_to_the_end(bench: Bench, source: str, partitions: int, number: int) -> float:

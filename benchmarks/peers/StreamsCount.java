@@ -1,7 +1,7 @@
 // The job of count.py on Kafka Streams with exactly_once_v2: count the records of each key, send the count. With
 // WINDOW_MS that of windows.py: count in tumbling windows, and send the final count of each.
 //
-// java StreamsCount BOOTSTRAP SOURCE TARGET COUNT GROUP THREADS DIRECTORY CACHE_BYTES [WINDOW_MS]
+// java StreamsCount BOOTSTRAP SOURCE TARGET COUNT GROUP THREADS DIRECTORY CACHE_BYTES [WINDOW_MS] [NAME=VALUE...]
 // prints: records, seconds from the first record to the commit that covers the last one, seconds of the second half.
 // With a cache an output is sent for each key and commit, without one for each record. What is restored goes to the
 // standard error: "restored", records so far, seconds since the first of them.
@@ -46,6 +46,15 @@ public final class StreamsCount {
         settings.put("default.key.serde", Serdes.ByteArraySerde.class.getName());
         settings.put("default.value.serde", Serdes.ByteArraySerde.class.getName());
         settings.put("processing.exception.handler.global.enabled", "true");
+        String windowMs = null;
+        for (int at = 8; at < arguments.length; at++) {
+            String[] setting = arguments[at].split("=", 2);
+            if (setting.length == 2) {
+                settings.put(setting[0], setting[1]);
+            } else {
+                windowMs = arguments[at];
+            }
+        }
         StreamsBuilder builder = new StreamsBuilder();
         KGroupedStream<byte[], byte[]> grouped = builder.<byte[], byte[]>stream(arguments[1])
                 .peek((key, value) -> {
@@ -55,8 +64,8 @@ public final class StreamsCount {
                     handled.increment();
                 })
                 .groupByKey();
-        KStream<byte[], Long> counts = arguments.length > 8
-                ? grouped.windowedBy(TimeWindows.ofSizeWithNoGrace(Duration.ofMillis(Long.parseLong(arguments[8]))))
+        KStream<byte[], Long> counts = windowMs != null
+                ? grouped.windowedBy(TimeWindows.ofSizeWithNoGrace(Duration.ofMillis(Long.parseLong(windowMs))))
                         .count(Materialized.with(Serdes.ByteArray(), Serdes.Long()))
                         .suppress(Suppressed.untilWindowCloses(Suppressed.BufferConfig.unbounded()))
                         .toStream()

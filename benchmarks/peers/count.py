@@ -21,6 +21,7 @@ from eos.broker import LocalKafka
 
 YARDSTICK = "Kafka Streams, no cache"
 CACHE_BYTES = 10 << 20
+KIP_892 = "enable.transactional.statestores=true"
 
 
 def peers(build: Path, quix_python: Path, keys: int) -> list[Peer]:
@@ -31,6 +32,9 @@ def peers(build: Path, quix_python: Path, keys: int) -> list[Peer]:
     return [
         Peer(YARDSTICK, streams, (threads, "{directory}", "0"), tells_second_half=True),
         Peer("Kafka Streams, cache", streams, (threads, "{directory}", str(CACHE_BYTES)), True, outputs=keys),
+        Peer(
+            "Kafka Streams, no cache, KIP-892", streams, (threads, "{directory}", "0", KIP_892), tells_second_half=True
+        ),
         Peer("eos, State, LMDB", eos, ("record", "{directory}", "lmdb")),
         Peer("eos, State, RocksDB", eos, ("record", "{directory}", "rocksdb")),
         Peer("eos, State, memory", eos, ("record", "", "lmdb")),

@@ -2,7 +2,7 @@
 
 Each counts the records of each key (as count.py), is killed with SIGKILL under a steady load, and started again at
 once: with its folder, and with an empty one. What counts is the time from the kill to the first output of a new
-transaction, and what of it was reading the changelog, as the program itself says. Both are static members of their
+transaction, and what of it was reading the changelog, as the program itself says. All are static members of their
 groups. Nothing here asserts.
 """
 
@@ -26,6 +26,7 @@ from confluent_kafka import Consumer, TopicPartition
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.peers.count import KIP_892
 from benchmarks.peers.installed import streams_command
 from benchmarks.peers.speed import HERE, STREAMS_THREADS, where
 from benchmarks.worker_speed import PARTITIONS, create, load
@@ -34,12 +35,13 @@ from eos.testing.history import committed_offsets
 
 RATE = 2_000  # records per second while it is killed
 _LIMIT_S = 120.0
-EOS, STREAMS = "eos", "Kafka Streams"
+EOS, STREAMS, STREAMS_892 = "eos", "Kafka Streams", "Kafka Streams, KIP-892"
 # Of each: a line for each time that something was restored, with the records and the seconds.
 RESTORED = {
     EOS: re.compile(r"state restored .* read=(\d+) seconds=([\d.]+)"),
     STREAMS: re.compile(r"restored (\d+) ([\d.]+)"),
 }
+RESTORED[STREAMS_892] = RESTORED[STREAMS]
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Away:
 
 
 class Side:
-    """One of the two at work: its group, topics and folder."""
+    """One of them at work: its group, topics and folder."""
 
     def __init__(self, name: str, bootstrap: str, build: Path, keys: int) -> None:
         self.name, self._bootstrap = name, bootstrap
@@ -84,7 +86,7 @@ class Side:
                 self._target,
                 endless,
             ]
-            self._command += [self.group, *more]
+            self._command += [self.group, *more, *([KIP_892] if name == STREAMS_892 else [])]
         load(bootstrap, self.source, keys, 100, keys)
         create(bootstrap, self._target)
 
@@ -132,7 +134,7 @@ class Side:
     def _restored(self) -> tuple[int, float]:
         """Of the program's words; the last line of Kafka Streams has the sums."""
         found = [(int(read), float(seconds)) for read, seconds in RESTORED[self.name].findall(self._log.read_text())]
-        if self.name == STREAMS:
+        if self.name != EOS:
             return found[-1] if found else (0, 0.0)
         return sum(read for read, _ in found), sum(seconds for _, seconds in found)
 
@@ -152,9 +154,9 @@ def main() -> None:
     console.print(where())
     table = Table("", "first new output: median", "all", "changes read", "records/s of the restore, median")
     for keep in (True, False):
-        found: dict[str, list[Away]] = {EOS: [], STREAMS: []}
+        found: dict[str, list[Away]] = {}
         # One broker and one load at a time: a process that only waits takes processor time too.
-        for name in (EOS, STREAMS):
+        for name in (EOS, STREAMS, STREAMS_892):
             with LocalKafka(nodes=1) as kafka:
                 found[name] = measure(name, kafka.bootstrap_servers, options.build, options.keys, options.rounds, keep)
         for name, aways in found.items():

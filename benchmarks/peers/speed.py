@@ -80,8 +80,9 @@ def peers(build: Path, quix_python: Path) -> list[Peer]:
     ]
 
 
-def run(bootstrap: str, peer: Peer, source: str, count: int) -> Run:
-    """One process, one new group, one new target topic; what is in the target afterwards is counted."""
+def run(bootstrap: str, peer: Peer, source: str, count: int) -> Run | None:
+    """One process, one new group, one new target topic; what is in the target afterwards is counted. None if the peer
+    did not finish in time."""
     group = f"peer-{uuid.uuid4().hex[:8]}"
     target = f"{group}-out"
     create(bootstrap, target)
@@ -89,7 +90,10 @@ def run(bootstrap: str, peer: Peer, source: str, count: int) -> Run:
     with tempfile.TemporaryDirectory(prefix=group) as directory:
         more = [word.format(directory=directory) for word in peer.more]
         command = [*peer.command, bootstrap, source, target, str(count), group, *more]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=_LIMIT_S)
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return None
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     handled, seconds, *others = (float(word) for word in done.stdout.split())
     expected = count if peer.outputs is None else peer.outputs
@@ -164,7 +168,13 @@ def compare(
     for turn in range(rounds):
         # Each in another place each round: the disk is slower behind a neighbour's writes.
         for peer in peers[turn % len(peers) :] + peers[: turn % len(peers)]:
-            runs[peer.name].append(run(bootstrap, peer, source, count))
+            if peer.name not in runs:
+                continue
+            if (found := run(bootstrap, peer, source, count)) is None:
+                console.print(f"  {peer.name} did not finish in {_LIMIT_S} s and is left out")
+                del runs[peer.name]
+            else:
+                runs[peer.name].append(found)
         console.print(f"  round {turn + 1}: " + ", ".join(f"{peer} {of[-1].rate:,.0f}/s" for peer, of in runs.items()))
     straight = [one.rate for one in runs[yardstick]]
     return [
