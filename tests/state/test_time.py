@@ -23,10 +23,18 @@ from eos.testing import run
 from eos.testing.history import read_topic
 from tests.state.test_state import PARTITIONS, Counting, eos_of
 from tests.support.killed import KILLED
-from tests.support.reading import configure, create_topic, settled_records, visible_records, wait_until
+from tests.support.reading import (
+    configure,
+    create_topic,
+    set_group_session_timeout,
+    settled_records,
+    visible_records,
+    wait_until,
+)
 
 Names = Callable[[str], str]
 APP = """
+import time
 from datetime import timedelta
 import eos
 from eos import ListState, State, Timers, Window, sessions, tumbling
@@ -35,6 +43,7 @@ app = eos.App({id!r})
 
 @app.process({source!r}, to={out!r}, window=tumbling(minutes=1), grace=timedelta(seconds=10), late={late!r})
 def add(value: int, total: State[int]) -> None:
+    time.sleep({work_s})
     total.set(total.get(0) + value)
 
 @app.on_close(add)
@@ -78,12 +87,15 @@ START_MS = (int(time.time() * 1000) // MINUTE_MS - 60) * MINUTE_MS
 class Timed(Counting):
     """Run an App with windows and timers, and compare it with a plain function of the input."""
 
-    def __init__(self, kafka: LocalKafka, names: Names, folder: Path) -> None:
+    def __init__(self, kafka: LocalKafka, names: Names, folder: Path, work_s: float = 0.0) -> None:
         self.late, self.carts, self.visits, self.ids = names("late"), names("carts"), names("visits"), names("ids")
-        super().__init__(kafka, names, folder)
+        super().__init__(kafka, names, folder, work_s)
         for topic in (self.late, self.carts, self.visits, self.ids):
             create_topic(self.servers, topic, partitions=PARTITIONS)
-        (folder / "counting.py").write_text(APP.format(**vars(self)))
+        self.write_program()
+
+    def write_program(self) -> None:
+        (self.folder / "counting.py").write_text(APP.format(**vars(self)))
 
     def load_times(self, records: int, seed: int = 1) -> None:
         """Load records of about two per second, up to a minute out of order, and at the end one that closes all."""
@@ -203,6 +215,39 @@ def test_windows_and_timers_equal_a_plain_loop_after_kills(timed: Timed, where: 
     ):
         timed.run(program=("-c", KILLED, step, when, number), ends=-signal.SIGKILL)
     timed.run()
+    timed.check_times()
+
+
+@pytest.mark.takes(40)
+@pytest.mark.deep_for("classic")
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_windows_and_timers_equal_a_plain_loop_across_rebalances(
+    kafka: LocalKafka, names: Names, tmp_path: Path, protocol: str
+) -> None:
+    """A member joins and is killed, and another joins and leaves, while windows and timers are open."""
+    timed = Timed(kafka, names, tmp_path, work_s=0.01)
+    timed.load_times(1_500)
+    set_group_session_timeout(timed.servers, timed.id, 6_000)
+    group = "-X", f"group.protocol={protocol}"
+
+    def wait_for_more(outputs: int) -> None:
+        seen = timed.visible()
+        wait_until(f"{outputs} more outputs", lambda: timed.visible() >= seen + outputs, 60)
+
+    with timed.worker("one", *group):
+        wait_for_more(100)
+        with timed.worker("two", *group) as second:
+            wait_until("the second member has partitions", lambda: "state restored" in timed.log("two"), 60)
+            wait_for_more(100)
+            second.kill()
+        with timed.worker("three", *group) as third:
+            wait_until("the third member has partitions", lambda: "state restored" in timed.log("three"), 60)
+            wait_for_more(50)
+            third.terminate()
+            assert third.wait(60) == 0, timed.log("three")
+    timed.work_s = 0
+    timed.write_program()
+    timed.run(*group)
     timed.check_times()
 
 

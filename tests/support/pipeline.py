@@ -32,7 +32,6 @@ from confluent_kafka.admin import (
     NewPartitions,
     NewTopic,
     OffsetSpec,
-    ResourceType,
 )
 
 from eos.app.cells import parse_cell
@@ -45,7 +44,14 @@ from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_of
 from eos.testing.lineage import WIDTH_BYTES
 from tests.suites.table import STATEFUL
 from tests.support import forked
-from tests.support.reading import TooSlow, configure, create_topics, settled_ends, transaction_of, wait_until
+from tests.support.reading import (
+    TooSlow,
+    create_topics,
+    set_group_session_timeout,
+    settled_ends,
+    transaction_of,
+    wait_until,
+)
 from tests.support.stepping_worker import ATTEMPT, COUNT, Orders, counter_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -552,9 +558,7 @@ class Pipeline:
         return int(self.admin.list_offsets(wanted)[TopicPartition(*place)].result(10).offset)
 
     def set_group_session_timeout(self, timeout_ms: int) -> None:
-        """Set the session timeout of the group, which brokers decide for the consumer protocol (KIP-848)."""
-        configure(self.servers, self.app, "consumer.heartbeat.interval.ms", "500", ResourceType.GROUP)
-        configure(self.servers, self.app, "consumer.session.timeout.ms", str(timeout_ms), ResourceType.GROUP)
+        set_group_session_timeout(self.servers, self.app, timeout_ms)
 
     # ---- judgement -------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,12 @@ def configure(servers: str, name: str, setting: str, value: str, kind: ResourceT
     admin.incremental_alter_configs([resource])[resource].result(30)
 
 
+def set_group_session_timeout(servers: str, group: str, timeout_ms: int) -> None:
+    """Set the session timeout of the group, which brokers decide for the consumer protocol (KIP-848)."""
+    configure(servers, group, "consumer.heartbeat.interval.ms", "500", ResourceType.GROUP)
+    configure(servers, group, "consumer.session.timeout.ms", str(timeout_ms), ResourceType.GROUP)
+
+
 def create_topic(servers: str, topic: str, partitions: int = 1, copies: int = 1) -> str:
     """Create the topic, wait until every server names leaders for its partitions, and return its name."""
     create_topics(servers, [NewTopic(topic, partitions, copies)])
