@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -34,7 +35,8 @@ from eos.broker import LocalKafka
 
 GOAL_S = 0.5
 RATE = 2_000  # records/s
-SETTLE_S = 2.0  # of outputs without a pause before the next kill
+SETTLE_S = 2.0  # of outputs before the next kill
+BACKLOG_S = 0.5  # a worker that lacks the outputs of more seconds is still catching up, and is not killed
 _LIMIT_S = 60.0
 # The parts of a start, by the step of benchmarks/restart_worker.py at which each begins; the first begins at the kill.
 PARTS = {
@@ -58,14 +60,38 @@ class Reader:
     def __init__(self, bootstrap: str, topic: str) -> None:
         self._consumer = reader(bootstrap, topic)
 
+        self._dues = 0, math.inf  # how many outputs were read, and when the first of their records was due
+
     def first_due_after(self, moment_ns: int) -> float:
         """Seconds from `moment_ns` until the first record that was due after it is read."""
         deadline = time.monotonic() + _LIMIT_S
         while time.monotonic() < deadline:
-            message = self._consumer.poll(0.5)
-            if message is not None and message.error() is None and int(message.value()[:19]) > moment_ns:
+            if self._read() > moment_ns:
                 return (time.monotonic_ns() - moment_ns) / 1e9
         raise TimeoutError(f"no output came within {_LIMIT_S:.0f} s")
+
+    def settle(self, seconds: float) -> None:
+        """Read for some seconds, and then until the worker has caught up in all partitions. The first worker starts
+        with a backlog, because the source does not wait for the new cluster's first groups."""
+        began = time.monotonic()
+        while time.monotonic() < began + seconds or self._backlog_s() > BACKLOG_S:
+            self._read()
+            if time.monotonic() > began + seconds + _LIMIT_S:
+                raise TimeoutError(f"{self._backlog_s():.1f} s of outputs are missing after {_LIMIT_S:.0f} s")
+
+    def _backlog_s(self) -> float:
+        count, first_ns = self._dues
+        return (time.monotonic_ns() - first_ns) / 1e9 - count / RATE if count else math.inf
+
+    def _read(self) -> int:
+        """Return when the next output's record was due (time.monotonic_ns()); 0: none came."""
+        message = self._consumer.poll(0.5)
+        if message is None or message.error() is not None:
+            return 0
+        due_ns = int(message.value()[:19])
+        count, first_ns = self._dues
+        self._dues = count + 1, min(first_ns, due_ns)
+        return due_ns
 
     def close(self) -> None:
         self._consumer.close()
@@ -123,9 +149,8 @@ def main() -> None:
         worker = start(bootstrap, names, options.settings, options.logs / "0.log")
         reader = Reader(bootstrap, f"{group}-out")
         try:
-            reader.first_due_after(time.monotonic_ns())
             for number in range(1, options.repetitions + 1):
-                reader.first_due_after(time.monotonic_ns() + int((SETTLE_S + random.random()) * 1e9))
+                reader.settle(SETTLE_S + random.random())
                 log = options.logs / f"{number}.log"
                 worker.kill()
                 killed_ns, killed_at = time.monotonic_ns(), time.time()

@@ -225,6 +225,24 @@ def test_idle_zombie_is_fenced_by_an_idle_successor(kafka: LocalKafka, pipelines
     pipeline.verify()
 
 
+def test_worker_that_joins_after_a_newer_init_stops(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    """Its join takes the membership from the newer instance, but it must never take the transactional.id back."""
+    pipeline = pipelines.on(kafka, RECORDS)
+    older = pipeline.worker(settings=HAS_TIME, holds=[("join", 1)])
+    older.wait_at("join", 1)
+    before = pipeline.describe()
+    newer = pipeline.worker(settings=HAS_TIME)
+    pipeline.wait_handled(pipeline.loaded)
+    older.release()
+    pipeline.load_transaction(300)
+    assert_fenced(older, *before)
+    assert "producer replaced" not in older.log
+    pipeline.wait_handled(pipeline.loaded)
+    newer.terminate()
+    assert newer.wait() == 0, newer.final_output
+    pipeline.verify()
+
+
 @pytest.mark.deep
 def test_idle_zombie_in_the_consumer_protocol_is_fenced_at_next_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, RECORDS)

@@ -435,6 +435,7 @@ def test_worker_imports_only_needed_modules(
     others = [name for name in loaded if name.startswith(("eos.shim", "eos.broker", "eos.demo", "eos.cli.spark"))]
     assert others == []
     heavy = {"rich", "http.server", "urllib.request", "eos.cli.live", "eos.health.server", "eos.testing", "numpy"}
+    heavy |= {"kafka.consumer", "kafka.producer"}
     assert heavy & loaded == set()
     assert {"http.server", "eos.health.server", "eos.probes"} <= loaded_by(here, *WORKER, "--http-port", "0")
 

@@ -72,7 +72,7 @@ def test_client_with_a_failed_call_is_destroyed_without_gc(monkeypatch: pytest.M
     transactional = TransactionalProducer(Settings(UNREACHABLE | {"eos.call.timeout.ms": "100"}), "t")
     client = with_a_client(transactional)
     with pytest.raises(CallFailed, match="init: _TIMED_OUT"):
-        transactional._call(client, "init", client.producer.init_transactions, deadline=time.monotonic())
+        transactional._call(client, "init", client.init_transactions, deadline=time.monotonic())
     reference = weakref.ref(client)
     del client
     transactional.close()

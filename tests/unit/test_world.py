@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,12 @@ import eos
 from eos import Transaction, TransactSession
 from eos.errors import Action, CallFailed, InputGone
 from eos.kafka.client.cluster import TransactionalIdState
+from eos.kafka.client.settings import Settings
 from eos.kafka.client.watchdog import Job
 from eos.kafka.client.world import World
 from eos.records import Committed, SendAll
 from eos.session.outcomes import Listener, Outcome
+from eos.session.producer.producer import TransactionalProducer
 
 PACKAGE = Path(eos.__file__).parent
 # These modules implement the World: clients, logins, clocks and calls that can hang. The supervisor is a process
@@ -231,6 +234,9 @@ class ScriptedProducer:
     def __len__(self) -> int:
         return 0
 
+    def list_topics(self, topic: str, timeout_s: float) -> None:
+        self.script.passes(0.01)
+
     def init_transactions(self, timeout_s: float) -> None:
         self.script.call("init")
         self.epoch = self.script.epochs[self.name] = self.script.epochs.get(self.name, -1) + 1
@@ -399,6 +405,42 @@ def test_start_fences_no_alternate_id_that_the_coordinator_does_not_know() -> No
     del script.epochs["t-alternate"]
     copied(script)
     assert (script.visible, script.calls.count("init"), list(script.epochs)) == (ALL, 1, ["t"])
+
+
+@pytest.mark.parametrize(("init_s", "before_begin"), [(0.001, False), (1.0, True)], ids=["fast init", "slow init"])
+def test_first_statistics_come_before_the_first_call_that_may_be_retried(init_s: float, before_begin: bool) -> None:
+    """Only a producer with a slow init waits for them before its first transaction."""
+    script = Script()
+    script.when["init"] = lambda: script.passes(init_s)
+    producer = TransactionalProducer(Settings(SETTINGS), "t", world=script.world)
+    producer.start(None)
+    producer.begin()
+    assert (producer.client.statistics_seen > 0) is before_begin
+    producer.flush()
+    assert producer.client.statistics_seen > 0
+    producer.commit()
+    producer.replace("retry: test")
+    assert producer.client.statistics_seen > 0
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_init_waits_for_a_connection_first(is_reachable: bool) -> None:
+    """Without a connection, librdkafka's init waits 500 ms. An unreachable cluster is the init's own error."""
+    calls: list[tuple[str, float]] = []
+
+    class Producer(ScriptedProducer):
+        def list_topics(self, topic: str, timeout_s: float) -> None:
+            calls.append((topic, timeout_s))
+            if not is_reachable:
+                raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+
+        def init_transactions(self, timeout_s: float) -> None:
+            calls.append(("init", timeout_s))
+
+    script = Script()
+    world = replace(script.world, producer=lambda configuration: Producer(script, configuration))  # type: ignore[arg-type, return-value]
+    TransactionalProducer(Settings(SETTINGS), "t", world=world).start(None)
+    assert calls == [("__transaction_state", 1.0), ("init", 5.0)]
 
 
 @pytest.mark.parametrize("sends", [False, True])

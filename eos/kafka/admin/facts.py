@@ -96,7 +96,7 @@ def query_facts(
     Raise Unavailable if no broker answers within `timeout_s`, and NotAuthorised as soon as one refuses the login."""
     client = connect(settings, timeout_s, world)
     internal = (TRANSACTION_LOG, OFFSETS_LOG)
-    seen = {name: describe_topic(client, name) for name in dict.fromkeys([*topics, *internal])}
+    seen = describe_topics(client, dict.fromkeys([*topics, *internal]))
     brokers = cluster_metadata(client, settings.bootstrap_servers, _REQUEST_TIMEOUT_S).brokers
     asked = describe_configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers), world)
     found = {name: replace(topic, config=asked.get(("topic", name))) for name, topic in seen.items()}
@@ -231,11 +231,20 @@ def _result_of(future: Future[T]) -> T:
 
 def describe_topic(client: Any, name: str) -> Topic:
     """Return a description of the topic, which says whether the topic exists. Raise Unavailable."""
+    return describe_topics(client, [name])[name]
+
+
+def describe_topics(client: Any, names: Iterable[str]) -> dict[str, Topic]:
+    """Return descriptions of the topics, which say whether each exists. Raise Unavailable."""
     asked = client.describe_topics(
-        TopicCollection([name]), include_authorized_operations=True, request_timeout=_REQUEST_TIMEOUT_S
+        TopicCollection(list(names)), include_authorized_operations=True, request_timeout=_REQUEST_TIMEOUT_S
     )
+    return {name: _description(name, future) for name, future in asked.items()}
+
+
+def _description(name: str, future: Future[Any]) -> Topic:
     try:
-        found: Any = _result_of(asked[name])
+        found = _result_of(future)
     except KafkaException as error:
         if error.args[0].code() in _UNKNOWN:
             return Topic(exists=False)

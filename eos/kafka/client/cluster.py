@@ -11,14 +11,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kafka import IsolationLevel, TopicPartition
-from kafka import errors as kafka_errors
+import kafka.errors as kafka_errors
 from kafka.admin import AbortTransactionSpec, ACLOperation, KafkaAdminClient, MemberToRemove, OffsetSpec
 from kafka.net.compat import KafkaNetClient
 from kafka.protocol.admin import DescribeGroupsRequest
 from kafka.protocol.api_key import ApiKey
+from kafka.protocol.consumer import IsolationLevel
 from kafka.protocol.metadata import MetadataRequest
 from kafka.protocol.producer import InitProducerIdRequest
+from kafka.structs import TopicPartition
 
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable, not_authorised
 from eos.kafka.client.security import admin_configuration, login_refused, unreachable

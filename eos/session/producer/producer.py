@@ -155,9 +155,9 @@ class TransactionalProducer:
     def _wait_for_first_statistics(self) -> None:
         """Wait until the client has emitted statistics since its init, at most 0.1 s after that.
 
-        They show the connections before the first transaction. Without them a slow call counts as retried, and with a
-        slow coordinator each small transaction would replace the producer. A start begins its first transaction when
-        its partitions are assigned, and most of that time has passed by then."""
+        They show the connections before the first call that may be retried. Without them a slow call counts as retried,
+        and with a slow coordinator each small transaction would replace the producer. After a fast init the first
+        transaction waits at its end, because most of that time has passed by then."""
         evidence = self.client.evidence
         if evidence.has_no_statistics:
             self._wait_for_statistics(lambda: evidence.has_no_statistics)
@@ -204,7 +204,7 @@ class TransactionalProducer:
                 self._pulse.beat("calling", "init")
             client.renew_watchdog()
         try:
-            self._call(client, "init", client.producer.init_transactions, deadline=deadline)
+            self._call(client, "init", client.init_transactions, deadline=deadline)
         except CallFailed as failure:
             if not (resumed and failure.action is Action.BUG):  # the error _STATE: the interrupted call had succeeded
                 self._initialising_client = None
@@ -284,7 +284,9 @@ class TransactionalProducer:
     # ---- one transaction ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._wait_for_first_statistics()
+        if self.client.init_ms >= self.client.evidence.fastest_retry_ms["commit"]:
+            # A slow init may have broken connections, as on a new cluster. In a transaction that would be evidence.
+            self._wait_for_first_statistics()
         self._machine.fire(Event.BEGIN)
         try:
             self.client.begin_transaction()
@@ -412,6 +414,7 @@ class TransactionalProducer:
             wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
         self.client.raise_callback_error()
         self._raise_delivery_error()
+        self._wait_for_first_statistics()
 
     def _flush_with_timeout(self, wait_s: float) -> int:
         """Flush for a while and return the number of records still in the queue."""
