@@ -832,11 +832,232 @@ static PyObject *feed_outs(PyObject *Py_UNUSED(self), PyObject *const *args, Py_
     return error == NULL ? NULL : Py_BuildValue("nN", sent, error);
 }
 
+/* ---- encode_key(key) --------------------------------------------------------------------------------------------- */
+
+static PyObject *encode_key(PyObject *Py_UNUSED(self), PyObject *key) {
+    char *bytes;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(key, &bytes, &length) < 0) return NULL;
+    if (length > UINT32_MAX) return PyErr_Format(PyExc_OverflowError, "a key of %zd bytes", length);
+    PyObject *encoded = PyBytes_FromStringAndSize(NULL, length + 4);
+    if (encoded == NULL) return NULL;
+    char *to = PyBytes_AS_STRING(encoded);
+    for (int i = 0; i < 4; i++) to[i] = (char)(length >> (24 - 8 * i));
+    memcpy(to + 4, bytes, (size_t)length);
+    return encoded;
+}
+
+/* ---- fast_state(state_type, store_type, unread, absent, immutable) ------------------------------------------------ */
+
+/* A subclass of State whose methods read and fill the slots of State at their offsets. They handle an open state with a
+ * value of the exact type and without changed defaults, and leave everything else, errors included, to State's own. */
+
+enum { COMPILED, CELLS, ROW, CONTENT, BEFORE, AFTER, DEFAULTS, SLOTS };
+static const char *const slot_texts[SLOTS] = {
+    "_compiled", "_cells", "_row", "_value", "_bytes_before", "_bytes_after", "_defaults",
+};
+static struct {
+    Py_ssize_t offset[SLOTS];
+    Field begin, bare, encode, exact_type, renews; /* of a CompiledStore */
+    PyObject *get, *set, *encode_all, *write;      /* of State */
+    PyObject *unread, *absent, *immutable;
+    PyObject *get_name, *put_name;
+} state;
+
+static PyObject **slot(PyObject *self, int which) { return (PyObject **)((char *)self + state.offset[which]); }
+
+/* Fill a slot with `value`, whose reference is taken over. */
+static void fill(PyObject *self, int which, PyObject *value) { Py_XSETREF(*slot(self, which), value); }
+
+static int init_state(PyObject *self, PyObject *args, PyObject *named) {
+    PyObject *compiled, *cells, *rest;
+    if (named != NULL && PyDict_GET_SIZE(named)) {
+        PyErr_SetString(PyExc_TypeError, "a state takes no named arguments");
+        return -1;
+    }
+    if (!PyArg_UnpackTuple(args, "State", 3, 3, &compiled, &cells, &rest)) return -1;
+    PyObject *row = get(&state.begin, compiled);
+    if (row == NULL) return -1;
+    if (!PyBytes_CheckExact(row) || !PyBytes_CheckExact(rest)) {
+        Py_DECREF(row);
+        PyErr_SetString(PyExc_TypeError, "the name of a row is bytes");
+        return -1;
+    }
+    PyBytes_Concat(&row, rest);
+    if (row == NULL) return -1;
+    fill(self, COMPILED, Py_NewRef(compiled));
+    fill(self, CELLS, Py_NewRef(cells));
+    fill(self, ROW, row);
+    fill(self, CONTENT, Py_NewRef(state.unread));
+    fill(self, BEFORE, Py_NewRef(state.unread));
+    fill(self, DEFAULTS, Py_NewRef(Py_None));
+    return 0;
+}
+
+/* Call State's own method. */
+static PyObject *plainly(PyObject *method, PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    Py_ssize_t all = count + (keywords == NULL ? 0 : PyTuple_GET_SIZE(keywords));
+    PyObject **given = PyMem_Malloc((size_t)(all + 1) * sizeof(PyObject *));
+    if (given == NULL) return PyErr_NoMemory();
+    given[0] = self;
+    for (Py_ssize_t i = 0; i < all; i++) given[i + 1] = args[i];
+    PyObject *result = PyObject_Vectorcall(method, given, (size_t)count + 1, keywords);
+    PyMem_Free(given);
+    return result;
+}
+
+static int is_open(PyObject *self) {
+    PyObject *cells = *slot(self, CELLS);
+    return cells != NULL && cells != Py_None && *slot(self, COMPILED) != NULL && *slot(self, ROW) != NULL &&
+           *slot(self, CONTENT) != NULL && *slot(self, BEFORE) != NULL && *slot(self, DEFAULTS) == Py_None;
+}
+
+/* Read the stored value. Return 0 if State's own method must read it, -1 if that raised. */
+static int read_state(PyObject *self) {
+    PyObject *bare = get(&state.bare, *slot(self, COMPILED)), *kept = NULL, *value = NULL;
+    if (bare == NULL) return -1;
+    int answer = 0;
+    if (bare != Py_None) {
+        PyObject *cells = Py_NewRef(*slot(self, CELLS)), *row = Py_NewRef(*slot(self, ROW));
+        kept = PyObject_CallMethodOneArg(cells, state.get_name, row);
+        Py_DECREF(cells);
+        Py_DECREF(row);
+        if (kept == NULL) answer = -1;
+        else if (kept == Py_None) value = Py_NewRef(state.absent);
+        else if (PyBytes_CheckExact(kept) && (value = PyObject_CallOneArg(bare, kept)) == NULL) {
+            if (PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear(); /* State's own method explains the problem */
+            else answer = -1;
+        }
+    }
+    if (value != NULL) {
+        fill(self, CONTENT, value);
+        fill(self, BEFORE, Py_NewRef(kept));
+        answer = 1;
+    }
+    Py_XDECREF(kept);
+    Py_DECREF(bare);
+    return answer;
+}
+
+static PyObject *get_state(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    int known = keywords == NULL && count <= 1 && is_open(self);
+    if (known && *slot(self, CONTENT) == state.unread) known = read_state(self);
+    if (known < 0) return NULL;
+    PyObject *value = known ? *slot(self, CONTENT) : NULL;
+    if (value != NULL && value != state.absent) return Py_NewRef(value);
+    PyObject *otherwise = count ? args[0] : Py_None;
+    int fixed = value == NULL ? 0 : PySet_Contains(state.immutable, (PyObject *)Py_TYPE(otherwise));
+    if (fixed < 0) return NULL;
+    return fixed ? Py_NewRef(otherwise) : plainly(state.get, self, args, count, keywords);
+}
+
+static PyObject *set_state(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    if (keywords != NULL || count != 1 || args[0] == Py_None || !is_open(self))
+        return plainly(state.set, self, args, count, keywords);
+    PyObject *renews = get(&state.renews, *slot(self, COMPILED));
+    if (renews == NULL) return NULL;
+    fill(self, CONTENT, Py_NewRef(args[0]));
+    if (renews == Py_True) fill(self, BEFORE, Py_NewRef(state.unread));
+    Py_DECREF(renews);
+    Py_RETURN_NONE;
+}
+
+/* Return the value's bytes, unread, or None for an absent value; NULL without an exception: State's own method must
+ * encode it. */
+static PyObject *encoded_state(PyObject *self) {
+    PyObject *value = *slot(self, CONTENT), *compiled = *slot(self, COMPILED), *bytes = NULL;
+    if (value == state.unread) return Py_NewRef(value);
+    if (value == state.absent) return Py_NewRef(Py_None);
+    PyObject *exact = get(&state.exact_type, compiled);
+    PyObject *encode = exact == (PyObject *)Py_TYPE(value) ? get(&state.encode, compiled) : NULL;
+    if (encode != NULL) {
+        Py_INCREF(value);
+        bytes = PyObject_CallOneArg(encode, value);
+        Py_DECREF(value);
+    }
+    if (bytes == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+    Py_XDECREF(encode);
+    Py_XDECREF(exact);
+    return bytes;
+}
+
+static PyObject *encode_state(PyObject *self, PyObject *Py_UNUSED(none)) {
+    PyObject *bytes = is_open(self) ? encoded_state(self) : NULL;
+    if (bytes == NULL) return PyErr_Occurred() ? NULL : PyObject_CallOneArg(state.encode_all, self);
+    fill(self, AFTER, bytes);
+    Py_RETURN_NONE;
+}
+
+static PyObject *write_state(PyObject *self, PyObject *cells) {
+    PyObject *row = *slot(self, ROW), *before = *slot(self, BEFORE), *after = *slot(self, AFTER);
+    if (row == NULL || before == NULL || after == NULL)
+        return PyObject_CallFunctionObjArgs(state.write, self, cells, NULL);
+    Py_INCREF(row);
+    Py_INCREF(before);
+    Py_INCREF(after);
+    int changed = PyObject_RichCompareBool(after, before, Py_NE);
+    PyObject *const given[] = {cells, row, after};
+    PyObject *done = changed <= 0 ? NULL : PyObject_VectorcallMethod(state.put_name, given, 3, NULL);
+    Py_DECREF(row);
+    Py_DECREF(before);
+    Py_DECREF(after);
+    if (changed < 0 || (changed && done == NULL)) return NULL;
+    Py_XDECREF(done);
+    Py_RETURN_NONE;
+}
+
+static PyObject *close_state(PyObject *self, PyObject *Py_UNUSED(none)) {
+    fill(self, CELLS, Py_NewRef(Py_None));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef state_methods[] = {
+    {"get", (PyCFunction)(void (*)(void))get_state, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"set", (PyCFunction)(void (*)(void))set_state, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"_encode", encode_state, METH_NOARGS, NULL},
+    {"_write", write_state, METH_O, NULL},
+    {"_close", close_state, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot state_slots[] = {{Py_tp_init, init_state}, {Py_tp_methods, state_methods}, {0, NULL}};
+static PyType_Spec state_spec = {"eos.app.state.State", 0, 0, Py_TPFLAGS_DEFAULT, state_slots};
+
+static Field field_named(PyObject *type, const char *text) {
+    return field_of((PyTypeObject *)type, PyUnicode_InternFromString(text));
+}
+
+/* The module has one such type, because the offsets are those of one class. */
+static PyObject *fast_state(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    static PyObject *made;
+    if (count != 5 || !PyType_Check(args[0]) || !PyType_Check(args[1]) || !PyAnySet_CheckExact(args[4]))
+        return PyErr_Format(PyExc_TypeError, "fast_state takes two types, two markers and a set of types");
+    if (made != NULL) return Py_NewRef(args[0] == (PyObject *)((PyTypeObject *)made)->tp_base ? made : args[0]);
+    for (int i = 0; i < SLOTS; i++)
+        if ((state.offset[i] = field_named(args[0], slot_texts[i]).offset) == 0) return Py_NewRef(args[0]);
+    state.begin = field_named(args[1], "begin");
+    state.bare = field_named(args[1], "bare");
+    state.encode = field_named(args[1], "encode");
+    state.exact_type = field_named(args[1], "exact_type");
+    state.renews = field_named(args[1], "renews");
+    state.unread = Py_NewRef(args[2]);
+    state.absent = Py_NewRef(args[3]);
+    state.immutable = Py_NewRef(args[4]);
+    state.get_name = PyUnicode_InternFromString("get");
+    state.put_name = PyUnicode_InternFromString("put");
+    state.get = PyObject_GetAttrString(args[0], "get");
+    state.set = PyObject_GetAttrString(args[0], "set");
+    state.encode_all = PyObject_GetAttrString(args[0], "_encode");
+    state.write = PyObject_GetAttrString(args[0], "_write");
+    if (PyErr_Occurred()) return NULL;
+    return Py_XNewRef(made = PyType_FromSpecWithBases(&state_spec, args[0]));
+}
+
 /* ---- the module -------------------------------------------------------------------------------------------------- */
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, "As in eos/hotloop/python.py."}
 static PyMethodDef functions[] = {
-    FUNCTION(records_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs),
+    FUNCTION(records_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs), FUNCTION(fast_state),
+    {"encode_key", encode_key, METH_O, "As in eos/hotloop/python.py."},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, functions, NULL, NULL, NULL, NULL};
