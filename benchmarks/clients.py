@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import sys
 import time
 from typing import Any
@@ -23,6 +24,12 @@ def describe_run(module: str, *more: str) -> str:
     facts = [time.strftime("%Y-%m-%d"), platform.machine(), f"{psutil.cpu_count()} cores"]
     facts += [f"Python {platform.python_version()}", f"load {os.getloadavg()[0]:.1f}", *more, command]
     return ", ".join(facts)
+
+
+def cpu_s_of_children() -> float:
+    """Return the processor seconds of this process's children that have ended, from their start to their end."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def straight(bootstrap: str, group: str, linger_ms: str = "5", **more: Any) -> tuple[Consumer, Producer]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from confluent_kafka.admin import AdminClient
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clients import BROKER, describe_run
+from benchmarks.clients import BROKER, cpu_s_of_children, describe_run
 from benchmarks.partition_loop import LOOPS, Report
 from benchmarks.worker_speed import create, load
 from eos.broker import LocalKafka
@@ -181,11 +180,10 @@ def cpu_by_hand(bench: Bench, sources: list[str], partitions: int, count: int) -
 
 def cpu_to_the_end(bench: Bench, source: str, partitions: int, number: int) -> float:
     """Processor seconds of all processes of `eos run --workers --until-end`."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = cpu_s_of_children()
     with bench.worker(source, partitions, "--workers", str(number), "--until-end") as process:
         process.wait(300)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu_s_of_children() - before
 
 
 def connections(bench: Bench, partitions: int) -> None:

@@ -90,6 +90,17 @@ def generated(value: bytes) -> Iterator[bytes]:
     yield value.upper()
 
 
+def two_generated(value: bytes) -> Iterator[bytes | Out]:
+    changed = value.upper()
+    yield changed
+    yield Out(changed)
+
+
+def two_listed(value: bytes) -> list[bytes | Out]:
+    changed = value.upper()
+    return [changed, Out(changed)]
+
+
 def nothing(record: Record) -> bytes | None:
     return None
 
@@ -116,9 +127,11 @@ SHAPES = {
     "list": Shape(a_list, "bytes", ("a list, tuple or generator",)),
     "tuple": Shape(a_tuple, "bytes", ()),
     "generator": Shape(generated, "bytes", ()),
+    "generator, two": Shape(two_generated, "twice", ()),
+    "list, two": Shape(two_listed, "twice", ()),
     "struct": Shape(of_struct, "json", ("`msgspec.Struct`",)),
-    "dataclass": Shape(of_dataclass, "json", ("dataclass",)),
-    "dict": Shape(of_dict, "json", ("`dict`",)),
+    "dataclass": Shape(of_dataclass, "dataclass", ("dataclass",)),
+    "dict": Shape(of_dict, "dict", ("`dict`",)),
     "filter": Shape(nothing, "filter", ("`None`",)),
 }
 

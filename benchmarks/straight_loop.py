@@ -16,7 +16,7 @@ import msgspec
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 
 from benchmarks.clients import straight
-from benchmarks.shapes import HEADERS, Row
+from benchmarks.shapes import HEADERS, DataRow, Row
 
 # 100 ms transactions need chunks well below 100 ms of work; larger ones only make larger transactions.
 CHUNK = 2_000
@@ -70,8 +70,45 @@ def send_json(messages: list[Message], target: str, producer: Producer) -> None:
                 producer.poll(0.05)
 
 
+def send_dataclass(messages: list[Message], target: str, producer: Producer) -> None:
+    produce, decode, encode = producer.produce, msgspec.json.Decoder(DataRow).decode, msgspec.json.Encoder().encode
+    for message in messages:
+        row = decode(message.value())
+        while True:
+            try:
+                produce(target, encode(DataRow(row.n, row.text.upper())), message.key())
+                break
+            except BufferError:
+                producer.poll(0.05)
+
+
+def send_dict(messages: list[Message], target: str, producer: Producer) -> None:
+    produce, decode, encode = producer.produce, msgspec.json.Decoder(dict).decode, msgspec.json.Encoder().encode
+    for message in messages:
+        row = decode(message.value())
+        while True:
+            try:
+                produce(target, encode({"n": row["n"], "text": row["text"].upper()}), message.key())
+                break
+            except BufferError:
+                producer.poll(0.05)
+
+
 def send_nothing(messages: list[Message], target: str, producer: Producer) -> None:
     pass
+
+
+def send_twice(messages: list[Message], target: str, producer: Producer) -> None:
+    produce, topics = producer.produce, (target, target)
+    for message in messages:
+        value, key = message.value().upper(), message.key()
+        for topic in topics:
+            while True:
+                try:
+                    produce(topic, value, key)
+                    break
+                except BufferError:
+                    producer.poll(0.05)
 
 
 SENDERS = {
@@ -79,8 +116,19 @@ SENDERS = {
     "str": send_str,
     "headers": send_headers,
     "json": send_json,
+    "dataclass": send_dataclass,
+    "dict": send_dict,
+    "twice": send_twice,
     "filter": send_nothing,
 }
+
+
+def next_offsets(messages: list[Message], offsets: dict[int, int]) -> None:
+    """Note where each partition goes on after these messages."""
+    for message in messages:
+        if message.error() is not None:  # its value() would be the error's text, and go out as a record
+            raise SystemExit(str(message.error()))
+        offsets[message.partition()] = message.offset() + 1
 
 
 def copy(
@@ -108,10 +156,7 @@ def copy(
             began = time.monotonic()
             first = first or began
             begin()
-        for message in messages:
-            if message.error() is not None:  # its value() would be the error's text, and go out as a record
-                raise SystemExit(str(message.error()))
-            offsets[message.partition()] = message.offset() + 1
+        next_offsets(messages, offsets)
         send(messages, target, producer)
         done += len(messages)
         producer.poll(0)

@@ -1,7 +1,8 @@
 """`make bench`: the worker against a straight, tuned confluent-kafka exactly-once loop, interleaved in one run.
 
-Prints records/s per round, medians and ratios, how often a healthy producer was replaced, and the slope of the resident
-size over a long run. Ratios can be trusted, absolute rates are this machine's. Nothing here asserts.
+Prints records/s per round, medians and ratios, the processor seconds of each process with its start, how often a
+healthy producer was replaced, and the slope of the resident size over a long run. Ratios can be trusted, absolute rates
+are this machine's. Nothing here asserts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clients import BROKER, describe_run
+from benchmarks.clients import BROKER, cpu_s_of_children, describe_run
 from benchmarks.shapes import SHAPES
 from benchmarks.straight_loop import SENDERS
 from eos import hotloop
@@ -99,15 +100,18 @@ def create(bootstrap: str, topic: str, partitions: int = PARTITIONS) -> None:
     admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result()
 
 
-def run(bootstrap: str, loop: list[str], source: str, count: int) -> list[float]:
-    """One process, one new group, one new target topic; [records, seconds, ...] as the loop prints them."""
+def run(bootstrap: str, loop: list[str], source: str, count: int) -> tuple[list[float], float]:
+    """One process, one new group, one new target topic. Return [records, seconds, ...] as the loop prints them, and the
+    processor seconds of the process."""
     module, *kind = loop
     group = f"bench-{uuid.uuid4().hex[:8]}"
     create(bootstrap, f"{group}-out")
     command = [sys.executable, "-m", module, bootstrap, source, f"{group}-out", str(count), group, *kind]
+    before = cpu_s_of_children()
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=150)
+    cpu_s = cpu_s_of_children() - before
     AdminClient({"bootstrap.servers": bootstrap}).delete_topics([f"{group}-out"])
-    return [float(part) for part in done.stdout.split()]
+    return [float(part) for part in done.stdout.split()], cpu_s
 
 
 def compare(
@@ -119,21 +123,22 @@ def compare(
     load(bootstrap, source, count, size)
     rates: dict[str, list[float]] = {loop: [] for loop in loops}
     sizes: dict[str, list[float]] = {loop: [] for loop in loops}
+    cpu_per_million: dict[str, list[float]] = {loop: [] for loop in loops}
     transactions = replaced = 0
     for turn in range(rounds):
         order = list(loops)
         # Each loop runs first, second, third and last as often: the disk is slower behind a neighbour's writes.
         for loop in order[turn % len(order) :] + order[: turn % len(order)]:
-            records, seconds, ended, *more = run(bootstrap, loops[loop], source, count)
+            (records, seconds, ended, *more), cpu_s = run(bootstrap, loops[loop], source, count)
             rates[loop].append(records / seconds)
             sizes[loop].append(1000 * seconds / ended)
+            cpu_per_million[loop].append(cpu_s / records * 1e6)
             if more:
                 transactions, replaced = transactions + int(ended), replaced + int(more[0])
         console.print(f"  round {turn + 1}: " + ", ".join(f"{loop} {r[-1]:,.0f}/s" for loop, r in rates.items()))
     straight: list[float] = []
-    table = Table(
-        "loop", "median records/s", "median of the rounds' ratios", "ms/transaction", "all rounds", title=name
-    )
+    columns = "median records/s", "median of the rounds' ratios", "CPU s per million", "ms/transaction", "all rounds"
+    table = Table("loop", *columns, title=name)
     for loop, all_rates in rates.items():
         if not straight or loop.startswith("by hand"):
             straight = all_rates
@@ -143,6 +148,7 @@ def compare(
             f"{median:,.0f}",
             # Round by round: the machine changes from minute to minute (what the disk has to write back, neighbours).
             f"{statistics.median(mine / its for mine, its in zip(all_rates, straight, strict=True)):.2f}",
+            f"{statistics.median(cpu_per_million[loop]):.2f}",
             f"{statistics.median(sizes[loop]):.0f}",
             " ".join(f"{r / 1000:.0f}k" for r in all_rates),
         )
@@ -196,7 +202,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; repeatable")
     parser.add_argument("--scale", type=float, default=1.0, help="part of the records, to try the script out")
     options = parser.parse_args()
-    console = Console(width=110)
+    console = Console(width=130)
     loop = "compiled" if hotloop.COMPILED else "in Python"
     console.print(describe_run("worker_speed", f"hot loop {loop}"))
     with LocalKafka(nodes=1, config=BROKER) as kafka:

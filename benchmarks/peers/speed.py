@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
 from rich.console import Console
 
-from benchmarks.clients import BROKER
+from benchmarks.clients import BROKER, cpu_s_of_children
 from benchmarks.peers.installed import streams_command
 from benchmarks.worker_speed import create, load
 from eos.broker import LocalKafka
@@ -86,7 +85,7 @@ def run(bootstrap: str, peer: Peer, source: str, count: int) -> Run | None:
     group = f"peer-{uuid.uuid4().hex[:8]}"
     target = f"{group}-out"
     create(bootstrap, target)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = cpu_s_of_children()
     with tempfile.TemporaryDirectory(prefix=group) as directory:
         more = [word.format(directory=directory) for word in peer.more]
         command = [*peer.command, bootstrap, source, target, str(count), group, *more]
@@ -94,7 +93,7 @@ def run(bootstrap: str, peer: Peer, source: str, count: int) -> Run | None:
             done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
             return None
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = cpu_s_of_children() - before
     handled, seconds, *others = (float(word) for word in done.stdout.split())
     expected = count if peer.outputs is None else peer.outputs
     found = count_committed(bootstrap, target, expected)
@@ -102,7 +101,6 @@ def run(bootstrap: str, peer: Peer, source: str, count: int) -> Run | None:
     if handled < count or found < expected:
         raise RuntimeError(f"{peer.name} handled {handled:.0f} and {found} of {expected} records are in its target")
     AdminClient({"bootstrap.servers": bootstrap}).delete_topics([target])
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     second_half = count / 2 / others[0] if peer.tells_second_half else None
     return Run(handled / seconds, second_half, cpu_s / handled * 1e6)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import struct
 from typing import Final
 
+from eos import hotloop
+
 _LENGTH = struct.Struct(">I")
 TIME: Final = b"\0" + _LENGTH.pack(0)
 """The cell of the task's own time, which belongs to no store; used if a store has a time-to-live."""
@@ -39,9 +41,7 @@ def store_of(cell: bytes) -> bytes:
     return cell.partition(b"\0")[0]
 
 
-def encode_key(key: bytes) -> bytes:
-    """Return the part of a row's name that follows the store's prefix."""
-    return _LENGTH.pack(len(key)) + key
+encode_key: Final = hotloop.encode_key
 
 
 def decode_key(suffix: bytes) -> bytes:

@@ -16,10 +16,11 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar, overload
 
+from eos import hotloop
 from eos.app.cells import parse_cell, store_prefix
 from eos.app.layers import AFTER_FIELDS, Bounds, LowerCells, Overlay, Span, Value
 from eos.app.timers import TimerQueue, Timers
-from eos.encoding.serde import DecodeError, annotation_name, codec, encode, suggest_encoding
+from eos.encoding.serde import Decode, DecodeError, annotation_name, codec, encode, suggest_encoding
 from eos.errors import ConfigurationError, IllegalState
 
 T = TypeVar("T")
@@ -122,11 +123,24 @@ class Store(NamedTuple):
 class CompiledStore:
     """Holds what all states of one parameter share, compiled once per function."""
 
-    __slots__ = ("begin", "decode", "decode_key", "encode", "exact_type", "field", "renews", "store", "unordered")
+    __slots__ = (
+        "bare",
+        "begin",
+        "decode",
+        "decode_key",
+        "encode",
+        "exact_type",
+        "field",
+        "renews",
+        "store",
+        "unordered",
+    )
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.decode, self.encode, self.exact_type, self.unordered = codec(store.annotations[-1])
+        # The decoder without the errors that `decode` explains; None if `decode` must be called.
+        self.bare: Decode | None = None if self.unordered else getattr(self.decode, "bare", None)
         self.begin = store_prefix(store.stored_name)
         # With a time-to-live, setting an equal value is a change too, because it extends the value's life.
         self.renews = store.ttl_ms is not None
@@ -282,6 +296,10 @@ class State(_KeyedState, Generic[T]):
     def _write(self, cells: Cells) -> None:
         if self._bytes_after != self._bytes_before:
             cells.put(self._row, self._bytes_after)
+
+
+OPEN_STATE: Final = hotloop.fast_state(State, CompiledStore, _UNREAD, _ABSENT, _IMMUTABLE)
+"""The type of the objects that functions get as State."""
 
 
 class MapState(_KeyedState, MutableMapping[K, V]):

@@ -19,6 +19,7 @@ from eos.app.expiry import UnexpiredCells, ttls_of
 from eos.app.layers import Layer, Span
 from eos.app.state import (
     FIELDS,
+    OPEN_STATE,
     Cells,
     CompiledStore,
     ListState,
@@ -193,7 +194,11 @@ class Stores:
     ) -> None:
         self._name, self.task_of = name, cells_of or self._refuse_to_run
         self.ttls = ttls_of(stores)
-        self.kinds = [(store.kind, CompiledStore(store)) for store in stores if store.is_kept]
+        self.kinds = [
+            (OPEN_STATE if store.kind is State else store.kind, CompiledStore(store))
+            for store in stores
+            if store.is_kept
+        ]
 
     def _refuse_to_run(self, record: Record) -> TaskCells:
         raise IllegalState(f"{self._name} has state: run it with `eos run`, `eos.run` or `eos.testing.run`")
@@ -216,7 +221,7 @@ class Stores:
         """Delete all state of one key."""
         for kind, compiled in self.kinds:
             row = compiled.begin + suffix
-            if kind is State:
+            if kind is OPEN_STATE:
                 cells.put(row, None)
             else:
                 cells.write(row, {field: None for field, _ in cells.scan(row, Span())}, None)
@@ -243,7 +248,7 @@ class Stores:
             return _caller_with_one(function, *kinds[0])
 
         def call(cells: Cells, suffix: bytes, record: Record, given: Any, finish: Finish) -> tuple[Any, Sequence[Any]]:
-            states = []
+            states: list[Any] = []
             for kind, compiled in kinds:  # a comprehension would be a call for each record
                 states.append(kind(compiled, cells, suffix))
             try:

@@ -122,7 +122,13 @@ def _json_decoder(annotation: object, nullable: bool, of: str, kept: bool) -> De
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"expected {name} as JSON: {error}") from error
 
-    return from_json
+    return _with_bare(from_json, decode)
+
+
+def _with_bare(decode: Decode, bare: Callable[[bytes], Any]) -> Decode:
+    """Attach the function that decodes bytes alike, but raises other errors: the compiled hot loop calls it first."""
+    decode.__dict__["bare"] = bare
+    return decode
 
 
 def _suggest_annotation(kind: type, kept: bool) -> str:
@@ -183,6 +189,12 @@ def _str(value: bytes | None) -> str:
         return value.decode()
     except UnicodeDecodeError as error:
         raise DecodeError(f"expected str as UTF-8: {error}") from error
+
+
+_with_bare(_bytes, bytes)
+_with_bare(_bytes_or_none, bytes)
+_with_bare(_str, bytes.decode)
+_with_bare(_str_or_none, bytes.decode)
 
 
 def wrap_decoder(decode: Callable[[bytes], Any] | None, annotation: object) -> Decode | None:

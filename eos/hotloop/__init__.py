@@ -1,6 +1,6 @@
 """Runs the code that is called once per record, between the consumer's message and the producer's queue.
 
-Owns the choice between two forms of the same four functions: compiled (_native.c), if a compiler was available when the
+Owns the choice between two forms of the same functions: compiled (_native.c), if a compiler was available when the
 package was installed, and Python (python.py), which defines them. The compiled ones save a sixth to a quarter of the
 worker's time (docs/engineering/measurements.md). They know no policy and no transaction, and leave unusual results to
 their caller.
@@ -23,6 +23,8 @@ COMPILED = False
 STALE = ""
 """Why compiled functions are not used although they exist: they were built from another source."""
 
+encode_key = python.encode_key
+fast_state = python.fast_state
 feed_outs = python.feed_outs
 feed_values = python.feed_values
 records_of = python.records_of
@@ -36,7 +38,14 @@ if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
     else:
         _source = checksum(Path(__file__).parent)
         if _source in (None, getattr(_native, "SOURCE", 0)):
-            from eos.hotloop._native import feed_outs, feed_values, records_of, runs_of  # noqa: F401
+            from eos.hotloop._native import (  # noqa: F401
+                encode_key,
+                fast_state,
+                feed_outs,
+                feed_values,
+                records_of,
+                runs_of,
+            )
 
             COMPILED = True
         else:

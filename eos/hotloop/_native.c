@@ -347,11 +347,42 @@ static int put(PyObject *produce, PyObject *refused, PyObject *call) {
     return result == NULL ? -1 : 0;
 }
 
-/* Puts each of a list of calls; how many went out is added to `*sent`. -1: raised. */
-static int put_all(PyObject *produce, PyObject *refused, PyObject *calls, Py_ssize_t *sent) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(calls); i++, ++*sent)
-        if (put(produce, refused, PyList_GET_ITEM(calls, i)) < 0) return -1;
+/* Holds the calls that one result leads to. The next result uses the same memory. */
+typedef struct {
+    PyObject **call; /* `count` of them, owned */
+    Py_ssize_t count, room;
+} Calls;
+
+/* Add a call, whose reference is taken over. Return -1 if that raised. */
+static int add_call(Calls *calls, PyObject *call) {
+    if (calls->count == calls->room) {
+        Py_ssize_t room = 2 * calls->room + 8;
+        PyObject **moved = PyMem_Realloc(calls->call, (size_t)room * sizeof(PyObject *));
+        if (moved == NULL) {
+            Py_DECREF(call);
+            PyErr_NoMemory();
+            return -1;
+        }
+        calls->call = moved;
+        calls->room = room;
+    }
+    calls->call[calls->count++] = call;
     return 0;
+}
+
+static void drop_calls(Calls *calls) {
+    while (calls->count) Py_DECREF(calls->call[--calls->count]);
+}
+
+/* Put each call, then drop all. Add the number of outputs sent to `*sent`. Return -1 if a call raised. */
+static int put_all(PyObject *produce, PyObject *refused, Calls *calls, Py_ssize_t *sent) {
+    int done = 0;
+    for (Py_ssize_t i = 0; i < calls->count && done == 0; i++) {
+        done = put(produce, refused, calls->call[i]);
+        *sent += done == 0;
+    }
+    drop_calls(calls);
+    return done;
 }
 
 /* ---- what is usual ----------------------------------------------------------------------------------------------- */
@@ -360,6 +391,7 @@ static int put_all(PyObject *produce, PyObject *refused, PyObject *calls, Py_ssi
 
 typedef struct {
     PyObject *topic, *destinations, *passing, *out_type, *keep, *value_of, *key_of;
+    PyObject *bare, *types; /* of `value_of`, each owned or NULL */
     PyObject *latest; /* the time of a batch; NULL where each output has its record's */
     int none_is_usual;
     int known; /* whether the fields are */
@@ -369,6 +401,13 @@ typedef struct {
 typedef struct {
     Field key, timestamp, value, headers;
 } Input;
+
+/* Return an attribute; NULL without an exception if the object has none. */
+static PyObject *found_in(PyObject *object, const char *name) {
+    PyObject *found = PyObject_GetAttrString(object, name);
+    if (found == NULL) PyErr_Clear();
+    return found;
+}
 
 /* -1: raised. */
 static int target_of(PyObject *given, Target *target) {
@@ -383,7 +422,15 @@ static int target_of(PyObject *given, Target *target) {
         ))
         return -1;
     if (target->passing == Py_None) target->passing = NULL;
+    target->bare = found_in(target->value_of, "bare");
+    target->types = found_in(target->value_of, "types");
+    if (target->types != NULL && !PyAnySet_CheckExact(target->types)) Py_CLEAR(target->types);
     return 0;
+}
+
+static void forget(Target *target) {
+    Py_CLEAR(target->bare);
+    Py_CLEAR(target->types);
 }
 
 static void know(Target *target) {
@@ -398,11 +445,24 @@ static void know(Target *target) {
     target->known = 1;
 }
 
-/* Bytes, or None, of a text; of all else what `other` makes of it. */
+/* Return None and bytes unchanged, text as UTF-8, and everything else as `other` encodes it. */
 static PyObject *text_of(PyObject *value, PyObject *other) {
     if (value == Py_None || PyBytes_CheckExact(value)) return Py_NewRef(value);
     if (PyUnicode_CheckExact(value)) return PyUnicode_AsUTF8String(value);
     return other == NULL ? NULL : PyObject_CallOneArg(other, value);
+}
+
+/* Return a value as bytes or None. Call the bare encoder for values of its types. */
+static PyObject *encoded(const Target *target, PyObject *value) {
+    int is_bare = 0;
+    if (target->bare != NULL && target->types != NULL && value != Py_None && !PyBytes_CheckExact(value) &&
+        !PyUnicode_CheckExact(value))
+        is_bare = PySet_Contains(target->types, (PyObject *)Py_TYPE(value));
+    if (is_bare < 0) return NULL;
+    PyObject *bytes = is_bare ? PyObject_CallOneArg(target->bare, value) : text_of(value, target->value_of);
+    if (bytes != NULL || !is_bare || !PyErr_ExceptionMatches(PyExc_TypeError)) return bytes;
+    PyErr_Clear();
+    return PyObject_CallOneArg(target->value_of, value);
 }
 
 static PyObject *header_of(PyObject *name, PyObject *value) {
@@ -500,6 +560,7 @@ static int taken_apart(Target *target, PyObject *out, Parts *parts) {
 /* The record's own time, or 0 for none; NULL: raised, or it is not usual. */
 static PyObject *time_of(const Input *input, PyObject *record) {
     PyObject *timestamp = get(&input->timestamp, record);
+    if (timestamp != NULL && is_int(timestamp, END_OF_TIME - 1)) return timestamp;
     int known = timestamp == NULL ? -1 : PyObject_RichCompareBool(timestamp, zero, Py_GT);
     int usual = known > 0 ? PyObject_RichCompareBool(timestamp, end_of_time, Py_LT) : 0;
     if (usual <= 0) Py_CLEAR(timestamp);
@@ -538,7 +599,7 @@ static int normalise(const Target *target, const Input *input, PyObject *record,
         Py_SETREF(parts->timestamp, record == NULL ? Py_NewRef(target->latest) : time_of(input, record));
     if (parts->timestamp == NULL || !is_int(parts->timestamp, END_OF_TIME - 1)) return 0;
     if (pass_on(target, input, record, parts) < 0) return 0;
-    Py_SETREF(parts->value, text_of(parts->value, target->value_of));
+    Py_SETREF(parts->value, encoded(target, parts->value));
     return parts->value != NULL;
 }
 
@@ -550,7 +611,7 @@ static int value_alone(const Target *target, const Input *input, PyObject *recor
     if ((parts->key = get(&input->key, record)) == NULL || (parts->timestamp = time_of(input, record)) == NULL ||
         pass_on(target, input, record, parts) < 0)
         return 0;
-    parts->value = text_of(value, target->value_of);
+    parts->value = encoded(target, value);
     return parts->value != NULL;
 }
 
@@ -588,35 +649,48 @@ static PyObject *call_of(Target *target, const Input *input, PyObject *record, P
     return call;
 }
 
-/* What a list or a tuple leads to: a list of calls. */
-static PyObject *calls_of(Target *target, const Input *input, PyObject *record, PyObject *items) {
-    PyObject *calls = PyList_New(0);
+/* Add the calls that a list or a tuple leads to. Return -1 and add none if an item is not usual or raised. */
+static int calls_of(Target *target, const Input *input, PyObject *record, PyObject *items, Calls *calls) {
     /* A list is the application's: its size is looked at anew each time. */
-    for (Py_ssize_t i = 0; calls != NULL && i < PySequence_Fast_GET_SIZE(items); i++) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); i++) {
         PyObject *item = PySequence_Fast_GET_ITEM(items, i);
         if (item == Py_None) continue;
         Py_INCREF(item);
         PyObject *call = call_of(target, input, record, item);
         Py_DECREF(item);
-        if (call == NULL || PyList_Append(calls, call) < 0) Py_CLEAR(calls);
-        Py_XDECREF(call);
+        if (call == NULL || add_call(calls, call) < 0) {
+            drop_calls(calls);
+            return -1;
+        }
     }
-    return calls;
+    return 0;
 }
 
 /* ---- feed_values(records, function, decode, target, produce, refused, other) --------------------------------------- */
 
 typedef struct {
     PyObject *function, *decode, *produce, *refused, *other;
+    PyObject *bare; /* of `decode`, owned or NULL */
     int has_target;
     Target target;
     Input input;
+    Calls calls; /* of the result at hand */
 } Values;
+
+static PyObject *decoded(const Values *to, PyObject *value) {
+    if (to->bare != NULL && PyBytes_CheckExact(value)) {
+        if (to->bare == (PyObject *)&PyBytes_Type) return Py_NewRef(value);
+        PyObject *given = PyObject_CallOneArg(to->bare, value);
+        if (given != NULL || !PyErr_ExceptionMatches(PyExc_Exception)) return given;
+        PyErr_Clear(); /* the decoder itself raises an error that explains the problem */
+    }
+    return PyObject_CallOneArg(to->decode, value);
+}
 
 static PyObject *result_of(const Values *to, PyObject *record) {
     if (to->decode == Py_None) return PyObject_CallOneArg(to->function, record);
     PyObject *value = get(&to->input.value, record), *given = NULL, *result = NULL;
-    if (value != NULL) given = PyObject_CallOneArg(to->decode, value);
+    if (value != NULL) given = decoded(to, value);
     Py_XDECREF(value);
     if (given != NULL) result = PyObject_CallOneArg(to->function, given);
     Py_XDECREF(given);
@@ -651,11 +725,9 @@ static int feed_other(const Values *to, PyObject *record, PyObject *result, Py_s
 
 static int feed_several(Values *to, PyObject *record, PyObject *items, Py_ssize_t *sent) {
     int unusual = looks_like_a_pair(&to->target, items) ? 1 : is_tombstone(to, record);
-    PyObject *calls = unusual ? NULL : calls_of(&to->target, &to->input, record, items);
-    if (calls == NULL) return PyErr_Occurred() ? -1 : feed_other(to, record, items, sent);
-    int done = put_all(to->produce, to->refused, calls, sent);
-    Py_DECREF(calls);
-    return done;
+    if (unusual || calls_of(&to->target, &to->input, record, items, &to->calls) < 0)
+        return PyErr_Occurred() ? -1 : feed_other(to, record, items, sent);
+    return put_all(to->produce, to->refused, &to->calls, sent);
 }
 
 static int feed_one(Values *to, PyObject *record, PyObject *result, Py_ssize_t *sent) {
@@ -665,6 +737,17 @@ static int feed_one(Values *to, PyObject *record, PyObject *result, Py_ssize_t *
     Py_DECREF(call);
     *sent += done == 0;
     return done;
+}
+
+/* Return a list of a generator's items. PySequence_List takes longer: it looks for the generator's length first. */
+static PyObject *all_of(PyObject *generator) {
+    PyObject *items = PyList_New(0), *item;
+    while (items != NULL && (item = PyIter_Next(generator)) != NULL) {
+        if (PyList_Append(items, item) < 0) Py_CLEAR(items);
+        Py_DECREF(item);
+    }
+    if (PyErr_Occurred()) Py_CLEAR(items);
+    return items;
 }
 
 static int feed_result(Values *to, PyObject *record, PyObject *result, Py_ssize_t *sent) {
@@ -678,7 +761,7 @@ static int feed_result(Values *to, PyObject *record, PyObject *result, Py_ssize_
         int several = PyIter_Check(result) || PyList_Check(result) || PyTuple_Check(result);
         return several ? feed_other(to, record, result, sent) : feed_one(to, record, result, sent);
     }
-    PyObject *items = PySequence_List(result);
+    PyObject *items = all_of(result);
     if (items == NULL) return -1;
     int done = feed_several(to, record, items, sent);
     Py_DECREF(items);
@@ -696,10 +779,14 @@ static int feed_value(Values *to, PyObject *record, Py_ssize_t *sent) {
 
 static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
     if (count != 7) return PyErr_Format(PyExc_TypeError, "feed_values takes 7 arguments");
-    Values to = {args[1], args[2], args[4], args[5], args[6], args[3] != Py_None, {0}, {{0}}};
+    Values to = {args[1], args[2], args[4], args[5], args[6], NULL, args[3] != Py_None, {0}, {{0}}, {0}};
     if (to.has_target && target_of(args[3], &to.target) < 0) return NULL;
     PyObject *records = PySequence_Fast(args[0], "records");
-    if (records == NULL) return NULL;
+    if (records == NULL) {
+        forget(&to.target);
+        return NULL;
+    }
+    if (to.decode != Py_None) to.bare = found_in(to.decode, "bare");
     if (PySequence_Fast_GET_SIZE(records)) {
         PyTypeObject *type = Py_TYPE(PySequence_Fast_GET_ITEM(records, 0));
         to.input.key = field_of(type, names[KEY]);
@@ -719,6 +806,9 @@ static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, P
         }
     }
     Py_DECREF(records);
+    Py_XDECREF(to.bare);
+    forget(&to.target);
+    PyMem_Free(to.calls.call);
     return error == NULL ? Py_BuildValue("nnO", sent, i, Py_None) : Py_BuildValue("nnN", sent, i, error);
 }
 
@@ -730,21 +820,244 @@ static PyObject *feed_outs(PyObject *Py_UNUSED(self), PyObject *const *args, Py_
     const Input none = {{0}};
     if (target_of(args[1], &target) < 0) return NULL;
     target.latest = args[2];
-    PyObject *calls = calls_of(&target, &none, NULL, args[0]);
-    if (calls == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    Calls calls = {0};
+    int usual = calls_of(&target, &none, NULL, args[0], &calls) == 0;
     Py_ssize_t sent = 0;
-    int done = put_all(args[3], args[4], calls, &sent);
-    Py_DECREF(calls);
+    int done = usual ? put_all(args[3], args[4], &calls, &sent) : -1;
+    PyMem_Free(calls.call);
+    forget(&target);
+    if (!usual) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     if (done == 0) return Py_BuildValue("nO", sent, Py_None);
     PyObject *error = caught(PyExc_Exception);
     return error == NULL ? NULL : Py_BuildValue("nN", sent, error);
+}
+
+/* ---- encode_key(key) --------------------------------------------------------------------------------------------- */
+
+static PyObject *encode_key(PyObject *Py_UNUSED(self), PyObject *key) {
+    char *bytes;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(key, &bytes, &length) < 0) return NULL;
+    if (length > UINT32_MAX) return PyErr_Format(PyExc_OverflowError, "a key of %zd bytes", length);
+    PyObject *encoded = PyBytes_FromStringAndSize(NULL, length + 4);
+    if (encoded == NULL) return NULL;
+    char *to = PyBytes_AS_STRING(encoded);
+    for (int i = 0; i < 4; i++) to[i] = (char)(length >> (24 - 8 * i));
+    memcpy(to + 4, bytes, (size_t)length);
+    return encoded;
+}
+
+/* ---- fast_state(state_type, store_type, unread, absent, immutable) ------------------------------------------------ */
+
+/* A subclass of State whose methods read and fill the slots of State at their offsets. They handle an open state with a
+ * value of the exact type and without changed defaults, and leave everything else, errors included, to State's own. */
+
+enum { COMPILED, CELLS, ROW, CONTENT, BEFORE, AFTER, DEFAULTS, SLOTS };
+static const char *const slot_texts[SLOTS] = {
+    "_compiled", "_cells", "_row", "_value", "_bytes_before", "_bytes_after", "_defaults",
+};
+static struct {
+    Py_ssize_t offset[SLOTS];
+    Field begin, bare, encode, exact_type, renews; /* of a CompiledStore */
+    PyObject *get, *set, *encode_all, *write;      /* of State */
+    PyObject *unread, *absent, *immutable;
+    PyObject *get_name, *put_name;
+} state;
+
+static PyObject **slot(PyObject *self, int which) { return (PyObject **)((char *)self + state.offset[which]); }
+
+/* Fill a slot with `value`, whose reference is taken over. */
+static void fill(PyObject *self, int which, PyObject *value) { Py_XSETREF(*slot(self, which), value); }
+
+static int init_state(PyObject *self, PyObject *args, PyObject *named) {
+    PyObject *compiled, *cells, *rest;
+    if (named != NULL && PyDict_GET_SIZE(named)) {
+        PyErr_SetString(PyExc_TypeError, "a state takes no named arguments");
+        return -1;
+    }
+    if (!PyArg_UnpackTuple(args, "State", 3, 3, &compiled, &cells, &rest)) return -1;
+    PyObject *row = get(&state.begin, compiled);
+    if (row == NULL) return -1;
+    if (!PyBytes_CheckExact(row) || !PyBytes_CheckExact(rest)) {
+        Py_DECREF(row);
+        PyErr_SetString(PyExc_TypeError, "the name of a row is bytes");
+        return -1;
+    }
+    PyBytes_Concat(&row, rest);
+    if (row == NULL) return -1;
+    fill(self, COMPILED, Py_NewRef(compiled));
+    fill(self, CELLS, Py_NewRef(cells));
+    fill(self, ROW, row);
+    fill(self, CONTENT, Py_NewRef(state.unread));
+    fill(self, BEFORE, Py_NewRef(state.unread));
+    fill(self, DEFAULTS, Py_NewRef(Py_None));
+    return 0;
+}
+
+/* Call State's own method. */
+static PyObject *plainly(PyObject *method, PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    Py_ssize_t all = count + (keywords == NULL ? 0 : PyTuple_GET_SIZE(keywords));
+    PyObject **given = PyMem_Malloc((size_t)(all + 1) * sizeof(PyObject *));
+    if (given == NULL) return PyErr_NoMemory();
+    given[0] = self;
+    for (Py_ssize_t i = 0; i < all; i++) given[i + 1] = args[i];
+    PyObject *result = PyObject_Vectorcall(method, given, (size_t)count + 1, keywords);
+    PyMem_Free(given);
+    return result;
+}
+
+static int is_open(PyObject *self) {
+    PyObject *cells = *slot(self, CELLS);
+    return cells != NULL && cells != Py_None && *slot(self, COMPILED) != NULL && *slot(self, ROW) != NULL &&
+           *slot(self, CONTENT) != NULL && *slot(self, BEFORE) != NULL && *slot(self, DEFAULTS) == Py_None;
+}
+
+/* Read the stored value. Return 0 if State's own method must read it, -1 if that raised. */
+static int read_state(PyObject *self) {
+    PyObject *bare = get(&state.bare, *slot(self, COMPILED)), *kept = NULL, *value = NULL;
+    if (bare == NULL) return -1;
+    int answer = 0;
+    if (bare != Py_None) {
+        PyObject *cells = Py_NewRef(*slot(self, CELLS)), *row = Py_NewRef(*slot(self, ROW));
+        kept = PyObject_CallMethodOneArg(cells, state.get_name, row);
+        Py_DECREF(cells);
+        Py_DECREF(row);
+        if (kept == NULL) answer = -1;
+        else if (kept == Py_None) value = Py_NewRef(state.absent);
+        else if (PyBytes_CheckExact(kept) && (value = PyObject_CallOneArg(bare, kept)) == NULL) {
+            if (PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear(); /* State's own method explains the problem */
+            else answer = -1;
+        }
+    }
+    if (value != NULL) {
+        fill(self, CONTENT, value);
+        fill(self, BEFORE, Py_NewRef(kept));
+        answer = 1;
+    }
+    Py_XDECREF(kept);
+    Py_DECREF(bare);
+    return answer;
+}
+
+static PyObject *get_state(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    int known = keywords == NULL && count <= 1 && is_open(self);
+    if (known && *slot(self, CONTENT) == state.unread) known = read_state(self);
+    if (known < 0) return NULL;
+    PyObject *value = known ? *slot(self, CONTENT) : NULL;
+    if (value != NULL && value != state.absent) return Py_NewRef(value);
+    PyObject *otherwise = count ? args[0] : Py_None;
+    int fixed = value == NULL ? 0 : PySet_Contains(state.immutable, (PyObject *)Py_TYPE(otherwise));
+    if (fixed < 0) return NULL;
+    return fixed ? Py_NewRef(otherwise) : plainly(state.get, self, args, count, keywords);
+}
+
+static PyObject *set_state(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    if (keywords != NULL || count != 1 || args[0] == Py_None || !is_open(self))
+        return plainly(state.set, self, args, count, keywords);
+    PyObject *renews = get(&state.renews, *slot(self, COMPILED));
+    if (renews == NULL) return NULL;
+    fill(self, CONTENT, Py_NewRef(args[0]));
+    if (renews == Py_True) fill(self, BEFORE, Py_NewRef(state.unread));
+    Py_DECREF(renews);
+    Py_RETURN_NONE;
+}
+
+/* Return the value's bytes, unread, or None for an absent value; NULL without an exception: State's own method must
+ * encode it. */
+static PyObject *encoded_state(PyObject *self) {
+    PyObject *value = *slot(self, CONTENT), *compiled = *slot(self, COMPILED), *bytes = NULL;
+    if (value == state.unread) return Py_NewRef(value);
+    if (value == state.absent) return Py_NewRef(Py_None);
+    PyObject *exact = get(&state.exact_type, compiled);
+    PyObject *encode = exact == (PyObject *)Py_TYPE(value) ? get(&state.encode, compiled) : NULL;
+    if (encode != NULL) {
+        Py_INCREF(value);
+        bytes = PyObject_CallOneArg(encode, value);
+        Py_DECREF(value);
+    }
+    if (bytes == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+    Py_XDECREF(encode);
+    Py_XDECREF(exact);
+    return bytes;
+}
+
+static PyObject *encode_state(PyObject *self, PyObject *Py_UNUSED(none)) {
+    PyObject *bytes = is_open(self) ? encoded_state(self) : NULL;
+    if (bytes == NULL) return PyErr_Occurred() ? NULL : PyObject_CallOneArg(state.encode_all, self);
+    fill(self, AFTER, bytes);
+    Py_RETURN_NONE;
+}
+
+static PyObject *write_state(PyObject *self, PyObject *cells) {
+    PyObject *row = *slot(self, ROW), *before = *slot(self, BEFORE), *after = *slot(self, AFTER);
+    if (row == NULL || before == NULL || after == NULL)
+        return PyObject_CallFunctionObjArgs(state.write, self, cells, NULL);
+    Py_INCREF(row);
+    Py_INCREF(before);
+    Py_INCREF(after);
+    int changed = PyObject_RichCompareBool(after, before, Py_NE);
+    PyObject *const given[] = {cells, row, after};
+    PyObject *done = changed <= 0 ? NULL : PyObject_VectorcallMethod(state.put_name, given, 3, NULL);
+    Py_DECREF(row);
+    Py_DECREF(before);
+    Py_DECREF(after);
+    if (changed < 0 || (changed && done == NULL)) return NULL;
+    Py_XDECREF(done);
+    Py_RETURN_NONE;
+}
+
+static PyObject *close_state(PyObject *self, PyObject *Py_UNUSED(none)) {
+    fill(self, CELLS, Py_NewRef(Py_None));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef state_methods[] = {
+    {"get", (PyCFunction)(void (*)(void))get_state, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"set", (PyCFunction)(void (*)(void))set_state, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"_encode", encode_state, METH_NOARGS, NULL},
+    {"_write", write_state, METH_O, NULL},
+    {"_close", close_state, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot state_slots[] = {{Py_tp_init, init_state}, {Py_tp_methods, state_methods}, {0, NULL}};
+static PyType_Spec state_spec = {"eos.app.state.State", 0, 0, Py_TPFLAGS_DEFAULT, state_slots};
+
+static Field field_named(PyObject *type, const char *text) {
+    return field_of((PyTypeObject *)type, PyUnicode_InternFromString(text));
+}
+
+/* The module has one such type, because the offsets are those of one class. */
+static PyObject *fast_state(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    static PyObject *made;
+    if (count != 5 || !PyType_Check(args[0]) || !PyType_Check(args[1]) || !PyAnySet_CheckExact(args[4]))
+        return PyErr_Format(PyExc_TypeError, "fast_state takes two types, two markers and a set of types");
+    if (made != NULL) return Py_NewRef(args[0] == (PyObject *)((PyTypeObject *)made)->tp_base ? made : args[0]);
+    for (int i = 0; i < SLOTS; i++)
+        if ((state.offset[i] = field_named(args[0], slot_texts[i]).offset) == 0) return Py_NewRef(args[0]);
+    state.begin = field_named(args[1], "begin");
+    state.bare = field_named(args[1], "bare");
+    state.encode = field_named(args[1], "encode");
+    state.exact_type = field_named(args[1], "exact_type");
+    state.renews = field_named(args[1], "renews");
+    state.unread = Py_NewRef(args[2]);
+    state.absent = Py_NewRef(args[3]);
+    state.immutable = Py_NewRef(args[4]);
+    state.get_name = PyUnicode_InternFromString("get");
+    state.put_name = PyUnicode_InternFromString("put");
+    state.get = PyObject_GetAttrString(args[0], "get");
+    state.set = PyObject_GetAttrString(args[0], "set");
+    state.encode_all = PyObject_GetAttrString(args[0], "_encode");
+    state.write = PyObject_GetAttrString(args[0], "_write");
+    if (PyErr_Occurred()) return NULL;
+    return Py_XNewRef(made = PyType_FromSpecWithBases(&state_spec, args[0]));
 }
 
 /* ---- the module -------------------------------------------------------------------------------------------------- */
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, "As in eos/hotloop/python.py."}
 static PyMethodDef functions[] = {
-    FUNCTION(records_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs),
+    FUNCTION(records_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs), FUNCTION(fast_state),
+    {"encode_key", encode_key, METH_O, "As in eos/hotloop/python.py."},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, functions, NULL, NULL, NULL, NULL};

@@ -6,12 +6,16 @@ Change rules in both places; tests/unit/test_hotloop.py runs both on the same ca
 from __future__ import annotations
 
 import operator
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import GeneratorType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+_Type = TypeVar("_Type", bound=type[Any])
 
 END_OF_TIME = 253_402_300_800_000  # the year 10000 in milliseconds: a later timestamp has another unit
 _END_OF_PARTITIONS = 2**31
+_LENGTH = struct.Struct(">I")
 _NO_HEADERS = ()  # CPython has one empty tuple; another empty sequence only takes the slow path
 
 Header = tuple[str, bytes | None]
@@ -56,6 +60,21 @@ def records_of(
     return records
 
 
+def encode_key(key: bytes) -> bytes:
+    """Return the part of a row's name that follows the store's prefix (eos/app/cells.py)."""
+    return _LENGTH.pack(len(key)) + key
+
+
+def fast_state(
+    state_type: _Type, store_type: type[Any], unread: object, absent: object, immutable: frozenset[object]
+) -> _Type:
+    """Return the type of the objects that functions get as State; the compiled form returns a subclass.
+
+    `store_type`: what these objects are made from. `unread`, `absent`: the markers in place of a value. `immutable`:
+    the types of defaults that cannot be changed in place."""
+    return state_type
+
+
 def runs_of(records: Sequence[Any]) -> list[int]:
     """Return the index of the first record of each run. A run ends where another partition begins or the offset does
     not rise."""
@@ -85,6 +104,10 @@ def feed_values(
     record with a value sends nothing, if None is expected. Everything else goes to `other`, which returns how many
     outputs it sent. If `target` is None, all results go to `other`. `refused` gets an output that `produce` refused,
     with the exception.
+
+    Decoders and encoders may have the attribute `bare`, a faster function with the same results for exact bytes (a
+    decoder's) or for values of the types in the attribute `types` (an encoder's). The compiled loop calls it first, and
+    the decoder or encoder itself if it raises.
     """
     sent = 0
     coming = iter(records)

@@ -17,6 +17,7 @@ import eos.testing
 from eos import App, ConfigurationError, ListState, MapState, Out, Record, State
 from eos.app.cells import TIME, cell_of, store_of
 from eos.app.expiry import add_write_time
+from eos.app.state import OPEN_STATE
 from eos.state import tasks
 from eos.state.engines import ENGINES
 from eos.state.folders import InFolder
@@ -284,7 +285,7 @@ def test_failed_record_does_not_advance_time_or_touch_a_task(
         route.outputs(Record("in", 0, 0, at, b"a", value))
 
     if page == b"unstorable":
-        monkeypatch.setattr(State, "set", lambda state, value: setattr(state, "_value", object()))
+        monkeypatch.setattr(OPEN_STATE, "set", lambda state, value: setattr(state, "_value", object()))
     with pytest.raises((TypeError, ZeroDivisionError)):
         run(100, page)
     assert (task.time_ms, task.has_changes) == (0, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import logging
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 import eos
 from eos import App, hotloop
+from eos.encoding.serde import DecodeError
 from eos.engine.handling import Collector
 from eos.errors import ConfigurationError
 from eos.hotloop import python
@@ -628,6 +630,147 @@ def test_malformed_target_is_refused(target: Any) -> None:
         native.feed_values([], never, None, target, never, never, never)
 
 
+# ---- bare decoders and encoders -------------------------------------------------------------------------------------
+
+
+class Row(msgspec.Struct):
+    n: int
+
+
+@both
+@pytest.mark.parametrize("annotation", [bytes, str, Row, dict, bytes | None, str | None, Row | None])
+@pytest.mark.parametrize("value", [b'{"n": 1}', b'{"n": "1"}', b"\xff", b"", None])
+def test_hot_loop_decodes_like_the_route(loop: Any, annotation: Any, value: bytes | None) -> None:
+    given: list[object] = []
+
+    def function(value: Any) -> None:
+        given.append(value)
+
+    function.__annotations__["value"] = annotation
+    app = App("app")
+    app.process("in", to="out")(function)
+    route, record = app.routes["in"], Record("in", 0, 0, 5, b"k", value)
+    wanted: Any = None
+    try:
+        route.outputs(record)
+    except DecodeError as error:
+        wanted = str(error), type(error.__cause__)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hotloop, "feed_values", loop.feed_values)
+        fed = Collector().feed(route.feed, [record])
+    assert wanted == (fed.error and (str(fed.error), type(fed.error.__cause__)))
+    assert given[:1] == given[1:]
+    assert (fed.handled, len(given)) == ((0, 0) if wanted else (1, 2))
+
+
+def with_attributes(function: Callable[[Any], Any], **attributes: object) -> Callable[[Any], Any]:
+    function.__dict__.update(attributes)
+    return function
+
+
+class Bytes(bytes):
+    """A subclass of bytes."""
+
+
+@compiled
+def test_decoder_is_called_for_values_that_its_bare_form_refuses() -> None:
+    calls: list[object] = []
+    given: list[object] = []
+
+    def bare(value: bytes) -> object:
+        if value == b"interrupt":
+            raise Interrupt
+        return {b"good": "bare"}[value]
+
+    def decode(value: object) -> object:
+        calls.append(value)
+        return "decoded"
+
+    values = [b"good", b"bad", None, Bytes(b"good"), b"interrupt"]
+    records = [Record("in", 0, at, 5, b"k", value) for at, value in enumerate(values)]
+    decode = with_attributes(decode, bare=bare)
+    sent, handled, error = native.feed_values(records, given.append, decode, None, never, never, lambda *_: 0)
+    assert (sent, handled, type(error)) == (0, 4, Interrupt)
+    assert given == ["bare", "decoded", "decoded", "decoded"]
+    assert calls == [b"bad", None, b"good"]
+
+
+class Unhashable(type):
+    """The type of types that cannot be in a set."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Mixed(metaclass=Unhashable):
+    """A class that is no known type of a bare encoder."""
+
+
+@compiled
+def test_encoder_is_called_for_values_that_its_bare_form_refuses() -> None:
+    calls: list[object] = []
+    put: list[object] = []
+
+    def bare(value: object) -> bytes:
+        if value == 2:
+            raise TypeError("bare")
+        if value == 3:
+            raise LookupError("bare")
+        return b"bare"
+
+    def encode(value: object) -> bytes:
+        calls.append(value)
+        return b"encoded"
+
+    def run(*results: object, **attributes: object) -> tuple[int, type]:
+        encoder = with_attributes(encode, **({"bare": bare, "types": {int}} | attributes))
+        target = ("out", frozenset({"out"}), None, Out, KEEP, encoder, never, True)
+        records, coming = [Record("in", 0, at) for at in range(len(results))], iter(results)
+        fed = native.feed_values(
+            records, lambda _: next(coming), None, target, lambda *c: put.append(c[1]), never, never
+        )
+        return fed[1], type(fed[2])
+
+    assert run(1, 2, 1.0, True, Out(1), "text", b"bytes", Out(None)) == (8, type(None))
+    assert put == [b"bare", b"encoded", b"encoded", b"encoded", b"bare", b"text", b"bytes", None]
+    assert calls == [2, 1.0, True]
+    assert run(1, 3) == (1, LookupError)
+    assert run(Mixed()) == (0, TypeError)
+    for types_ in ([int], None, frozenset({float})):
+        assert run(5, types=types_) == (1, type(None))
+        assert calls.pop() == 5
+
+
+@both
+def test_json_results_are_encoded_like_other_results(loop: Any) -> None:
+    """The first value of a type is encoded in another way than later ones."""
+    app = App("app")
+    app.process("in", to="out")(lambda record: json.loads(record.value))
+    route = app.routes["in"]
+    texts = ['{"a": 1}', '{"b": [2]}', "5", "6", "true", '"text"', "1.5"]
+    records = [Record("in", 0, at, 5, b"k", text.encode()) for at, text in enumerate(texts)]
+    kept = Collector()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hotloop, "feed_values", loop.feed_values)
+        assert kept.feed(route.feed, records).error is None
+        assert [send[1] for send in kept.sends] == [b'{"a":1}', b'{"b":[2]}', b"5", b"6", b"true", b"text", b"1.5"]
+        for function in (lambda _: {"a": object()}, lambda record: record):
+            other = App("app")
+            other.process("in", to="out")(function)
+            route = other.routes["in"]
+            for record in records[:2]:  # the error stays the same once the type is known
+                with pytest.raises(TypeError) as wanted:
+                    route.outputs(record)
+                fed = Collector().feed(route.feed, [record])
+                assert (type(fed.error), str(fed.error)) == (TypeError, str(wanted.value))
+
+
+@both
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100])
+def test_generator_yields_many_outputs(loop: Any, length: int) -> None:
+    case = Case([(usual(b"")[0][0], (shape, [b"v"] * length)) for shape in ("generator", "list")])
+    assert case.run(loop)[:3] == (2 * length, 2, type(None))
+
+
 # ---- the client's own produce ---------------------------------------------------------------------------------------
 
 
@@ -707,6 +850,11 @@ def test_feed_leaks_no_reference() -> None:
     plain = message(10**6, topic=topic, key=key, value=value, headers=[("h", value)])
     messages = [plain, message(1, error=ERROR), plain, plain]
     broken = [messages[0], Other(messages[0], "headers")]
+    decode = {value: value, key: 5}.__getitem__
+    bare = with_attributes(lambda v: value if v is None else [v], bare=decode)
+    encoder = with_attributes(lambda v: value, bare=lambda v: [v][v - 5] and key, types={int, list})
+    bare_target = (topic, frozenset({topic}), None, Out, KEEP, encoder, encoder, True)
+    values_of_all_kinds = [Record(topic, 0, 0, 5, key, one) for one in (value, key, None, b"other" * 9)]
     runs = [Record(topic, at // 2, at, 0, key, value, ()) for at in range(600, 900)]
 
     def turn() -> None:
@@ -727,8 +875,9 @@ def test_feed_leaks_no_reference() -> None:
         with pytest.raises(AttributeError):
             native.runs_of([*runs, made])
         native.feed_outs(outs, TARGET, 0, lambda *_: None, never)
+        native.feed_values(values_of_all_kinds, lambda v: v, bare, bare_target, lambda *_: None, never, never)
 
-    kinds = [Out, Record, Collected, Checked]
+    kinds = [Out, Record, Collected, Checked, decode, *encoder.__dict__.values()]
     given_records = [record for record, _ in made]
     leaves_all_as_it_was(turn, [value, key, topic, *kinds, *outs, *messages, *runs, *given_records, *outs_of_all_kinds])
 
