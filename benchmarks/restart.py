@@ -57,9 +57,8 @@ PARTS = {
 class Reader:
     """Reads the output as committed; each value is the moment at which its record was due."""
 
-    def __init__(self, bootstrap: str, topic: str) -> None:
-        self._consumer = reader(bootstrap, topic)
-
+    def __init__(self, bootstrap: str, topic: str, rate: int) -> None:
+        self._consumer, self._rate = reader(bootstrap, topic), rate
         self._dues = 0, math.inf  # how many outputs were read, and when the first of their records was due
 
     def first_due_after(self, moment_ns: int) -> float:
@@ -77,11 +76,14 @@ class Reader:
         while time.monotonic() < began + seconds or self._backlog_s() > BACKLOG_S:
             self._read()
             if time.monotonic() > began + seconds + _LIMIT_S:
-                raise TimeoutError(f"{self._backlog_s():.1f} s of outputs are missing after {_LIMIT_S:.0f} s")
+                raise SystemExit(
+                    f"{self._backlog_s():.1f} s of outputs are missing after {_LIMIT_S:.0f} s: this machine is too "
+                    f"slow for {self._rate:,} records/s (--rate)"
+                )
 
     def _backlog_s(self) -> float:
         count, first_ns = self._dues
-        return (time.monotonic_ns() - first_ns) / 1e9 - count / RATE if count else math.inf
+        return (time.monotonic_ns() - first_ns) / 1e9 - count / self._rate if count else math.inf
 
     def _read(self) -> int:
         """Return when the next output's record was due (time.monotonic_ns()); 0: none came."""
@@ -123,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("-X", dest="settings", action="append", default=[], metavar="NAME=VALUE", help="of the worker")
+    parser.add_argument("--rate", type=int, default=RATE, help="records per second")
     parser.add_argument("--keys", type=int, default=0, help="the worker remembers so many, loaded before")
     parser.add_argument("--logs", type=Path, default=Path("build/bench/restart"))
     options = parser.parse_args()
@@ -144,10 +147,11 @@ def main() -> None:
             create(bootstrap, f"{group}-in")
         create(bootstrap, f"{group}-out")
         longest_s = options.repetitions * _LIMIT_S
-        feed = [sys.executable, "-m", "benchmarks.steady_source", bootstrap, f"{group}-in", str(RATE), str(longest_s)]
+        feed = [sys.executable, "-m", "benchmarks.steady_source", bootstrap, f"{group}-in"]
+        feed += [str(options.rate), str(longest_s)]
         feeding = subprocess.Popen(feed, stdout=subprocess.DEVNULL)
         worker = start(bootstrap, names, options.settings, options.logs / "0.log")
-        reader = Reader(bootstrap, f"{group}-out")
+        reader = Reader(bootstrap, f"{group}-out", options.rate)
         try:
             for number in range(1, options.repetitions + 1):
                 reader.settle(SETTLE_S + random.random())
@@ -173,7 +177,7 @@ def main() -> None:
     console.print(table, " ".join(f"{seconds:.2f}" for seconds in away))
     console.print(
         f"first new output after the kill: median {statistics.median(away):.2f} s, worst {max(away):.2f} s (goal: "
-        f"below {GOAL_S} s), {len(away)} kills at {RATE:,} records/s"
+        f"below {GOAL_S} s), {len(away)} kills at {options.rate:,} records/s"
     )
 
 
