@@ -134,13 +134,12 @@ class Record(msgspec.Struct, Generic[V], frozen=True, gc=False):
     def out(
         self,
         value: object,
-        *,
         key: object = KEEP,
         topic: str | None = None,
         headers: Headers = (),
         partition: int | None = None,
     ) -> Out:
-        """Return an Out with this record's timestamp and, without `key`, its key."""
+        """Return an Out with this record's timestamp and, without `key`, its key. The parameters are those of Out."""
         timestamp = self.timestamp
         return Out(
             value,
