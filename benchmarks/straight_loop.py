@@ -20,6 +20,7 @@ from benchmarks.shapes import HEADERS, DataRow, Row
 
 # 100 ms transactions need chunks well below 100 ms of work; larger ones only make larger transactions.
 CHUNK = 2_000
+Sender = Callable[[list[Message], str, Producer], None]
 
 
 # Each is a loop of its own, as one writes it by hand: no call lies between a message and produce().
@@ -58,28 +59,20 @@ def send_headers(messages: list[Message], target: str, producer: Producer) -> No
                 producer.poll(0.05)
 
 
-def send_json(messages: list[Message], target: str, producer: Producer) -> None:
-    produce, decode, encode = producer.produce, msgspec.json.Decoder(Row).decode, msgspec.json.Encoder().encode
-    for message in messages:
-        row = decode(message.value())
-        while True:
-            try:
-                produce(target, encode(Row(row.n, row.text.upper())), message.key())
-                break
-            except BufferError:
-                producer.poll(0.05)
+def sender_of(row_type: type[Row] | type[DataRow]) -> Sender:
+    def send(messages: list[Message], target: str, producer: Producer) -> None:
+        produce, make = producer.produce, row_type
+        decode, encode = msgspec.json.Decoder(make).decode, msgspec.json.Encoder().encode
+        for message in messages:
+            row = decode(message.value())
+            while True:
+                try:
+                    produce(target, encode(make(row.n, row.text.upper())), message.key())
+                    break
+                except BufferError:
+                    producer.poll(0.05)
 
-
-def send_dataclass(messages: list[Message], target: str, producer: Producer) -> None:
-    produce, decode, encode = producer.produce, msgspec.json.Decoder(DataRow).decode, msgspec.json.Encoder().encode
-    for message in messages:
-        row = decode(message.value())
-        while True:
-            try:
-                produce(target, encode(DataRow(row.n, row.text.upper())), message.key())
-                break
-            except BufferError:
-                producer.poll(0.05)
+    return send
 
 
 def send_dict(messages: list[Message], target: str, producer: Producer) -> None:
@@ -115,8 +108,8 @@ SENDERS = {
     "bytes": send_bytes,
     "str": send_str,
     "headers": send_headers,
-    "json": send_json,
-    "dataclass": send_dataclass,
+    "json": sender_of(Row),
+    "dataclass": sender_of(DataRow),
     "dict": send_dict,
     "twice": send_twice,
     "filter": send_nothing,

@@ -169,7 +169,10 @@ def compare(
             if peer.name not in runs:
                 continue
             if (found := run(bootstrap, peer, source, count)) is None:
-                console.print(f"  {peer.name} did not finish in {_LIMIT_S} s and is left out")
+                late = f"{peer.name} did not finish in {_LIMIT_S} s"
+                if peer.name == yardstick:
+                    raise SystemExit(f"{late}: without it there are no ratios")
+                console.print(f"  {late} and is left out")
                 del runs[peer.name]
             else:
                 runs[peer.name].append(found)

@@ -42,6 +42,7 @@ def store_of(cell: bytes) -> bytes:
 
 
 encode_key: Final = hotloop.encode_key
+"""Returns the part of a row's name that follows the store's prefix, given the key."""
 
 
 def decode_key(suffix: bytes) -> bytes:

@@ -29,16 +29,20 @@ def hot_loop_target(
     """Return the hot loop's target for results of the expected types; None for a function without a destination."""
     if not destinations:
         return None
-    json_types: set[type] = set()
+    json, json_types = JSON.encode, set[type]()
 
     def value_of(value: object) -> bytes | None:
         kind = type(value)
-        if IS_JSON[kind] and kind not in NEVER_SENT:
+        if kind not in json_types and IS_JSON[kind] and kind not in NEVER_SENT:
             json_types.add(kind)
-        return value_bytes(value, name)
+        try:
+            # This does the same as `value_bytes`, in one Python call instead of three.
+            return json(value) if kind in json_types else value_bytes(value, name)
+        except TypeError:
+            return value_bytes(value, name)  # raises an error that explains the problem
 
     # The compiled loop calls `bare` for values of `types`, and `value_of` if that raises TypeError.
-    value_of.__dict__.update(bare=JSON.encode, types=json_types)
+    value_of.__dict__.update(bare=json, types=json_types)
 
     def key_of(key: object) -> bytes | None:
         return key_bytes(key, name)

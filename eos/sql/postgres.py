@@ -227,8 +227,8 @@ class Connection(SqlConnection):
 def _is_direct(connection: psycopg.Connection[Any]) -> bool:
     """Return whether no pooler is between us and the server. A pooler reports another process id than the server's.
 
-    Behind a pooler, each transaction may use another connection of the server, which does not know the statements that
-    were prepared before."""
+    Behind a pooler, each transaction may run on a different connection to the server, and a statement exists only on
+    the connection that prepared it."""
     found = connection.execute("select pg_backend_pid()").fetchone()
     connection.rollback()
     return found == (connection.info.backend_pid,)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from eos import log
-from eos.app.cells import row_length
+from eos.app.cells import row_length, store_prefix
 from eos.app.expiry import TIME_BYTES, split_write_time
 from eos.app.layers import Span, Value
 from eos.errors import ConfigurationError, Temporary
@@ -196,7 +196,7 @@ class InFolder:
         """
         notes: dict[bytes, Value] = {}
         for store, begin in self._timed.items():
-            prefix = store + b"\0"
+            prefix = store_prefix(store.decode())
             cells = [cell for cell in changes if cell.startswith(prefix)]
             if not cells:
                 continue

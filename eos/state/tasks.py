@@ -141,7 +141,7 @@ class Task(Layer):
     def changelog_entries(self) -> Iterator[ChangelogEntry]:
         has_ttl = tuple(store_prefix(store.decode()) for store in self._ttls)
         for cell, value in self.changed.items():
-            if not cell.startswith(has_ttl):
+            if not has_ttl or not cell.startswith(has_ttl):
                 yield cell, value, 0
             elif value is None:
                 yield cell, None, self.time_ms
