@@ -451,3 +451,13 @@ def test_scan_for_oldest_entries_starts_at_its_last_position(
     write(40)
     assert oldest() == [40, 50, 60]
     folder.close()
+
+
+@pytest.mark.parametrize("where", ENGINES)
+def test_entries_of_one_time_with_long_keys_are_all_found(where: str, tmp_path: Path) -> None:
+    """A folder shortens long names; two that begin alike must stay apart."""
+    folder = values_in(where, tmp_path, {b"s": 10})
+    cells = {cell_of("s", b"k" * 1_000 + end): add_write_time(5, b"") for end in (b"a", b"b")}
+    folder.apply(cells, 0, 0.0)
+    assert {cell for cell, _ in folder.oldest(b"s")} == set(cells)
+    folder.close()
