@@ -258,7 +258,8 @@ def test_delta_worker_that_was_suspended_in_its_transaction_writes_nothing(
         "Connection.move = suspended\nsys.exit(cli.invoke(sys.argv[1:]))\n"
     )
     with (tmp_path / "log").open("wb") as log:
-        command = run.command(sys.executable, str(program))
+        # On a slow machine the broker would abort the transaction at its timeout before this worker goes on.
+        command = [*run.command(sys.executable, str(program)), "-X", "transaction.timeout.ms=120000"]
         zombie = psutil.Popen(command, cwd=tmp_path, env=run.environment, stderr=log)
     try:
         wait_until("the suspension", lambda: zombie.status() == psutil.STATUS_STOPPED, 60)

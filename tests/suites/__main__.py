@@ -7,13 +7,14 @@ A table at the end shows the number of tests, the duration and the budget of eac
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ COLUMNS = ("tests", "left out", "late", "failed", "seconds", "budget")
 # Deep tests compute more than they wait. With more processes they would slow each other down until they time out.
 DEEP_PROCESSES = 5 * (os.cpu_count() or 1) // 2
 LONG_S = 3_600  # the timeout of a test in runs with the repetitions
+CI_DEEP_S = 45 * 60  # after which CI, which is ended after 90 minutes, starts no deep test any more
 DEPTHS = {"check": "not long and not deep", "test": "not long and not deep", "deep": "not long", "all": ""}
 
 console = Console(highlight=False, soft_wrap=True)
@@ -81,7 +83,8 @@ def main(arguments: list[str]) -> int:
         # A thread per command: commands need one core and none of the tests' resources.
         with ThreadPoolExecutor() as executor:
             commands = [executor.submit(_run_commands, suite, depths[suite.name]) for suite in chosen if suite.commands]
-            tests = [_run_tests(*one) for one in joined((s for s in chosen if not s.commands), depths)]
+            runs = list(joined((s for s in chosen if not s.commands), depths))
+            tests = list(_run_all(runs, time.time() + CI_DEEP_S if mode == "ci" else math.inf))
     results = [*(command.result() for command in commands), *tests]
     _show(results, time.monotonic() - began)
     return 0 if all(result.ok for result in results) else 1
@@ -145,23 +148,32 @@ def _run_commands(suite: Suite, depth: str) -> Result:
     return Result(suite, depth, not any(done.returncode for done in ran), time.monotonic() - start, output=output)
 
 
-def _run_tests(suite: Suite, depth: str) -> Result:
+def _run_all(runs: Sequence[tuple[Suite, str]], deep_until: float) -> Iterator[Result]:
+    """Run the suites one after another. Each has a share of the time left until `deep_until` for its deep tests."""
+    weights = [len(suite.name.split(", ")) for suite, _ in runs]  # joined suites have a share each
+    for at, (suite, depth) in enumerate(runs):
+        now = time.time()
+        yield _run_tests(suite, depth, now + (deep_until - now) * weights[at] / sum(weights[at:]))
+
+
+def _run_tests(suite: Suite, depth: str, deep_until: float) -> Result:
     console.rule(f"{suite.name}")
     start = time.monotonic()
     TALLIES.mkdir(parents=True, exist_ok=True)
     tally = TALLIES / f"{suite.name}.json"
     tally.unlink(missing_ok=True)
     environment = os.environ | {STATEFUL: "1"} if suite.stateful else None
-    code = subprocess.run(_pytest(suite, depth, tally), check=False, env=environment).returncode
+    code = subprocess.run(_pytest(suite, depth, tally, deep_until), check=False, env=environment).returncode
     counted = json.loads(tally.read_text()) if tally.exists() else {}
     counted.pop("took_s", None)
     return Result(suite, depth, code == 0, time.monotonic() - start, **counted)
 
 
-def _pytest(suite: Suite, depth: str, tally: Path) -> list[str]:
+def _pytest(suite: Suite, depth: str, tally: Path, deep_until: float) -> list[str]:
     timeout_s = LONG_S if depth == "all" else suite.timeout_s
     command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--timeout={timeout_s}", *late.SECOND_TRY]
     command += ["-p", "tests.suites.tally", f"--tally={tally}", "-m", DEPTHS[depth]]
+    command += ["-p", "tests.suites.limit", f"--deep-until={deep_until}"]
     processes = suite.processes if depth in ("check", "test") else min(suite.processes, DEEP_PROCESSES)
     return [*command, "-n", str(processes), *suite.paths]
 

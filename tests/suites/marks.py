@@ -31,13 +31,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that no process waits for them at the end."""
+    """Run deep tests last, for which there may be no time, and the longest first, so that no process waits for them at
+    the end."""
     items.sort(key=_rank)
 
 
-def _rank(item: pytest.Item) -> tuple[bool, int]:
+def _rank(item: pytest.Item) -> tuple[bool, bool, int]:
     seconds = max((mark.args[0] for mark in item.iter_markers("takes")), default=0)
-    return unit_of(item.nodeid) != "older", -seconds
+    return item.get_closest_marker("deep") is not None, unit_of(item.nodeid) != "older", -seconds
 
 
 @pytest.hookimpl(optionalhook=True)

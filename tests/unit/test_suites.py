@@ -78,6 +78,22 @@ def test_failed_tests_are_listed_with_their_reason(
     assert re.search(r"mine failed\nmine: \S*test_it.py::test_sum: AssertionError: no \[sum\]", output)
 
 
+@pytest.mark.usefixtures("suites")
+def test_deep_tests_are_left_out_when_the_time_of_ci_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    test = "import pytest\n@pytest.mark.deep\ndef test_deep(): assert 0\ndef test_other(): pass\n"
+    (tmp_path / "test_it.py").write_text(test)
+    monkeypatch.setattr(runner, "TALLIES", tmp_path)
+    monkeypatch.setattr(runner, "SUITES", (Suite("mine", 0, paths=(str(tmp_path / "test_it.py"),)),))
+    monkeypatch.setattr(runner, "since_the_last_landing", lambda: (None, "everything"))
+    monkeypatch.setattr(runner, "CI_DEEP_S", -1)
+    assert runner.main(["ci"]) == 0
+    assert "mine: 1 left out: the time for deep tests was over" in capfd.readouterr().out
+    monkeypatch.setattr(runner, "CI_DEEP_S", 600)
+    assert runner.main(["ci"]) == 1
+
+
 @pytest.mark.parametrize(("arguments", "said"), [(["nope"], "no mode nope"), (["test", "nope"], "no suite nope")])
 def test_error_for_unknown_mode_or_suite_lists_the_valid_names(
     arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
@@ -181,9 +197,9 @@ def test_deep_marks_apply_to_tests_and_parameters(tmp_path: Path) -> None:
     assert collect(tmp_path, "shim", MARKED, "-m", "deep") == ["test_deep", "test_one[one]"]
 
 
-def test_longest_tests_begin_first(tmp_path: Path) -> None:
-    rest = ["test_deep", "test_one[one]", "test_one[two]", "test_plain"]
-    assert collect(tmp_path, "shim", MARKED) == ["test_longest", *rest]
+def test_longest_tests_begin_first_and_deep_tests_last(tmp_path: Path) -> None:
+    first = ["test_longest", "test_one[two]", "test_plain"]
+    assert collect(tmp_path, "shim", MARKED) == [*first, "test_deep", "test_one[one]"]
 
 
 def test_stateful_run_makes_broker_tests_deep(tmp_path: Path) -> None:
