@@ -4,6 +4,8 @@
     init       InitProducerId: fences every earlier attempt and ends its open transaction; after a batch of this
                process the coordinator refuses it if another process has initialised since (KIP-360)
     decide     the progress marker says whether this batch is in Kafka already (marker.py)
+    fetch      at the same time as init and decide: the rows of a small batch, if the driver may write it; no row is
+               written before they have returned
     add        AddPartitionsToTxn: all target partitions and the marker's
     produce    tasks write, each a share of the Kafka partitions, under this identity (task.py, claims.py); or the
                driver writes a small batch, as one share
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -38,7 +41,7 @@ from spark_connector.packing import targets_of
 from spark_connector.partition import PartitionWriter
 from spark_connector.placing import murmur2_column
 from spark_connector.progress import Progress
-from spark_connector.routing import gather, planned_for_the_sink, route
+from spark_connector.routing import fetch, pack, planned_for_the_sink, route
 from spark_connector.shipping import find_missing_package
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
 from spark_connector.task import RESULT, Job, Result, write_rows, writer
@@ -51,7 +54,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PACKERS_PER_CORE = 4  # with one packing task per core, the slowest would delay the batch
 _LONGEST_PAUSE = 64  # after at most this many batches, the driver tries again to write one itself
-_DRIVER_SHARES = 16  # the driver fetches a batch of at most this many times the bytes that one task may return
+_LEAST_ROWS = 64  # the driver fetches a batch of at most this many rows per task, or twice the rows of the last one
+_MOST_FETCHED_BYTES = 64_000_000  # if all rows were as large as the driver allows a row to be
 _MAX_RESULT = "spark.driver.maxResultSize"
 
 
@@ -92,6 +96,8 @@ class Recent:
 
     small: bool = False
     """True if the last batch was small enough for the driver, by the bytes of its record batches."""
+    rows: int = 0
+    """The number of rows of the last batch."""
     pause: int = 0
     """The number of batches for which the driver does not try after a batch was too large.
 
@@ -104,8 +110,14 @@ class Recent:
     def tries(self) -> bool:
         return self.small and not self.pause_left
 
-    def record_batch(self, small: bool, tried: bool, by_driver: bool) -> None:
-        self.small = small
+    @property
+    def most_rows(self) -> int:
+        """Return how many rows of a task the driver fetches: a power of two, so that Spark need not compile the plan of
+        each batch anew."""
+        return max(_LEAST_ROWS, 1 << (2 * self.rows - 1).bit_length())
+
+    def record_batch(self, small: bool, rows: int, tried: bool, by_driver: bool) -> None:
+        self.small, self.rows = small, rows
         if by_driver:
             self.pause = self.pause_left = 0
         elif tried:
@@ -180,40 +192,48 @@ class Attempt:
             raise self._to_public_error(stopped) from stopped
 
     def _run(self) -> Progress | None:
-        connected, batch = self._connection, self._batch
+        batch = self._batch
         if not self._transaction.initialised:
             batch.refuse(self._look_for_marker())
-        self._measure("init", self._transaction.init)
+        # Call the JVM before the transaction begins: a failing JVM would leave it open.
+        cores = self._cores()
+        # Spark needs longer for the rows of a small batch than the brokers for their answers.
+        with ThreadPoolExecutor(1, "eos-sink") as thread:
+            prepared, began = thread.submit(self._prepare), time.monotonic()
+            try:
+                rows = self._fetch(cores)
+            finally:
+                fetching_s = time.monotonic() - began
+                found, decision, targets = prepared.result()
         self._options.on_step("init")
-        found = self._measure("decide", self._find_marker)
-        decision = batch.decide(found)
         if decision is Decision.ALREADY:
             log.info("batch is in Kafka already", **self._who())
             return None
         if decision is Decision.ADOPT:
             log.warning("batch adopts what another sink wrote", **self._who())
-        targets = self._measure("targets", connected.targets.read)
-        # Call the JVM before the transaction begins: a failing JVM would leave it open.
-        cores = self._cores()
-        began = time.monotonic()
-        gathered = self._gather(targets, cores)
-        gathering_s = time.monotonic() - began
+        gathered = None if rows is None else pack(rows, targets)
         self._began = read_boot_clock()
         self._measure("add", lambda: self._transaction.add(self._partitions(targets, gathered)))
         self._options.on_step("add")
         results = self._measure("produce", lambda: self._produce(targets, cores, gathered))
-        self._seconds["produce"] += gathering_s
-        rows = sum(result.rows for result in results)
+        self._seconds["produce"] += fetching_s
+        written = sum(result.rows for result in results)
         self._options.on_step("produce")
         if batch.key is not None:
-            self._measure("mark", lambda: self._mark(batch.marker(found, decision, rows)))
+            self._measure("mark", lambda: self._mark(batch.marker(found, decision, written)))
         self._options.on_step("mark")
         self._commit_sent = True
         self._measure("commit", lambda: self._transaction.end(commit=True))
         self._options.on_step("commit")
-        progress = self._progress(rows, results)
+        progress = self._progress(written, results)
         log.info("batch committed", **self._who(), state="CompleteCommit", **progress.figures())
         return progress
+
+    def _prepare(self) -> tuple[Marker | None, Decision, Sequence[Target]]:
+        """Initialise the transaction, and return the marker, what it means for this batch, and the targets."""
+        self._measure("init", self._transaction.init)
+        found = self._measure("decide", self._find_marker)
+        return found, self._batch.decide(found), self._measure("targets", self._connection.targets.read)
 
     def _look_for_marker(self) -> Marker | None:
         """Return the marker. Other instances may be writing meanwhile, so return None also if the transaction of the
@@ -237,28 +257,26 @@ class Attempt:
                 remedy="continue with the version of eos that wrote it",
             ) from error
 
-    def _gather(self, targets: Sequence[Target], cores: int | None) -> pa.RecordBatch | None:
-        """Return all rows, packed, for the driver to write if the last batch was small, or None if tasks must write.
+    def _fetch(self, cores: int | None) -> pa.Table | None:
+        """Return all rows for the driver to write if the last batch was small, or None if tasks must write.
 
         Nothing is written yet, and no transaction is open.
         """
-        if not self._connection.recent.tries:
+        recent = self._connection.recent
+        if not recent.tries:
             return None
-        most = self._options.driver_bytes
-        with planned_for_the_sink(self._df):
-            return gather(
-                self._df, targets, self._options.topic, self._most_packers(cores), most, self._driver_takes(most)
-            )
+        most_bytes = self._most_fetched_bytes()
+        return fetch(self._df, self._options.topic, self._most_packers(cores), recent.most_rows, most_bytes)
 
-    def _driver_takes(self, of_each: int) -> int:
+    def _most_fetched_bytes(self) -> int:
         """Return how many bytes of rows all tasks together may bring to the driver.
 
         Spark fails a job above its own limit (0: no limit). Half of that limit is kept for the data that comes with the
         rows.
         """
         java: Any = self._df.sparkSession.sparkContext._jsc
-        limit = int(java.getConf().getSizeAsBytes(_MAX_RESULT, "1g"))
-        return min(_DRIVER_SHARES * of_each, limit // 2) if limit else _DRIVER_SHARES * of_each
+        limit = int(java.sc().conf().getSizeAsBytes(_MAX_RESULT, "1g"))
+        return min(_MOST_FETCHED_BYTES, limit // 2) if limit else _MOST_FETCHED_BYTES
 
     def _partitions(self, targets: Sequence[Target], gathered: pa.RecordBatch | None) -> list[tuple[str, int]]:
         """Return the partitions to add to the transaction. They should be the ones that get rows, as far as these are
@@ -294,7 +312,8 @@ class Attempt:
             raise Stopped(Answer.RESTART, poison)
         _check(results, granted)
         small = sum(result.bytes for result in results) < self._options.driver_bytes
-        recent.record_batch(small, tried, by_driver=not self._tasks_write)
+        rows = sum(result.rows for result in results)
+        recent.record_batch(small, rows, tried, by_driver=not self._tasks_write)
         return results
 
     def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:

@@ -108,7 +108,7 @@ class Options:
 
     @property
     def driver_bytes(self) -> int:
-        """Return the maximum number of bytes of packed rows per task for a batch that the driver writes itself."""
+        """Return below how many bytes of a batch the driver writes the next one itself."""
         return int(self.settings["eos.spark.driver.bytes"])
 
     @property

@@ -17,7 +17,6 @@ from spark_connector.placing import TARGET, Places
 from spark_connector.workers import begin_task
 
 SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
-TOO_MUCH = -1  # stands in place of a share: the task had more rows than allowed
 PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
 # The size of one value, estimated before compression: above half a region of the JVM's heap (at least 1 MB) an array
 # costs the garbage collector more.
@@ -34,13 +33,10 @@ _READ = pa.ipc.IpcReadOptions(use_threads=False)
 _PLACES = 33
 
 
-def packer(
-    shares: int, places: Places, most_bytes: int | None = None
-) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def packer(shares: int, places: Places) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """Return the function for mapInArrow that packs rows into PACKED.
 
-    The values of a share, sorted by ORDER, hold its rows in order: by Spark partition, and within it as they came. With
-    `most_bytes` a task with more rows yields only TOO_MUCH.
+    The values of a share, sorted by ORDER, hold its rows in order: by Spark partition, and within it as they came.
     """
 
     def pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -50,21 +46,9 @@ def packer(
         context = TaskContext.get()
         assert context is not None, "this runs in a task"
         placed = (part for batch in batches if batch.num_rows for part in places.place(batch))
-        packed = pack_partition(placed, shares, context.partitionId())
-        return packed if most_bytes is None else at_most(packed, most_bytes)
+        return pack_partition(placed, shares, context.partitionId())
 
     return pack
-
-
-def at_most(packed: Iterator[pa.RecordBatch], most_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Return `packed` if it has at most `most_bytes`; else only TOO_MUCH, without reading the rest."""
-    held: list[pa.RecordBatch] = []
-    for batch in packed:
-        held.append(batch)
-        if sum(each.nbytes for each in held) > most_bytes:
-            columns = [pa.array([TOO_MUCH], pa.int32()), pa.array([0]), pa.array([b""])]
-            return iter([pa.RecordBatch.from_arrays(columns, schema=PACKED)])
-    return iter(held)
 
 
 def pack_partition(batches: Iterator[pa.RecordBatch], shares: int, number: int) -> Iterator[pa.RecordBatch]:

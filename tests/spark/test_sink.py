@@ -21,10 +21,9 @@ from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
-from spark_connector.packing import SLICE_BYTES, unpack
+from spark_connector.packing import SLICE_BYTES
 from spark_connector.progress import Progress
-from spark_connector.routing import gather, planned_for_the_sink
-from spark_connector.targets import Target
+from spark_connector.routing import fetch, planned_for_the_sink
 from spark_connector.transaction import Transaction
 from tests.support.reading import create_topic, settled_ends, settled_records, transaction_of, wait_until
 from tests.support.spark_query import Query
@@ -277,27 +276,29 @@ def test_small_batches_by_driver_and_large_ones_by_tasks_keep_the_order(
 @pytest.mark.parametrize("changed", [False, True], ids=["as given", "changed"])
 def test_driver_collects_no_more_rows_than_its_limit(changed: bool, spark: Any, tmp_path: Path) -> None:
     """Change the rows in the user's foreachBatch function; they have as many partitions as before."""
-    gathered: list[list[pa.RecordBatch | None]] = []
-    most, in_all = 10_000, 40_000
+    fetched: list[list[pa.Table | None]] = []
+    size = 36 * 40
 
     def batch(df: Any, _: int) -> None:
         rows = df.selectExpr("value") if changed else df
         few = rows.where("length(value) < 2") if changed else rows.limit(0)
-        limits = [(few, 8, most, in_all), (rows, 8, most, 10**9), (rows, 8, 10**9, in_all), (few, None, most, 10**9)]
-        gathered.append([gather(frame, [Target("t", 0, 10**6)], "t", *rest) for frame, *rest in limits])
+        limits = [(few, 8, 20, 8 * 20), (rows, 8, 20, 8 * 20 * size), (rows, 8, 20, 8 * 20 * size - 1)]
+        limits += [(rows, 8, 9, 10**9), (few, None, 20, 10**9)]
+        fetched.append([fetch(frame, "t", *rest) for frame, *rest in limits])
 
     stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 100).option("numPartitions", 50).load()
     rows = stream.selectExpr("if(value < 10, 'x', array_join(transform(sequence(1, 40), x -> uuid()), '')) as value")
     query = rows.writeStream.foreachBatch(batch).option("checkpointLocation", str(tmp_path / "checkpoint")).start()
-    wait_until("a batch", lambda: gathered or not query.isActive, 120)
+    wait_until("a batch", lambda: fetched or not query.isActive, 120)
     query.stop()
     assert query.exception() is None
-    few, too_much_for_a_task, too_much_in_all, of_unknown_tasks = gathered[0]
+    few, all_rows, too_large_a_row, too_many_of_a_task, of_unknown_tasks = fetched[0]
     assert few is not None
-    assert few.nbytes <= in_all
-    assert sum(rows.num_rows for rows in unpack(few)) == (10 if changed else 0)
-    assert too_much_for_a_task is None
-    assert too_much_in_all is None
+    assert few.num_rows == (10 if changed else 0)
+    assert all_rows is not None
+    assert sorted(map(len, all_rows.column("value").to_pylist())) == [1] * 10 + [size] * 90
+    assert too_large_a_row is None
+    assert too_many_of_a_task is None
     assert of_unknown_tasks is None
 
 

@@ -151,7 +151,7 @@ OPTIONS: dict[str, Option] = {
     "eos.spark.driver.bytes": Option(
         256_000,
         _at_least(0),
-        "a batch with at most this many packed bytes per task is written by Spark's driver; 0: always by tasks",
+        "Spark's driver writes a batch itself if the batch before had fewer bytes than this; 0: always by tasks",
     ),
     "eos.spark.claims.port": Option(
         0, _at_least(0), "port of Spark's driver for requests of writing tasks, or one of the 16 ports after it; 0: any"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -18,8 +17,6 @@ from spark_connector.packing import (
     ORDER,
     ROWS,
     SHARE,
-    TOO_MUCH,
-    at_most,
     numbers,
     pack_partition,
     pack_rows,
@@ -163,30 +160,3 @@ def test_rows_are_split_by_target_and_keep_their_order(targets: list[int]) -> No
     assert list(found) == sorted(set(targets))
     for target, held in found.items():
         assert held.to_pylist() == [row for row in whole.to_pylist() if row[TARGET] == target]
-
-
-@given(st.lists(st.integers(0, 3), max_size=200), st.integers(0, 20_000))
-@settings(max_examples=60, deadline=None)
-def test_task_returns_all_rows_or_reports_too_many(targets: list[int], most_bytes: int) -> None:
-    def packed() -> list[pa.RecordBatch]:
-        parts = [rows(targets[at : at + 50]) for at in range(0, len(targets), 50)]
-        return list(pack_partition(iter(parts), 1, 2))
-
-    whole = packed()
-    got = list(at_most(iter(whole), most_bytes))
-    if sum(batch.nbytes for batch in whole) <= most_bytes:
-        assert got == whole
-    else:
-        assert [batch.column(SHARE).to_pylist() for batch in got] == [[TOO_MUCH]]
-
-
-def test_task_stops_reading_after_too_many_rows() -> None:
-    read = []
-
-    def packed() -> Iterator[pa.RecordBatch]:
-        for number in range(100):
-            read.append(number)
-            yield pack_rows(rows([0] * 100, size=100), 1, number)
-
-    assert [batch.column(SHARE).to_pylist() for batch in at_most(packed(), 30_000)] == [[TOO_MUCH]]
-    assert len(read) < 5

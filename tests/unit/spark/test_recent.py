@@ -12,10 +12,10 @@ from spark_connector.options import Options
 from spark_connector.run import Run, sink
 
 
-def note(recent: Recent, small: bool, gives_up: bool = False) -> bool:
+def note(recent: Recent, small: bool, gives_up: bool = False, rows: int = 1) -> bool:
     """Note one batch, and return whether the driver tried it."""
     tried = recent.tries
-    recent.record_batch(small, tried, by_driver=tried and not gives_up)
+    recent.record_batch(small, rows, tried, by_driver=tried and not gives_up)
     return tried
 
 
@@ -31,6 +31,13 @@ def test_driver_tries_less_often_after_giving_up() -> None:
     while not note(recent, small=True):
         pass
     assert note(recent, small=True), "a batch written by the driver ends the pauses"
+
+
+@pytest.mark.parametrize(("rows", "most"), [(0, 64), (1, 64), (32, 64), (33, 128), (100, 256), (2_048, 4_096)])
+def test_driver_fetches_up_to_twice_the_rows_of_the_batch_before(rows: int, most: int) -> None:
+    recent = Recent()
+    note(recent, small=True, rows=rows)
+    assert recent.most_rows == most
 
 
 def test_driver_bytes_setting_reaches_the_sink(monkeypatch: pytest.MonkeyPatch) -> None:
