@@ -112,8 +112,8 @@ class Recent:
 
     @property
     def most_rows(self) -> int:
-        """Return how many rows of a task the driver fetches: a power of two, so that Spark need not compile the plan of
-        each batch anew."""
+        """Return how many rows of a task the driver fetches: a power of two, so that Spark often finds the plan's code
+        compiled."""
         return max(_LEAST_ROWS, 1 << (2 * self.rows - 1).bit_length())
 
     def record_batch(self, small: bool, rows: int, tried: bool, by_driver: bool) -> None:
