@@ -8,10 +8,10 @@ transactions, and the worker the waits between them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from confluent_kafka import TopicPartition
 
 from eos.kafka.admin.group_history import GroupHistory
@@ -25,6 +25,7 @@ from eos.session.outcomes import Commit, Outcome, Participant
 from eos.session.producer.ownership import OwnerInfo
 from eos.session.producer.producer import TransactionalProducer
 
+_encode = msgspec.json.Encoder().encode
 # How old a committed offset may become while its partition is assigned to us, and how soon after its start an idle
 # session commits all offsets again. Under group.protocol=consumer brokers count offsets.retention.minutes from each
 # offset's own commit (measured, 4.3.1): a partition without new records would lose its committed offset as soon as the
@@ -91,7 +92,7 @@ class CommitOffsets:
             metadata = dict(self._stamp)
             for participant in self._participants:
                 metadata |= participant.offset_metadata(partition)
-            commits.append(TopicPartition(*partition, offset, json.dumps(metadata, separators=(",", ":"))))
+            commits.append(TopicPartition(*partition, offset, _encode(metadata).decode()))
         return commits
 
     def outcome_of(self, offsets: Mapping[Partition, int], stable: Mapping[Partition, Committed]) -> Outcome:
