@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PACKERS_PER_CORE = 4  # with one packing task per core, the slowest would delay the batch
 _LONGEST_PAUSE = 64  # after at most this many batches, the driver tries again to write one itself
-_LEAST_ROWS = 64  # the driver fetches a batch of at most this many rows per task, or twice the rows of the last one
+_LEAST_ROWS = 64  # of a task, which the driver fetches at least
 _MOST_FETCHED_BYTES = 64_000_000  # if all rows were as large as the driver allows a row to be
 _MAX_RESULT = "spark.driver.maxResultSize"
 
@@ -96,8 +96,8 @@ class Recent:
 
     small: bool = False
     """True if the last batch was small enough for the driver, by the bytes of its record batches."""
-    rows: int = 0
-    """The number of rows of the last batch."""
+    row_bytes: float = 1_000.0
+    """The mean size of a row in the last batch that had any."""
     pause: int = 0
     """The number of batches for which the driver does not try after a batch was too large.
 
@@ -110,14 +110,15 @@ class Recent:
     def tries(self) -> bool:
         return self.small and not self.pause_left
 
-    @property
-    def most_rows(self) -> int:
-        """Return how many rows of a task the driver fetches: a power of two, so that Spark often finds the plan's code
-        compiled."""
-        return max(_LEAST_ROWS, 1 << (2 * self.rows - 1).bit_length())
+    def most_rows(self, driver_bytes: int) -> int:
+        """Return how many rows of a task the driver fetches: four times as many as it writes itself after this batch.
 
-    def record_batch(self, small: bool, rows: int, tried: bool, by_driver: bool) -> None:
-        self.small, self.rows = small, rows
+        A power of two, so that Spark often finds the plan's code compiled."""
+        return max(_LEAST_ROWS, 1 << int(4 * driver_bytes / max(1.0, self.row_bytes)).bit_length())
+
+    def record_batch(self, small: bool, row_bytes: float | None, tried: bool, by_driver: bool) -> None:
+        """Record one batch; `row_bytes` is None if it had no rows."""
+        self.small, self.row_bytes = small, self.row_bytes if row_bytes is None else row_bytes
         if by_driver:
             self.pause = self.pause_left = 0
         elif tried:
@@ -265,8 +266,8 @@ class Attempt:
         recent = self._connection.recent
         if not recent.tries:
             return None
-        most_bytes = self._most_fetched_bytes()
-        return fetch(self._df, self._options.topic, self._most_packers(cores), recent.most_rows, most_bytes)
+        most_rows, most_bytes = recent.most_rows(self._options.driver_bytes), self._most_fetched_bytes()
+        return fetch(self._df, self._options.topic, self._most_packers(cores), most_rows, most_bytes)
 
     def _most_fetched_bytes(self) -> int:
         """Return how many bytes of rows all tasks together may bring to the driver.
@@ -311,9 +312,9 @@ class Attempt:
         if poison is not None:
             raise Stopped(Answer.RESTART, poison)
         _check(results, granted)
-        small = sum(result.bytes for result in results) < self._options.driver_bytes
-        rows = sum(result.rows for result in results)
-        recent.record_batch(small, rows, tried, by_driver=not self._tasks_write)
+        size, rows = sum(result.bytes for result in results), sum(result.rows for result in results)
+        small = size < self._options.driver_bytes
+        recent.record_batch(small, size / rows if rows else None, tried, by_driver=not self._tasks_write)
         return results
 
     def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:

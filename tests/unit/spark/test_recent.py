@@ -12,10 +12,10 @@ from spark_connector.options import Options
 from spark_connector.run import Run, sink
 
 
-def note(recent: Recent, small: bool, gives_up: bool = False, rows: int = 1) -> bool:
+def note(recent: Recent, small: bool, gives_up: bool = False, row_bytes: float | None = 100.0) -> bool:
     """Note one batch, and return whether the driver tried it."""
     tried = recent.tries
-    recent.record_batch(small, rows, tried, by_driver=tried and not gives_up)
+    recent.record_batch(small, row_bytes, tried, by_driver=tried and not gives_up)
     return tried
 
 
@@ -33,11 +33,14 @@ def test_driver_tries_less_often_after_giving_up() -> None:
     assert note(recent, small=True), "a batch written by the driver ends the pauses"
 
 
-@pytest.mark.parametrize(("rows", "most"), [(0, 64), (1, 64), (32, 64), (33, 128), (100, 256), (2_048, 4_096)])
-def test_driver_fetches_up_to_twice_the_rows_of_the_batch_before(rows: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("row_bytes", "most"), [(0.5, 1 << 20), (100.0, 16_384), (100_000.0, 64), (10.0**7, 64), (None, 2_048)]
+)
+def test_driver_fetches_four_times_the_rows_that_it_would_write(row_bytes: float | None, most: int) -> None:
     recent = Recent()
-    note(recent, small=True, rows=rows)
-    assert recent.most_rows == most
+    note(recent, small=True, row_bytes=row_bytes)
+    note(recent, small=True, row_bytes=None)
+    assert recent.most_rows(256_000) == most
 
 
 def test_driver_bytes_setting_reaches_the_sink(monkeypatch: pytest.MonkeyPatch) -> None:
