@@ -21,7 +21,7 @@ from eos.demo.process import Child
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 
 PARTITIONS = (0, 1)  # a quarter of the flights is enough to show the effect
-_COMMITS = 400  # commits of the whole loop, for any number of flights, so that a kill comes between two commits
+_COMMITS = 800  # commits of the whole loop, for any number of flights, so that a kill comes between two commits
 
 
 def at_least_once(servers: str, commit_every: int) -> None:
