@@ -440,7 +440,7 @@ def test_session_survives_a_late_copy_of_its_init(scenario: Scenario) -> None:
         )
         assert late.deliver_late().error == 0, "the coordinator must accept it"
         if handle(session, scenario.target).commit():
-            # After a slow commit the producer was due for replacement, which looked up the epoch before the transaction.
+            # After a slow commit the producer was due for replacement, which looked up the epoch first.
             assert session.producer.replacements == {"retry": 1}
         else:
             assert handle(session, scenario.target).commit()
