@@ -34,7 +34,8 @@ class Progress:
     resent: int
     """The number of record batches that were sent again because their acknowledgement was missing."""
     seconds: Mapping[str, float]
-    """The seconds of each step of the driver, in order: init, decide, targets, add, produce, mark, commit."""
+    """The seconds of each step of the driver, in order: init, decide, targets, add, produce, mark, commit. `produce`
+    includes the fetch of a small batch's rows, which runs at the same time as the first three."""
     tasks_s: float
     """The sum of the tasks' seconds since their first row."""
     waited_s: float

@@ -229,10 +229,9 @@ static PyObject *value_of(const Getters *getters, PyObject *message, enum name w
 /* Replace a topic by the last record's, if they are equal. Each message has a string of its own, and so all records of
  * a topic have one, which `runs_of` compares faster. */
 static void share(PyObject **topic, PyObject **last) {
-    if (*last != NULL && PyUnicode_CheckExact(*topic) && PyUnicode_Compare(*topic, *last) == 0)
-        Py_SETREF(*topic, Py_NewRef(*last));
-    else if (PyUnicode_CheckExact(*topic))
-        Py_XSETREF(*last, Py_NewRef(*topic));
+    if (!PyUnicode_CheckExact(*topic)) return;
+    if (*last != NULL && PyUnicode_Compare(*topic, *last) == 0) Py_SETREF(*topic, Py_NewRef(*last));
+    else Py_XSETREF(*last, Py_NewRef(*topic));
 }
 
 static PyObject *record_of(
@@ -241,8 +240,10 @@ static PyObject *record_of(
     PyObject *values[FIELDS], *record = NULL;
     int known = 0;
     while (known < FIELDS && (values[known] = value_of(getters, message, known, unreadable)) != NULL) known++;
-    if (known == FIELDS) share(&values[TOPIC], last_topic);
-    if (known == FIELDS) record = maker->fills ? filled(maker, values) : called(maker, values);
+    if (known == FIELDS) {
+        share(&values[TOPIC], last_topic);
+        record = maker->fills ? filled(maker, values) : called(maker, values);
+    }
     while (known) Py_DECREF(values[--known]);
     return record;
 }

@@ -26,6 +26,7 @@ from eos.session.producer.ownership import OwnerInfo
 from eos.session.producer.producer import TransactionalProducer
 
 _encode = msgspec.json.Encoder().encode
+
 # How old a committed offset may become while its partition is assigned to us, and how soon after its start an idle
 # session commits all offsets again. Under group.protocol=consumer brokers count offsets.retention.minutes from each
 # offset's own commit (measured, 4.3.1): a partition without new records would lose its committed offset as soon as the

@@ -14,6 +14,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 from kafka.partitioner.default import murmur2
 from pyspark.errors import StreamingQueryException
+from pyspark.sql.classic.dataframe import DataFrame
 
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, Fenced, Unavailable
@@ -274,10 +275,20 @@ def test_small_batches_by_driver_and_large_ones_by_tasks_keep_the_order(
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["as given", "changed"])
-def test_driver_collects_no_more_rows_than_its_limit(changed: bool, spark: Any, tmp_path: Path) -> None:
+def test_driver_collects_no_more_rows_than_its_limit(
+    changed: bool, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Change the rows in the user's foreachBatch function; they have as many partitions as before."""
     fetched: list[list[pa.Table | None]] = []
+    collected: list[pa.Table] = []
     size = 36 * 40
+    to_arrow = DataFrame.toArrow
+
+    def collect(frame: Any) -> pa.Table:
+        collected.append(to_arrow(frame))
+        return collected[-1]
+
+    monkeypatch.setattr(DataFrame, "toArrow", collect)
 
     def batch(df: Any, _: int) -> None:
         rows = df.selectExpr("value") if changed else df
@@ -298,7 +309,9 @@ def test_driver_collects_no_more_rows_than_its_limit(changed: bool, spark: Any, 
     assert all_rows is not None
     assert sorted(map(len, all_rows.column("value").to_pylist())) == [1] * 10 + [size] * 90
     assert too_large_a_row is None
+    assert collected[2].nbytes < 100 * size / 10, "a row that is too large must not reach the driver"
     assert too_many_of_a_task is None
+    assert collected[3].num_rows == 8 * 10, "each task must send one row more than its limit"
     assert of_unknown_tasks is None
 
 

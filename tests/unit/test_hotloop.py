@@ -218,6 +218,13 @@ def test_error_of_the_record_constructor_is_raised(loop: Any) -> None:
         loop.records_of([message()], never, no_headers)
 
 
+@both
+def test_records_keep_the_topics_of_their_messages(loop: Any) -> None:
+    topics = ["in", "in", "other", "in", "", "inn", "other", "other"]
+    messages = [message(topic="".join(list(topic))) for topic in topics]
+    assert [record.topic for record in loop.records_of(messages, Record, no_headers)] == topics
+
+
 # ---- runs_of ------------------------------------------------------------------------------------------------------
 
 
