@@ -10,12 +10,12 @@ import sys
 from confluent_kafka import TopicPartition
 
 from benchmarks.clients import at_least_once
-from benchmarks.straight_loop import copy
+from benchmarks.straight_loop import NEW_TIMESTAMPS, copy
 
 INTERVAL_S = 0.1  # as often as the others end a transaction
 
 
-def main(bootstrap: str, source: str, target: str, count: int, group: str, sender: str = "bytes") -> None:
+def main(bootstrap: str, source: str, target: str, count: int, group: str, sender: str = NEW_TIMESTAMPS) -> None:
     consumer, producer = at_least_once(bootstrap, group)
 
     def end(positions: list[TopicPartition]) -> None:

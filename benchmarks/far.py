@@ -14,12 +14,11 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from confluent_kafka.admin import AdminClient
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clients import BROKER
-from benchmarks.worker_speed import create, load
+from benchmarks.worker_speed import create, delete, load
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 
@@ -47,7 +46,7 @@ def run(near: str, far: str, loop: list[str], source: str, count: int) -> list[f
     module, *more = loop
     command = [sys.executable, "-m", module, far, source, f"{group}-out", str(count), group, *more]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=600)
-    AdminClient({"bootstrap.servers": near}).delete_topics([f"{group}-out"])
+    delete(near, f"{group}-out")
     return [float(part) for part in done.stdout.split()]
 
 

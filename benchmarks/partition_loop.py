@@ -19,7 +19,7 @@ from confluent_kafka import TopicPartition
 
 from benchmarks.clients import straight
 from benchmarks.shapes import SHAPES, app_of
-from benchmarks.straight_loop import copy
+from benchmarks.straight_loop import NEW_TIMESTAMPS, copy
 from eos import Settings
 from eos.kafka.client.world import World
 from eos.worker.running import prepare
@@ -116,7 +116,7 @@ class Probe:
         )
 
 
-def by_hand(bootstrap: str, source: str, target: str, count: int, group: str, stay_s: float) -> Report:
+def by_hand(sender: str, bootstrap: str, source: str, target: str, count: int, group: str, stay_s: float) -> Report:
     probe = Probe()
     statistics = {"statistics.interval.ms": 1_000, "stats_cb": probe.take_statistics}
     consumer, producer = straight(bootstrap, group, "10", **statistics)
@@ -130,7 +130,7 @@ def by_hand(bootstrap: str, source: str, target: str, count: int, group: str, st
         producer.commit_transaction()
         probe.commit()
 
-    copy((consumer, producer), source, target, count, "bytes", 0.1, begin, end)
+    copy((consumer, producer), source, target, count, sender, 0.1, begin, end)
     while not probe.has_all_statistics():
         producer.poll(0.1)
     return probe.report(count)
@@ -154,10 +154,12 @@ def by_eos(shape: str, bootstrap: str, source: str, target: str, count: int, gro
     return reports[0]
 
 
+BY_HAND = "by hand"
 LOOPS: dict[str, Callable[[str, str, str, int, str, float], Report]] = {
-    "by hand": by_hand,
+    BY_HAND: partial(by_hand, "bytes"),
+    "by hand, new timestamps": partial(by_hand, NEW_TIMESTAMPS),
     "eos, function per record": partial(by_eos, "record"),
-    "eos, process_batch": partial(by_eos, "batch"),
+    "eos, process_batch, new timestamps": partial(by_eos, "batch"),
 }
 
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clients import BROKER, cpu_s_of_children, describe_run
-from benchmarks.partition_loop import LOOPS, Report
+from benchmarks.partition_loop import BY_HAND, LOOPS, Report
 from benchmarks.worker_speed import create, load
 from eos.broker import LocalKafka
 
@@ -138,7 +138,7 @@ def speed(bench: Bench, partitions: int, count: int, rounds: int) -> None:
     table = Table(*TABLE_COLUMNS, title=f"{partitions:,} partitions, {count:,} records of {SIZE} B, medians and ratios")
     figures = {loop: np.array(rounds[1:]) for loop, rounds in runs.items()}  # the first one warms the broker up
     for loop, one in figures.items():
-        ratios = one / figures["by hand"]
+        ratios = one / figures[BY_HAND]
         table.add_row(loop, *map(rounded, np.median(one, axis=0)))
         table.add_row("  ratio to the loop by hand", *map(rounded, np.median(ratios, axis=0)))
         bench.console.print(f"{loop}, ratios of records/s:", *map(rounded, ratios[:, 0]))
@@ -174,7 +174,7 @@ def cpu_by_hand(bench: Bench, sources: list[str], partitions: int, count: int) -
     """Processor seconds of a loop by hand for each source, all at the same time."""
     with ExitStack() as stack:
         targets = [stack.enter_context(bench.target(partitions)) for _ in sources]
-        started = [bench.start("by hand", *names, count) for names in zip(sources, targets, strict=True)]
+        started = [bench.start(BY_HAND, *names, count) for names in zip(sources, targets, strict=True)]
         return sum(report_of(process).cpu_s for process in started)
 
 
@@ -228,7 +228,7 @@ def rounded(figure: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--partitions", type=int, nargs="+", default=[8, 100, 300, 1_000])
-    parser.add_argument("--count", type=int, default=1_000_000)
+    parser.add_argument("--count", type=int, default=2_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worker-partitions", type=int, default=100, help="of the topics of 1, 2 and 4 workers")
     parser.add_argument("--memory-seconds", type=float, default=120.0)
@@ -239,7 +239,7 @@ def main() -> None:
     parts = {
         "speed": lambda bench: [speed(bench, n, options.count, options.rounds) for n in options.partitions],
         "workers": partial(
-            workers, partitions=options.worker_partitions, count=4 * options.count, rounds=options.rounds
+            workers, partitions=options.worker_partitions, count=2 * options.count, rounds=options.rounds
         ),
         "connections": partial(connections, partitions=options.worker_partitions),
         "memory": partial(memory, seconds=options.memory_seconds),

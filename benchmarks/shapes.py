@@ -101,12 +101,12 @@ def two_listed(value: bytes) -> list[bytes | Out]:
     return [changed, Out(changed)]
 
 
-def nothing(record: Record) -> bytes | None:
-    return None
+def filtered(value: bytes) -> bytes | None:
+    return value if b"rare" in value else None
 
 
 def batch(records: list[Record]) -> list[Out]:
-    # As the straight loop: the key is kept, the timestamp is the time of producing.
+    # As the straight loop with new timestamps.
     return [Out(r.value.upper(), r.key, timestamp=0) for r in records if r.value is not None]
 
 
@@ -116,7 +116,7 @@ def batch_record_out(records: list[Record]) -> list[Out]:
 
 SHAPES = {
     "record": Shape(of_record, "bytes", ("`Record`", "a value")),
-    "batch": Shape(batch, "bytes", ("`@app.process_batch`",), batch=True),
+    "batch": Shape(batch, "new timestamps", ("`@app.process_batch`",), batch=True),
     "batch, record.out": Shape(batch_record_out, "bytes", ("`record.out(value)`",), batch=True),
     "bytes": Shape(of_bytes, "bytes", ("`bytes`",)),
     "str": Shape(of_str, "str", ("`str`",)),
@@ -132,7 +132,7 @@ SHAPES = {
     "struct": Shape(of_struct, "json", ("`msgspec.Struct`",)),
     "dataclass": Shape(of_dataclass, "dataclass", ("dataclass",)),
     "dict": Shape(of_dict, "dict", ("`dict`",)),
-    "filter": Shape(nothing, "filter", ("`None`",)),
+    "filter": Shape(filtered, "filter", ("`None`",)),
 }
 
 

@@ -30,13 +30,13 @@ from eos.broker import LocalKafka
 PARTITIONS = 8
 LOOPS = {
     "straight loop": ["benchmarks.straight_loop"],
-    # The worker's own value; what the yardstick gains by it is told and not hidden.
-    "straight loop, linger.ms=10": ["benchmarks.straight_loop", "10"],
+    "straight loop, keeping timestamps": ["benchmarks.straight_loop", "10", "100", "bytes"],
     "eos, Record handler": ["benchmarks.eos_loop", "record"],
     "eos, process_batch": ["benchmarks.eos_loop", "batch"],
 }
 # What exactly-once costs: each pair does the same, the first without transactions.
 COST = {
+    "by hand, at least once: new timestamps": ["benchmarks.at_least_once"],
     "by hand, at least once: bytes": ["benchmarks.at_least_once", "bytes"],
     "eos, exactly once: bytes": ["benchmarks.eos_loop", "bytes"],
     "by hand, at least once: json": ["benchmarks.at_least_once", "json"],
@@ -46,7 +46,7 @@ PARTS = ("loops", "cost", "shapes", "memory")
 
 
 def shapes() -> dict[str, list[str]]:
-    """Every shape of benchmarks/shapes.py behind the loop that does the same by hand."""
+    """Every shape of benchmarks/shapes.py after the loop that does the same by hand."""
     loops: dict[str, list[str]] = {}
     for sender in SENDERS:
         loops[f"by hand: {sender}"] = ["benchmarks.straight_loop", "10", "100", sender]
@@ -100,6 +100,11 @@ def create(bootstrap: str, topic: str, partitions: int = PARTITIONS) -> None:
     admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result()
 
 
+def delete(bootstrap: str, topic: str) -> None:
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.delete_topics([topic])[topic].result()  # without it, the client may end before it has sent the request
+
+
 def run(bootstrap: str, loop: list[str], source: str, count: int) -> tuple[list[float], float]:
     """One process, one new group, one new target topic. Return [records, seconds, ...] as the loop prints them, and the
     processor seconds of the process."""
@@ -110,7 +115,7 @@ def run(bootstrap: str, loop: list[str], source: str, count: int) -> tuple[list[
     before = cpu_s_of_children()
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=150)
     cpu_s = cpu_s_of_children() - before
-    AdminClient({"bootstrap.servers": bootstrap}).delete_topics([f"{group}-out"])
+    delete(bootstrap, f"{group}-out")
     return [float(part) for part in done.stdout.split()], cpu_s
 
 
@@ -213,10 +218,11 @@ def main() -> None:
             if part in asked:
                 compare(console, bootstrap, name, loops, int(count * options.scale), size, options.rounds)
 
-        compared("loops", "1M x 100 B", LOOPS, 1_000_000, 100)
-        compared("loops", "300k x 1 KB", LOOPS, 300_000, 1_000)
-        compared("cost", "what exactly-once costs, 1M x 100 B", COST, 1_000_000, 100)
-        compared("shapes", "each shape, 500k x 100 B", shapes(), 500_000, 100)
+        compared("loops", "2M x 100 B", LOOPS, 2_000_000, 100)
+        compared("loops", "600k x 1 KB", LOOPS, 600_000, 1_000)
+        compared("cost", "what exactly-once costs, 2M x 100 B", COST, 2_000_000, 100)
+        # Each process has a slower first transaction, which would be a tenth of a run of 500k.
+        compared("shapes", "each shape, 2M x 100 B", shapes(), 2_000_000, 100)
         if options.memory_millions and "memory" in asked:
             memory(console, bootstrap, options.memory_millions)
 

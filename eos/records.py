@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Pro
 
 import msgspec
 
+from eos import hotloop
 from eos.errors import CallFailed
 
 if TYPE_CHECKING:
@@ -185,6 +186,9 @@ class Out(msgspec.Struct, frozen=True, gc=False):
 
     def __init_subclass__(cls) -> None:
         raise TypeError("Out cannot be subclassed")
+
+
+Record.out = hotloop.fast_out(Record.out, Record, Out, KEEP)  # type: ignore[method-assign]
 
 
 class Committed(Protocol):

@@ -22,18 +22,19 @@ from pathlib import Path
 
 import psutil
 from confluent_kafka import Consumer
-from confluent_kafka.admin import AdminClient
 from rich.console import Console
 
 from benchmarks.clients import BROKER, cpu_s_of_children
 from benchmarks.peers.installed import streams_command
-from benchmarks.worker_speed import create, load
+from benchmarks.worker_speed import create, delete, load
 from eos.broker import LocalKafka
 from eos.broker.jars import DEFAULT_VERSION
 
 HERE = Path(__file__).parent
 STREAMS_THREADS = 2
-LOADS = [(1_000_000, 100), (300_000, 1_000)]  # records, bytes of each
+LOADS = [(2_000_000, 100), (600_000, 1_000)]  # records, bytes of each
+STRAIGHT = "straight loop"
+"""Keeps the timestamp of each record, as all but the loops with new timestamps do."""
 _LIMIT_S = 300
 
 
@@ -66,9 +67,10 @@ def peers(build: Path, quix_python: Path) -> list[Peer]:
     streams = f"Kafka Streams, {STREAMS_THREADS} threads"
     quix = [str(quix_python), "-W", "ignore", str(HERE / "quix_upper.py")]
     return [
-        Peer("straight loop", [*python, "benchmarks.straight_loop"]),
+        Peer(STRAIGHT, [*python, "benchmarks.straight_loop"], ("10", "100", "bytes")),
+        Peer("straight loop, new timestamps", [*python, "benchmarks.straight_loop"]),
         Peer("eos, Record handler", [*python, "benchmarks.eos_loop"], ("record",)),
-        Peer("eos, process_batch", [*python, "benchmarks.eos_loop"], ("batch",)),
+        Peer("eos, process_batch, new timestamps", [*python, "benchmarks.eos_loop"], ("batch",)),
         Peer(
             streams,
             streams_command(HERE / "StreamsUpper.java", build),
@@ -100,7 +102,7 @@ def run(bootstrap: str, peer: Peer, source: str, count: int) -> Run | None:
     # A framework stops at a batch's end: it may have handled a few more than it was asked for, never fewer.
     if handled < count or found < expected:
         raise RuntimeError(f"{peer.name} handled {handled:.0f} and {found} of {expected} records are in its target")
-    AdminClient({"bootstrap.servers": bootstrap}).delete_topics([target])
+    delete(bootstrap, target)
     second_half = count / 2 / others[0] if peer.tells_second_half else None
     return Run(handled / seconds, second_half, cpu_s / handled * 1e6)
 
@@ -154,7 +156,7 @@ def compare(
     count: int,
     size: int,
     rounds: int,
-    yardstick: str = "straight loop",
+    yardstick: str = STRAIGHT,
     keys: int = 10_000,
     span_ms: int = 0,
 ) -> list[Line]:

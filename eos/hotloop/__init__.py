@@ -24,6 +24,7 @@ STALE = ""
 """Why compiled functions are not used although they exist: they were built from another source."""
 
 encode_key = python.encode_key
+fast_out = python.fast_out
 fast_state = python.fast_state
 feed_outs = python.feed_outs
 feed_values = python.feed_values
@@ -40,6 +41,7 @@ if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
         if _source in (None, getattr(_native, "SOURCE", 0)):
             from eos.hotloop._native import (  # noqa: F401
                 encode_key,
+                fast_out,
                 fast_state,
                 feed_outs,
                 feed_values,

@@ -13,6 +13,7 @@
 /* What a Message is asked for; Record and Out have fields of these names, Record in this order up to HEADERS. */
 enum name { TOPIC, PARTITION, OFFSET, TIMESTAMP, KEY, VALUE, HEADERS, ERROR, NAMES };
 enum { FIELDS = HEADERS + 1 }; /* of a Record */
+enum { OUT_FIELDS = 6 };        /* of an Out */
 static const char *const texts[NAMES] = {
     "topic", "partition", "offset", "timestamp", "key", "value", "headers", "error",
 };
@@ -362,41 +363,54 @@ static int put(PyObject *produce, PyObject *refused, PyObject *call) {
     return result == NULL ? -1 : 0;
 }
 
-/* Holds the calls that one result leads to. The next result uses the same memory. */
+/* Holds objects of one result. The next result uses the same memory. */
 typedef struct {
-    PyObject **call; /* `count` of them, owned */
+    PyObject **object; /* `count` of them, owned */
     Py_ssize_t count, room;
-} Calls;
+} Objects;
 
-/* Add a call, whose reference is taken over. Return -1 if that raised. */
-static int add_call(Calls *calls, PyObject *call) {
-    if (calls->count == calls->room) {
-        Py_ssize_t room = 2 * calls->room + 8;
-        PyObject **moved = PyMem_Realloc(calls->call, (size_t)room * sizeof(PyObject *));
+/* Add an object, whose reference is taken over. Return -1 if that raised. */
+static int add(Objects *objects, PyObject *object) {
+    if (objects->count == objects->room) {
+        Py_ssize_t room = 2 * objects->room + 8;
+        PyObject **moved = PyMem_Realloc(objects->object, (size_t)room * sizeof(PyObject *));
         if (moved == NULL) {
-            Py_DECREF(call);
+            Py_DECREF(object);
             PyErr_NoMemory();
             return -1;
         }
-        calls->call = moved;
-        calls->room = room;
+        objects->object = moved;
+        objects->room = room;
     }
-    calls->call[calls->count++] = call;
+    objects->object[objects->count++] = object;
     return 0;
 }
 
-static void drop_calls(Calls *calls) {
-    while (calls->count) Py_DECREF(calls->call[--calls->count]);
+static void drop(Objects *objects) {
+    while (objects->count) Py_DECREF(objects->object[--objects->count]);
+}
+
+/* Add the items of a list, a tuple or a generator. Return -1 if that raised. */
+static int add_all(Objects *objects, PyObject *several) {
+    PyObject *item;
+    if (PyList_CheckExact(several) || PyTuple_CheckExact(several)) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(several); i++)
+            if (add(objects, Py_NewRef(PySequence_Fast_GET_ITEM(several, i))) < 0) return -1;
+        return 0;
+    }
+    while ((item = PyIter_Next(several)) != NULL)
+        if (add(objects, item) < 0) return -1;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* Put each call, then drop all. Add the number of outputs sent to `*sent`. Return -1 if a call raised. */
-static int put_all(PyObject *produce, PyObject *refused, Calls *calls, Py_ssize_t *sent) {
+static int put_all(PyObject *produce, PyObject *refused, Objects *calls, Py_ssize_t *sent) {
     int done = 0;
     for (Py_ssize_t i = 0; i < calls->count && done == 0; i++) {
-        done = put(produce, refused, calls->call[i]);
+        done = put(produce, refused, calls->object[i]);
         *sent += done == 0;
     }
-    drop_calls(calls);
+    drop(calls);
     return done;
 }
 
@@ -499,7 +513,22 @@ static PyObject *with_header(PyObject *list, PyObject *header) {
     return list;
 }
 
+/* Return whether a list consists of headers as `header_of` makes them, so that it can be sent as it is. */
+static int are_encoded(PyObject *list) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i);
+        if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) return 0;
+        PyObject *name = PyTuple_GET_ITEM(pair, 0), *value = PyTuple_GET_ITEM(pair, 1);
+        if (!PyUnicode_CheckExact(name) || (value != Py_None && !PyBytes_CheckExact(value))) return 0;
+        /* Other text needs an encoding, which may fail. */
+        if (!PyUnicode_IS_COMPACT_ASCII(name) || memchr(PyUnicode_1BYTE_DATA(name), 0, PyUnicode_GET_LENGTH(name)))
+            return 0;
+    }
+    return 1;
+}
+
 static PyObject *usual_headers(PyObject *headers) {
+    if (PyList_CheckExact(headers) && are_encoded(headers)) return Py_NewRef(headers);
     int is_dict = PyDict_CheckExact(headers);
     if (!is_dict && !PyList_CheckExact(headers) && !PyTuple_CheckExact(headers)) return NULL;
     PyObject *list = PyList_New(0), *name, *value;
@@ -664,17 +693,13 @@ static PyObject *call_of(Target *target, const Input *input, PyObject *record, P
     return call;
 }
 
-/* Add the calls that a list or a tuple leads to. Return -1 and add none if an item is not usual or raised. */
-static int calls_of(Target *target, const Input *input, PyObject *record, PyObject *items, Calls *calls) {
-    /* A list is the application's: its size is looked at anew each time. */
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); i++) {
-        PyObject *item = PySequence_Fast_GET_ITEM(items, i);
-        if (item == Py_None) continue;
-        Py_INCREF(item);
-        PyObject *call = call_of(target, input, record, item);
-        Py_DECREF(item);
-        if (call == NULL || add_call(calls, call) < 0) {
-            drop_calls(calls);
+/* Add the calls that these items lead to. Return -1 and add none if an item is not usual or raised. */
+static int calls_of(Target *target, const Input *input, PyObject *record, const Objects *items, Objects *calls) {
+    for (Py_ssize_t i = 0; i < items->count; i++) {
+        if (items->object[i] == Py_None) continue;
+        PyObject *call = call_of(target, input, record, items->object[i]);
+        if (call == NULL || add(calls, call) < 0) {
+            drop(calls);
             return -1;
         }
     }
@@ -689,7 +714,7 @@ typedef struct {
     int has_target;
     Target target;
     Input input;
-    Calls calls; /* of the result at hand */
+    Objects items, calls; /* of the result at hand */
 } Values;
 
 static PyObject *decoded(const Values *to, PyObject *value) {
@@ -738,11 +763,30 @@ static int feed_other(const Values *to, PyObject *record, PyObject *result, Py_s
     return 0;
 }
 
-static int feed_several(Values *to, PyObject *record, PyObject *items, Py_ssize_t *sent) {
-    int unusual = looks_like_a_pair(&to->target, items) ? 1 : is_tombstone(to, record);
-    if (unusual || calls_of(&to->target, &to->input, record, items, &to->calls) < 0)
-        return PyErr_Occurred() ? -1 : feed_other(to, record, items, sent);
-    return put_all(to->produce, to->refused, &to->calls, sent);
+/* Return the result for `other`: a list of a generator's items, everything else as it is. */
+static PyObject *for_other(const Values *to, PyObject *result) {
+    if (!PyGen_CheckExact(result)) return Py_NewRef(result);
+    PyObject *list = PyList_New(to->items.count);
+    for (Py_ssize_t i = 0; list != NULL && i < to->items.count; i++)
+        PyList_SET_ITEM(list, i, Py_NewRef(to->items.object[i]));
+    return list;
+}
+
+static int feed_items(Values *to, PyObject *record, PyObject *result, Py_ssize_t *sent) {
+    int unusual = looks_like_a_pair(&to->target, result) ? 1 : is_tombstone(to, record);
+    if (!unusual && calls_of(&to->target, &to->input, record, &to->items, &to->calls) == 0)
+        return put_all(to->produce, to->refused, &to->calls, sent);
+    if (PyErr_Occurred()) return -1;
+    PyObject *given = for_other(to, result);
+    int done = given == NULL ? -1 : feed_other(to, record, given, sent);
+    Py_XDECREF(given);
+    return done;
+}
+
+static int feed_several(Values *to, PyObject *record, PyObject *result, Py_ssize_t *sent) {
+    int done = add_all(&to->items, result) < 0 ? -1 : feed_items(to, record, result, sent);
+    drop(&to->items);
+    return done;
 }
 
 static int feed_one(Values *to, PyObject *record, PyObject *result, Py_ssize_t *sent) {
@@ -754,33 +798,16 @@ static int feed_one(Values *to, PyObject *record, PyObject *result, Py_ssize_t *
     return done;
 }
 
-/* Return a list of a generator's items. PySequence_List takes longer: it looks for the generator's length first. */
-static PyObject *all_of(PyObject *generator) {
-    PyObject *items = PyList_New(0), *item;
-    while (items != NULL && (item = PyIter_Next(generator)) != NULL) {
-        if (PyList_Append(items, item) < 0) Py_CLEAR(items);
-        Py_DECREF(item);
-    }
-    if (PyErr_Occurred()) Py_CLEAR(items);
-    return items;
-}
-
 static int feed_result(Values *to, PyObject *record, PyObject *result, Py_ssize_t *sent) {
     if (result == Py_None) {
         int unusual = to->has_target && !to->target.none_is_usual ? 1 : is_tombstone(to, record);
         return unusual <= 0 ? unusual : feed_other(to, record, result, sent);
     }
     if (!to->has_target) return feed_other(to, record, result, sent);
-    if (PyList_CheckExact(result) || PyTuple_CheckExact(result)) return feed_several(to, record, result, sent);
-    if (!PyGen_CheckExact(result)) {
-        int several = PyIter_Check(result) || PyList_Check(result) || PyTuple_Check(result);
-        return several ? feed_other(to, record, result, sent) : feed_one(to, record, result, sent);
-    }
-    PyObject *items = all_of(result);
-    if (items == NULL) return -1;
-    int done = feed_several(to, record, items, sent);
-    Py_DECREF(items);
-    return done;
+    if (PyList_CheckExact(result) || PyTuple_CheckExact(result) || PyGen_CheckExact(result))
+        return feed_several(to, record, result, sent);
+    int several = PyIter_Check(result) || PyList_Check(result) || PyTuple_Check(result);
+    return several ? feed_other(to, record, result, sent) : feed_one(to, record, result, sent);
 }
 
 /* How many outputs the record has led to is added to `*sent`. -1: raised. */
@@ -794,7 +821,7 @@ static int feed_value(Values *to, PyObject *record, Py_ssize_t *sent) {
 
 static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
     if (count != 7) return PyErr_Format(PyExc_TypeError, "feed_values takes 7 arguments");
-    Values to = {args[1], args[2], args[4], args[5], args[6], NULL, args[3] != Py_None, {0}, {{0}}, {0}};
+    Values to = {args[1], args[2], args[4], args[5], args[6], NULL, args[3] != Py_None, {0}, {{0}}, {0}, {0}};
     if (to.has_target && target_of(args[3], &to.target) < 0) return NULL;
     PyObject *records = PySequence_Fast(args[0], "records");
     if (records == NULL) {
@@ -823,7 +850,8 @@ static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, P
     Py_DECREF(records);
     Py_XDECREF(to.bare);
     forget(&to.target);
-    PyMem_Free(to.calls.call);
+    PyMem_Free(to.items.object);
+    PyMem_Free(to.calls.object);
     return error == NULL ? Py_BuildValue("nnO", sent, i, Py_None) : Py_BuildValue("nnN", sent, i, error);
 }
 
@@ -835,16 +863,102 @@ static PyObject *feed_outs(PyObject *Py_UNUSED(self), PyObject *const *args, Py_
     const Input none = {{0}};
     if (target_of(args[1], &target) < 0) return NULL;
     target.latest = args[2];
-    Calls calls = {0};
-    int usual = calls_of(&target, &none, NULL, args[0], &calls) == 0;
+    Objects items = {0}, calls = {0};
+    int usual = add_all(&items, args[0]) == 0 && calls_of(&target, &none, NULL, &items, &calls) == 0;
     Py_ssize_t sent = 0;
     int done = usual ? put_all(args[3], args[4], &calls, &sent) : -1;
-    PyMem_Free(calls.call);
+    drop(&items);
+    PyMem_Free(items.object);
+    PyMem_Free(calls.object);
     forget(&target);
     if (!usual) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     if (done == 0) return Py_BuildValue("nO", sent, Py_None);
     PyObject *error = caught(PyExc_Exception);
     return error == NULL ? NULL : Py_BuildValue("nN", sent, error);
+}
+
+/* Call the method that a compiled one stands for. */
+static PyObject *plainly(PyObject *method, PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    Py_ssize_t all = count + (keywords == NULL ? 0 : PyTuple_GET_SIZE(keywords));
+    PyObject **given = PyMem_Malloc((size_t)(all + 1) * sizeof(PyObject *));
+    if (given == NULL) return PyErr_NoMemory();
+    given[0] = self;
+    for (Py_ssize_t i = 0; i < all; i++) given[i + 1] = args[i];
+    PyObject *result = PyObject_Vectorcall(method, given, (size_t)count + 1, keywords);
+    PyMem_Free(given);
+    return result;
+}
+
+/* ---- fast_out(method, record_type, out_type, keep) ---------------------------------------------------------------- */
+
+/* Record.out for a value alone, which fills the fields of an Out. Everything else goes to the method itself. */
+static struct {
+    PyObject *method, *keep;
+    PyTypeObject *type;      /* Out */
+    Field key, timestamp;    /* of a Record */
+    Field fields[OUT_FIELDS]; /* of an Out */
+} out;
+
+static PyObject *filled_out(PyObject *value, PyObject *key, PyObject *timestamp) {
+    PyObject *made = out.type->tp_alloc(out.type, 0), *values[OUT_FIELDS] = {value, key, Py_None, empty, Py_None, timestamp};
+    for (int i = 0; made != NULL && i < OUT_FIELDS; i++)
+        *(PyObject **)((char *)made + out.fields[i].offset) = Py_NewRef(values[i]);
+    return made;
+}
+
+static PyObject *record_out(PyObject *record, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    if (count != 1 || keywords != NULL) return plainly(out.method, record, args, count, keywords);
+    PyObject *timestamp = get(&out.timestamp, record), *key = NULL, *made = NULL;
+    if (timestamp != NULL && !is_int(timestamp, END_OF_TIME)) {
+        Py_DECREF(timestamp);
+        return plainly(out.method, record, args, count, keywords);
+    }
+    if (timestamp != NULL && (key = get(&out.key, record)) != NULL) made = filled_out(args[0], key, timestamp);
+    Py_XDECREF(timestamp);
+    Py_XDECREF(key);
+    return made;
+}
+
+/* What inspect.signature() reads. It knows no KEEP. */
+#define OUT_SIGNATURE "out($self, value, key=..., topic=None, headers=(), partition=None)\n--\n\n"
+static PyMethodDef out_definition = {"out", (PyCFunction)(void (*)(void))record_out, METH_FASTCALL | METH_KEYWORDS, NULL};
+
+/* Return whether an Out that was made for a value alone is what filling its fields would have made. */
+static int is_filled_out(PyObject *made, PyObject *value) {
+    static const enum name order[OUT_FIELDS] = {VALUE, KEY, TOPIC, HEADERS, PARTITION, TIMESTAMP};
+    PyObject *const values[OUT_FIELDS] = {value, out.keep, Py_None, empty, Py_None, out.keep};
+    for (int i = 0; i < OUT_FIELDS; i++) {
+        out.fields[i] = field_of(out.type, names[order[i]]);
+        Py_ssize_t offset = out.fields[i].offset;
+        if (!offset || *(PyObject **)((char *)made + offset) != values[i]) return 0;
+    }
+    return !PyType_IS_GC(out.type) && !PyObject_HasAttrString((PyObject *)out.type, "__post_init__") &&
+           out.type->tp_basicsize == (Py_ssize_t)(sizeof(PyObject) + OUT_FIELDS * sizeof(PyObject *));
+}
+
+/* The module has one such method, because the offsets are those of one class. */
+static PyObject *fast_out(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    if (count != 4 || !PyType_Check(args[1]) || !PyType_Check(args[2]))
+        return PyErr_Format(PyExc_TypeError, "fast_out takes a method, two types and a marker");
+    if (out.method != NULL) return Py_NewRef(args[0]);
+    out.type = (PyTypeObject *)args[2];
+    out.keep = args[3];
+    PyObject *made = PyObject_CallOneArg(args[2], zero);
+    if (made == NULL) return NULL;
+    int fills = Py_IS_TYPE(made, out.type) && is_filled_out(made, zero);
+    Py_DECREF(made);
+    if (!fills) return Py_NewRef(args[0]);
+    out.key = field_of((PyTypeObject *)args[1], names[KEY]);
+    out.timestamp = field_of((PyTypeObject *)args[1], names[TIMESTAMP]);
+    PyObject *text = PyObject_GetAttrString(args[0], "__doc__"), *shown = NULL;
+    if (text != NULL) shown = PyUnicode_FromFormat("%s%U", OUT_SIGNATURE, text); /* kept, as its text is the method's */
+    if (shown != NULL) out_definition.ml_doc = PyUnicode_AsUTF8(shown);
+    Py_XDECREF(text);
+    if (PyErr_Occurred()) return NULL;
+    Py_INCREF(args[2]);
+    Py_INCREF(args[3]);
+    out.method = Py_NewRef(args[0]);
+    return PyDescr_NewMethod((PyTypeObject *)args[1], &out_definition);
 }
 
 /* ---- encode_key(key) --------------------------------------------------------------------------------------------- */
@@ -907,18 +1021,6 @@ static int init_state(PyObject *self, PyObject *args, PyObject *named) {
     fill(self, BEFORE, Py_NewRef(state.unread));
     fill(self, DEFAULTS, Py_NewRef(Py_None));
     return 0;
-}
-
-/* Call State's own method. */
-static PyObject *plainly(PyObject *method, PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    Py_ssize_t all = count + (keywords == NULL ? 0 : PyTuple_GET_SIZE(keywords));
-    PyObject **given = PyMem_Malloc((size_t)(all + 1) * sizeof(PyObject *));
-    if (given == NULL) return PyErr_NoMemory();
-    given[0] = self;
-    for (Py_ssize_t i = 0; i < all; i++) given[i + 1] = args[i];
-    PyObject *result = PyObject_Vectorcall(method, given, (size_t)count + 1, keywords);
-    PyMem_Free(given);
-    return result;
 }
 
 static int is_open(PyObject *self) {
@@ -1071,7 +1173,7 @@ static PyObject *fast_state(PyObject *Py_UNUSED(self), PyObject *const *args, Py
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, "As in eos/hotloop/python.py."}
 static PyMethodDef functions[] = {
-    FUNCTION(records_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs), FUNCTION(fast_state),
+    FUNCTION(records_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs), FUNCTION(fast_out), FUNCTION(fast_state),
     {"encode_key", encode_key, METH_O, "As in eos/hotloop/python.py."},
     {NULL, NULL, 0, NULL},
 };

@@ -12,6 +12,7 @@ from types import GeneratorType
 from typing import Any, NoReturn, TypeVar
 
 _Type = TypeVar("_Type", bound=type[Any])
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 END_OF_TIME = 253_402_300_800_000  # the year 10000 in milliseconds: a later timestamp has another unit
 _END_OF_PARTITIONS = 2**31
@@ -65,6 +66,13 @@ def encode_key(key: bytes) -> bytes:
     return _LENGTH.pack(len(key)) + key
 
 
+def fast_out(method: _Method, record_type: type[Any], out_type: type[Any], keep: object) -> _Method:
+    """Return the method `out` of a record type, which makes an Out; the compiled form returns a compiled one.
+
+    `keep`: the default of the key and the timestamp of an Out."""
+    return method
+
+
 def fast_state(
     state_type: _Type, store_type: type[Any], unread: object, absent: object, immutable: frozenset[object]
 ) -> _Type:
@@ -100,7 +108,8 @@ def feed_values(
     """Call a function with each record. Return (outputs sent, records handled, exception of the next record).
 
     A result of an expected type is sent to `target`: a value, or an Out with fields of the expected types. A list, a
-    tuple or a generator may hold several such results, which are sent once all of them exist. The result None of a
+    tuple or a generator may hold several such results, which are sent once all of them exist. Changes of a list after
+    its function has returned have no effect. The result None of a
     record with a value sends nothing, if None is expected. Everything else goes to `other`, which returns how many
     outputs it sent. If `target` is None, all results go to `other`. `refused` gets an output that `produce` refused,
     with the exception.
@@ -151,7 +160,7 @@ def feed_outs(
     record's timestamp."""
     sent = 0
     try:
-        calls = [_call_of(out, None, target, latest_ms) for out in outs if out is not None]
+        calls = [_call_of(out, None, target, latest_ms) for out in outs.copy() if out is not None]
     except _Unusual:
         return None
     try:
@@ -172,7 +181,7 @@ def _usual(record: Any, result: Any, target: Target) -> list[Call] | None:
             return None if odd else [_call_of(result, record, target)]
         if record.value is None or (kind is tuple and looks_like_a_pair(result, target[3])):
             return None
-        return [_call_of(item, record, target) for item in result if item is not None]
+        return [_call_of(item, record, target) for item in [*result] if item is not None]
     except _Unusual:
         return None
 

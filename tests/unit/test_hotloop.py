@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import json
 import logging
 import shutil
@@ -614,8 +615,9 @@ def test_batch_feed_reports_its_stop_position(loop: Any) -> None:
     ]
 
 
-@compiled
-def test_list_shrinking_during_feed_ends_early() -> None:
+@both
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_list_that_an_encoder_clears_is_sent_completely(loop: Any, in_batch: bool) -> None:
     outs = [Out(5, b"k", timestamp=0), Out(b"b", b"k", timestamp=0), Out(b"c", b"k", timestamp=0)]
 
     def encode(value: object) -> bytes:
@@ -624,8 +626,16 @@ def test_list_shrinking_during_feed_ends_early() -> None:
 
     target = ("out", frozenset({"out"}), None, Out, KEEP, encode, encode, True)
     put: list[object] = []
-    assert native.feed_outs(outs, target, 0, lambda *call: put.append(call), never) == (1, None)
-    assert put == [("out", b"5", b"k")]
+
+    def produce(*call: object) -> None:
+        put.append(call)
+
+    if in_batch:
+        assert loop.feed_outs(outs, target, 0, produce, never) == (3, None)
+    else:
+        records = [Record("in", 0, 0, value=b"v")]
+        assert loop.feed_values(records, lambda _: outs, None, target, produce, never, never) == (3, 1, None)
+    assert put == [("out", b"5", b"k"), ("out", b"b", b"k"), ("out", b"c", b"k")]
 
 
 @compiled
@@ -635,6 +645,50 @@ def test_malformed_target_is_refused(target: Any) -> None:
         native.feed_outs([], target, 0, never, never)
     with pytest.raises(TypeError):
         native.feed_values([], never, None, target, never, never, never)
+
+
+# ---- Record.out -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timestamp", [-1, 0, 1, 7, 2**31, python.END_OF_TIME, python.END_OF_TIME + 1])
+@pytest.mark.parametrize("key", [b"key", None])
+@pytest.mark.parametrize("value", [b"value", None, {"a": 1}])
+def test_out_has_the_timestamp_and_key_of_its_record(timestamp: int, key: bytes | None, value: Any) -> None:
+    record = Record("in", 3, 9, timestamp, key, b"before", [("h", b"x")])
+    at = max(timestamp, 0)
+    assert record.out(value) == Out(value, key, timestamp=at)
+    assert record.out(value=value) == Out(value, key, timestamp=at)
+    assert record.out(value, b"other") == Out(value, b"other", timestamp=at)
+    assert record.out(value, None, "there", [("a", b"b")], 2) == Out(value, None, "there", [("a", b"b")], 2, at)
+    assert record.out(value, partition=1, topic="there") == Out(value, key, "there", partition=1, timestamp=at)
+
+
+def test_out_refuses_what_the_method_refuses() -> None:
+    record = Record("in", 3, 9)
+    for args, named in [((), {}), ((1, 2, 3, 4, 5, 6), {}), ((1,), {"value": 2}), ((1,), {"timestamp": 2})]:
+        with pytest.raises(TypeError):
+            record.out(*args, **named)  # type: ignore[arg-type]
+    with pytest.raises((TypeError, AttributeError)):
+        Record.out(7, b"value")  # type: ignore[arg-type]
+
+
+def test_out_is_not_tracked_and_keeps_no_reference() -> None:
+    key, value, timestamp = b"k" * 99, b"v" * 99, 10**12
+    before = [sys.getrefcount(one) for one in (key, value, timestamp)]
+    outs = [Record("in", 0, 0, timestamp, key).out(value) for _ in range(100)]
+    assert not any(map(gc.is_tracked, outs))
+    del outs
+    assert [sys.getrefcount(one) for one in (key, value, timestamp)] == before
+
+
+def test_out_shows_its_documentation_and_parameters() -> None:
+    assert (Record.out.__doc__ or "").startswith("Return an Out with this record's timestamp")
+    assert [*inspect.signature(Record.out).parameters] == ["self", "value", "key", "topic", "headers", "partition"]
+
+
+@pytest.mark.skipif(not hotloop.COMPILED, reason="the compiled loop is not in use")
+def test_out_is_compiled() -> None:
+    assert not isinstance(Record.out, types.FunctionType)
 
 
 # ---- bare decoders and encoders -------------------------------------------------------------------------------------
