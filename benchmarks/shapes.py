@@ -123,7 +123,7 @@ SHAPES = {
     "Out": Shape(an_out, "bytes", ("`Out(value, key=..., topic=..., headers=..., partition=..., timestamp=...)`",)),
     "record.out": Shape(record_out, "bytes", ()),
     "headers": Shape(with_headers, "headers", ()),
-    "headers, mapping": Shape(with_a_mapping, "headers", ()),
+    "headers, mapping": Shape(with_a_mapping, "mapping", ()),
     "list": Shape(a_list, "bytes", ("a list, tuple or generator",)),
     "tuple": Shape(a_tuple, "bytes", ()),
     "generator": Shape(generated, "bytes", ()),

@@ -73,6 +73,18 @@ def send_headers(messages: list[Message], target: str, producer: Producer) -> No
                 producer.poll(0.05)
 
 
+def send_mapping(messages: list[Message], target: str, producer: Producer) -> None:
+    produce = producer.produce
+    for message in messages:
+        while True:
+            try:
+                headers = {"source": "bench"}
+                produce(target, message.value().upper(), message.key(), -1, None, None, message.timestamp()[1], headers)
+                break
+            except BufferError:
+                producer.poll(0.05)
+
+
 def sender_of(row_type: type[Row] | type[DataRow]) -> Sender:
     def send(messages: list[Message], target: str, producer: Producer) -> None:
         produce, make = producer.produce, row_type
@@ -136,6 +148,7 @@ SENDERS = {
     "bytes": send_bytes,
     "str": send_str,
     "headers": send_headers,
+    "mapping": send_mapping,
     "json": sender_of(Row),
     "dataclass": sender_of(DataRow),
     "dict": send_dict,

@@ -9,6 +9,7 @@ store.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 from eos import hotloop
@@ -71,12 +72,20 @@ def row_length(cell: bytes) -> int:
     raise ValueError(f"{cell!r} names no cell")
 
 
-def check_cell(cell: bytes) -> None:
-    """Raise ValueError for a changelog key that eos did not write."""
-    key_at = cell.find(b"\0") + 1 + _LENGTH.size
-    field = len(cell) - key_at - int.from_bytes(cell[key_at - _LENGTH.size : key_at], "big")  # the field's length
-    if key_at == _LENGTH.size or not 0 <= field <= MAX_FIELD_BYTES:
-        raise ValueError(f"{cell[:50]!r} names no cell")
+def find_foreign_cell(cells: Sequence[bytes]) -> int | None:
+    """Return the index of the first changelog key that eos did not write; None if there is none.
+
+    One call for many keys, because a restore checks each."""
+    read_length, header, at = _LENGTH.unpack_from, 1 + _LENGTH.size, 0
+    try:
+        for at, cell in enumerate(cells):
+            store = cell.index(0)
+            # What is left is the field's length.
+            if not 0 <= len(cell) - store - header - read_length(cell, store + 1)[0] <= MAX_FIELD_BYTES:
+                return at
+    except (ValueError, struct.error):  # no zero byte, or not four bytes after it
+        return at
+    return None
 
 
 def parse_cell(cell: bytes) -> tuple[str, bytes, bytes]:

@@ -421,7 +421,8 @@ static int put_all(PyObject *produce, PyObject *refused, Objects *calls, Py_ssiz
 typedef struct {
     PyObject *topic, *destinations, *passing, *out_type, *keep, *value_of, *key_of;
     PyObject *bare, *types; /* of `value_of`, each owned or NULL */
-    PyObject *latest; /* the time of a batch; NULL where each output has its record's */
+    PyObject *find_latest; /* returns the time of a batch; NULL where each output has its record's */
+    PyObject *latest;      /* what it returned, owned; NULL before it was called */
     int none_is_usual;
     int known; /* whether the fields are */
     Field value, key, out_topic, headers, partition, timestamp;
@@ -458,6 +459,7 @@ static int target_of(PyObject *given, Target *target) {
 }
 
 static void forget(Target *target) {
+    Py_CLEAR(target->latest);
     Py_CLEAR(target->bare);
     Py_CLEAR(target->types);
 }
@@ -611,6 +613,12 @@ static PyObject *time_of(const Input *input, PyObject *record) {
     return known == 0 ? Py_NewRef(zero) : timestamp;
 }
 
+/* Return the time of the batch, which is found once an output needs it. */
+static PyObject *latest_of(Target *target) {
+    if (target->latest == NULL) target->latest = PyObject_CallNoArgs(target->find_latest);
+    return Py_XNewRef(target->latest);
+}
+
 /* Adds what of the record's headers is passed on. -1: raised. */
 static int pass_on(const Target *target, const Input *input, PyObject *record, Parts *parts) {
     if (target->passing == NULL || record == NULL) return 0;
@@ -623,7 +631,7 @@ static int pass_on(const Target *target, const Input *input, PyObject *record, P
 }
 
 /* Each part of an Out in its usual form; 0: it has none, or raised. */
-static int normalise(const Target *target, const Input *input, PyObject *record, Parts *parts) {
+static int normalise(Target *target, const Input *input, PyObject *record, Parts *parts) {
     if (record == NULL && parts->key == target->keep) return 0;
     if (parts->topic == Py_None) {
         Py_SETREF(parts->topic, Py_NewRef(target->topic));
@@ -640,7 +648,7 @@ static int normalise(const Target *target, const Input *input, PyObject *record,
     Py_SETREF(parts->key, parts->key == target->keep ? get(&input->key, record) : text_of(parts->key, target->key_of));
     if (parts->key == NULL) return 0;
     if (parts->timestamp == target->keep)
-        Py_SETREF(parts->timestamp, record == NULL ? Py_NewRef(target->latest) : time_of(input, record));
+        Py_SETREF(parts->timestamp, record == NULL ? latest_of(target) : time_of(input, record));
     if (parts->timestamp == NULL || !is_int(parts->timestamp, END_OF_TIME - 1)) return 0;
     if (pass_on(target, input, record, parts) < 0) return 0;
     Py_SETREF(parts->value, encoded(target, parts->value));
@@ -855,14 +863,14 @@ static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, P
     return error == NULL ? Py_BuildValue("nnO", sent, i, Py_None) : Py_BuildValue("nnN", sent, i, error);
 }
 
-/* ---- feed_outs(outs, target, latest, produce, refused) ------------------------------------------------------------- */
+/* ---- feed_outs(outs, target, find_latest, produce, refused) -------------------------------------------------------- */
 
 static PyObject *feed_outs(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
     if (count != 5 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "feed_outs takes a list and 4 more");
     Target target;
     const Input none = {{0}};
     if (target_of(args[1], &target) < 0) return NULL;
-    target.latest = args[2];
+    target.find_latest = args[2];
     Objects items = {0}, calls = {0};
     int usual = add_all(&items, args[0]) == 0 && calls_of(&target, &none, NULL, &items, &calls) == 0;
     Py_ssize_t sent = 0;

@@ -151,14 +151,15 @@ def feed_values(
 def feed_outs(
     outs: list[Any],
     target: Target,
-    latest_ms: int,
+    find_latest: Callable[[], int],
     produce: Callable[..., object],
     refused: Callable[[Exception, Any], object],
 ) -> tuple[int, Exception | None] | None:
     """Send the outputs of a batch function. Return (outputs sent, exception of `refused`). Send nothing and return None
-    if any output is not of an expected type. `latest_ms`: the latest timestamp of the batch, for outputs that keep the
-    record's timestamp."""
-    sent = 0
+    if any output is not of an expected type. `find_latest` returns the latest timestamp of the batch in milliseconds,
+    and is called once if an output keeps the record's timestamp."""
+    sent, out_type, keep = 0, target[3], target[4]
+    latest_ms = find_latest() if any(type(out) is out_type and out.timestamp is keep for out in outs) else 0
     try:
         calls = [_call_of(out, None, target, latest_ms) for out in outs.copy() if out is not None]
     except _Unusual:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eos import log
-from eos.app.cells import check_cell, store_of
+from eos import hotloop, log
+from eos.app.cells import find_foreign_cell, store_of
 from eos.app.expiry import add_write_time
 from eos.app.routes import Route
 from eos.errors import ConfigurationError, EosError, InputGone, Unavailable
@@ -21,7 +21,7 @@ from eos.kafka.admin import facts, tail
 from eos.kafka.admin.tail import MarkedRecord, TopicReader
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
-from eos.records import format_position
+from eos.records import Record, format_position
 from eos.state import changelog
 from eos.state.values import Value, Values, own_entries
 
@@ -253,30 +253,36 @@ class Restoring:
                         return
 
     def _apply_batch(self, read: list[MarkedRecord], reader: TopicReader) -> None:
-        partitions, expiring, size = self._unready, self._expiring, 0
-        for seen in read:
-            record = seen.record
-            cell, value = record.key or b"", record.value
-            try:
-                check_cell(cell)
-            except ValueError as error:
-                where = format_position(self._topic, record.partition, record.offset)
-                raise ConfigurationError(
-                    f"the changelog record {where} was written by another program: {error}",
-                    remedy=f"stop the program that writes to {self._topic}; a tombstone of the same key and a "
-                    "compaction remove the record",
-                ) from error
-            size += len(cell) + len(value or b"")
-            if expiring and value is not None and store_of(cell) in expiring:
-                value = add_write_time(max(0, record.timestamp), value)
-            if record.partition in partitions:
-                partitions[record.partition].changes[cell] = value
+        records = [seen.record for seen in read]
+        cells = [record.key or b"" for record in records]
+        values = [record.value for record in records]
+        if (foreign := find_foreign_cell(cells)) is not None:
+            record = records[foreign]
+            where = format_position(self._topic, record.partition, record.offset)
+            raise ConfigurationError(
+                f"the changelog record {where} was written by another program: {cells[foreign][:50]!r} names no cell",
+                remedy=f"stop the program that writes to {self._topic}; a tombstone of the same key and a "
+                "compaction remove the record",
+            )
+        size = sum(map(len, cells)) + sum(map(len, filter(None, values)))
+        changes: list[Value] = values
+        if self._expiring:
+            changes = [*map(self._with_write_time, records, cells, values)]
+        for start, stop in hotloop.spans_of(records):
+            progress = self._unready.get(records[start].partition)
+            if progress is not None:
+                progress.changes.update(zip(cells[start:stop], changes[start:stop], strict=True))
         for partition in self._ends:
-            partitions[partition].at = reader.at(partition)
+            self._unready[partition].at = reader.at(partition)
         self._read += len(read)
         self._bytes += size
         if read:
             reader.most = max(1, min(_MAX_READ, _MAX_BYTES // 2 * len(read) // max(1, size)))
+
+    def _with_write_time(self, record: Record, cell: bytes, value: bytes | None) -> Value:
+        if value is None or store_of(cell) not in self._expiring:
+            return value
+        return add_write_time(max(0, record.timestamp), value)
 
     def _write_changes(self) -> None:
         for progress in self._unready.values():

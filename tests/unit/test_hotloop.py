@@ -407,7 +407,7 @@ class Case:
     def run_batch(self, loop: Any) -> tuple[object, ...] | None:
         outs = [item for _, made_of in self._results for item in made_of[1]]
         try:
-            fed = loop.feed_outs(outs, self.target, 7, self.produce, self.on_produce_error)
+            fed = loop.feed_outs(outs, self.target, lambda: 7, self.produce, self.on_produce_error)
         except (TypeError, ValueError) as error:
             return type(error), str(error), self.calls
         return fed and (fed[0], type(fed[1]), str(fed[1]), self.calls)
@@ -597,6 +597,21 @@ def test_batch_output_without_a_timestamp_gets_that_of_the_batch(loop: Any) -> N
 
 
 @both
+def test_time_of_a_batch_is_found_once_if_an_output_keeps_it(loop: Any) -> None:
+    asked: list[int] = []
+    outs = [Out(b"a", b"k", timestamp=5), Out(b"b", b"k"), Out(b"c", b"k")]
+
+    def find_latest() -> int:
+        asked.append(1)
+        return 7
+
+    for some, times in ((outs[:1], 0), (outs, 1)):
+        asked.clear()
+        assert loop.feed_outs(some, TARGET, find_latest, lambda *_: None, never) == (len(some), None)
+        assert len(asked) == times
+
+
+@both
 def test_batch_feed_reports_its_stop_position(loop: Any) -> None:
     outs = [
         Out(b"a", b"k", timestamp=0),
@@ -631,7 +646,7 @@ def test_list_that_an_encoder_clears_is_sent_completely(loop: Any, in_batch: boo
         put.append(call)
 
     if in_batch:
-        assert loop.feed_outs(outs, target, 0, produce, never) == (3, None)
+        assert loop.feed_outs(outs, target, int, produce, never) == (3, None)
     else:
         records = [Record("in", 0, 0, value=b"v")]
         assert loop.feed_values(records, lambda _: outs, None, target, produce, never, never) == (3, 1, None)
@@ -642,7 +657,7 @@ def test_list_that_an_encoder_clears_is_sent_completely(loop: Any, in_batch: boo
 @pytest.mark.parametrize("target", [(), ("out",) * 8, "out", ("out", 1, 2, Out, KEEP, print, print)])
 def test_malformed_target_is_refused(target: Any) -> None:
     with pytest.raises(TypeError):
-        native.feed_outs([], target, 0, never, never)
+        native.feed_outs([], target, int, never, never)
     with pytest.raises(TypeError):
         native.feed_values([], never, None, target, never, never, never)
 
@@ -862,7 +877,7 @@ def test_full_client_queue_accepts_the_records_that_fit(loop: Any) -> None:
         Out(b"d", b"l", timestamp=0),
         Out(b"e", b"l", timestamp=6),
     ]
-    assert loop.feed_outs(outs, TARGET, 0, producer.produce, lambda *call: refused.append(call)) == (5, None)
+    assert loop.feed_outs(outs, TARGET, int, producer.produce, lambda *call: refused.append(call)) == (5, None)
     assert [(type(error), send) for error, send in refused] == [
         (BufferError, ("out", b"d", b"l", -1, 0, None)),
         (BufferError, ("out", b"e", b"l", -1, 6, None)),
@@ -875,7 +890,7 @@ def test_client_queue_contains_the_sent_records(loop: Any) -> None:
     producer = client(1_000, lambda _, message: given.append((message.topic(), message.key(), message.value())))
     outs = [Out(b"%d" % n, b"k%d" % n if n % 2 else None, timestamp=n if n % 3 else 0) for n in range(9)]
     for topic in ("out", "more"):
-        assert loop.feed_outs(outs, (topic, *TARGET[1:]), 0, producer.produce, never) == (9, None)
+        assert loop.feed_outs(outs, (topic, *TARGET[1:]), int, producer.produce, never) == (9, None)
     producer.purge()
     producer.flush(5)
     wanted = [(topic, out.key, out.value) for topic in ("out", "more") for out in outs]
@@ -886,9 +901,9 @@ def test_client_queue_contains_the_sent_records(loop: Any) -> None:
 def test_builtin_functions_as_producers_get_all_arguments(loop: Any) -> None:
     """Builtin functions differ in how they accept arguments."""
     outs, refused = [Out(b"v", b"k", timestamp=0)], []
-    assert loop.feed_outs(outs, TARGET, 0, "{} {} {}".format, never) == (1, None)
-    assert loop.feed_outs(outs, TARGET, 0, max, lambda error, _: refused.append(error)) == (1, None)
-    assert loop.feed_outs(outs, TARGET, 0, [].append, lambda error, _: refused.append(error)) == (1, None)
+    assert loop.feed_outs(outs, TARGET, int, "{} {} {}".format, never) == (1, None)
+    assert loop.feed_outs(outs, TARGET, int, max, lambda error, _: refused.append(error)) == (1, None)
+    assert loop.feed_outs(outs, TARGET, int, [].append, lambda error, _: refused.append(error)) == (1, None)
     assert [type(error) for error in refused] == [TypeError, TypeError]
 
 
@@ -935,7 +950,7 @@ def test_feed_leaks_no_reference() -> None:
         native.runs_of(runs)
         with pytest.raises(AttributeError):
             native.runs_of([*runs, made])
-        native.feed_outs(outs, TARGET, 0, lambda *_: None, never)
+        native.feed_outs(outs, TARGET, int, lambda *_: None, never)
         native.feed_values(values_of_all_kinds, lambda v: v, bare, bare_target, lambda *_: None, never, never)
 
     kinds = [Out, Record, Collected, Checked, decode, *encoder.__dict__.values()]
@@ -951,8 +966,8 @@ def test_client_produce_leaks_no_reference() -> None:
     full.produce("queue", b"is full")
 
     def turn() -> None:
-        native.feed_outs(outs, (topic, *TARGET[1:]), 0, full.produce, lambda *_: None)
-        native.feed_outs(outs, (topic, *TARGET[1:]), 0, producer.produce, never)
+        native.feed_outs(outs, (topic, *TARGET[1:]), int, full.produce, lambda *_: None)
+        native.feed_outs(outs, (topic, *TARGET[1:]), int, producer.produce, never)
         producer.purge()
         producer.poll(0)
 

@@ -309,7 +309,9 @@ def test_restore_fails_if_changelog_beginning_was_removed(monkeypatch: pytest.Mo
     again.close()
 
 
-@pytest.mark.parametrize("key", [None, b"", b"hello", b"seen\0\0\0\0\5abc", b"seen\0\0\0\0\1k" + b"f" * 402])
+@pytest.mark.parametrize(
+    "key", [None, b"", b"hello", b"seen\0\0\0\0", b"seen\0\0\0\0\5abc", b"seen\0\0\0\0\1k" + b"f" * 402]
+)
 def test_restore_refuses_a_record_of_another_program(monkeypatch: pytest.MonkeyPatch, key: bytes | None) -> None:
     strange = Record("shop-count-changelog", 0, 0, key=key, value=b"x")
     with pytest.raises(

@@ -39,7 +39,7 @@ BELOW = {
     "session": "session.consumer session.producer observe encoding kafka records hotloop",
     "plain": "session encoding kafka records",
     "health": "probes session observe kafka",
-    "state": "app encoding kafka records",
+    "state": "app encoding kafka records hotloop",
     "engine": "app sql encoding kafka records hotloop",
     "worker": "engine state health plain session app sql encoding kafka records",
     "testing": "worker engine state plain session app sql encoding kafka records broker shim",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,14 +48,14 @@ class Batch:
         try:
             outs = self._run(records)
             # Check before the first send, so that either all outputs of the batch are sent or none.
-            latest_ms = _latest_ms(records)
+            find_latest = functools.partial(_latest_ms, records)
             fed = None
             if self._target is not None:
-                fed = hotloop.feed_outs(outs, self._target, latest_ms, sink.produce, sink.on_produce_error)
+                fed = hotloop.feed_outs(outs, self._target, find_latest, sink.produce, sink.on_produce_error)
             if fed is not None:
                 sent, failed = fed
                 return FeedResult(sent, len(records), None) if failed is None else FeedResult(sent, 0, failed, culprit)
-            for send in self._converted(outs, latest_ms):
+            for send in self._converted(outs, find_latest()):
                 send_to(send, sink)
                 sent += 1
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything

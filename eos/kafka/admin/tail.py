@@ -269,9 +269,9 @@ class TopicReader:
     def _poll(self, consumer: Consumer, position: str, timeout_s: float) -> list[Record]:
         messages = call_client(consumer.consume, self.most, timeout_s)
         records: list[Record] = hotloop.records_of(messages, Record, read_damaged_headers)
-        # The last offset of each partition.
-        for partition, offset in {record.partition: record.offset for record in records}.items():
-            setattr(self._partitions[partition], position, offset + 1)
+        for _, stop in hotloop.spans_of(records):
+            last = records[stop - 1]
+            setattr(self._partitions[last.partition], position, last.offset + 1)
         again = False
         for message in messages if len(records) < len(messages) else ():
             if (error := message.error()) is not None:

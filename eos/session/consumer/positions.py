@@ -99,7 +99,7 @@ class Positions(Generic[R]):
         """
         next_fetch: dict[TopicPartition, int] = {}
         repeated: list[slice] = []
-        for start, stop in _runs(records):
+        for start, stop in hotloop.spans_of(records):
             partition = _partition_of(records[start])
             lowest, fresh = next_fetch.get(partition, self._next_fetch.get(partition, 0)), start
             while fresh < stop and records[fresh].offset < lowest:
@@ -276,20 +276,11 @@ class Positions(Generic[R]):
         self._reset()
 
 
-def _runs(batch: list[R]) -> list[tuple[int, int]]:
-    """Return the start and stop of each run of one partition with rising offsets. The client delivers such runs, so
-    work per run costs less than work per record."""
-    begins = hotloop.runs_of(batch)
-    return list(
-        zip(begins, [*begins[1:], len(batch)], strict=False)
-    )  # an empty batch has no runs, so the second list is one longer
-
-
 def _span(batch: list[R]) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int]]:
     """Return, per partition of an ordered batch, the first offset and one after the last."""
     begins: dict[TopicPartition, int] = {}
     nexts: dict[TopicPartition, int] = {}
-    for start, stop in _runs(batch):
+    for start, stop in hotloop.spans_of(batch):
         partition = _partition_of(batch[start])
         begins.setdefault(partition, batch[start].offset)
         nexts[partition] = batch[stop - 1].offset + 1
