@@ -123,7 +123,9 @@ class Collector:
         timestamp_ms: int = 0,
         headers: list[Header] | None = None,
     ) -> None:
-        self.sends.append((topic, value, key, partition, timestamp_ms, headers))
+        # The list may be the application's, which may change it for its next record.
+        kept = None if headers is None else headers.copy()
+        self.sends.append((topic, value, key, partition, timestamp_ms, kept))
 
     def on_produce_error(self, error: Exception, send: Send) -> None:
         raise error  # appending to a list does not fail

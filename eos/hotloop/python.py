@@ -109,10 +109,9 @@ def feed_values(
 
     A result of an expected type is sent to `target`: a value, or an Out with fields of the expected types. A list, a
     tuple or a generator may hold several such results, which are sent once all of them exist. Changes of a list after
-    its function has returned have no effect. The result None of a
-    record with a value sends nothing, if None is expected. Everything else goes to `other`, which returns how many
-    outputs it sent. If `target` is None, all results go to `other`. `refused` gets an output that `produce` refused,
-    with the exception.
+    its function has returned have no effect. The result None of a record with a value sends nothing, if None is
+    expected. Everything else goes to `other`, which returns how many outputs it sent. If `target` is None, all results
+    go to `other`. `refused` gets an output that `produce` refused, with the exception.
 
     Decoders and encoders may have the attribute `bare`, a faster function with the same results for exact bytes (a
     decoder's) or for values of the types in the attribute `types` (an encoder's). The compiled loop calls it first, and

@@ -28,6 +28,18 @@ def test_query_for_a_topic_without_outputs_is_an_error() -> None:
             asked("pricedd")
 
 
+def test_each_output_keeps_its_headers_if_the_function_reuses_their_list() -> None:
+    app, reused = eos.App("prices"), [("n", b"")]
+
+    @app.process("orders", to="priced")
+    def price(order: bytes) -> eos.Out:
+        reused[0] = ("n", order)
+        return eos.Out(order, headers=reused)
+
+    ran = eos.testing.run(app, [("orders", b"1"), ("orders", b"2")])
+    assert [record.headers for record in ran.to("priced")] == [[("n", b"1")], [("n", b"2")]]
+
+
 # ---- the order of records --------------------------------------------------------------------------------------------
 
 
