@@ -288,7 +288,7 @@ PARTS: dict[str, list[Any]] = {
         [("pass", "own"), ("b", None)],
         {"h": b"x", "pass": None, "t": "text"},
         {},
-        [("\ud800", b"x")],
+        [("\ud841", b"x")],
         [("a\0b", b"x")],
         [("h", 5)],
         [["h", b"x"]],
@@ -430,6 +430,13 @@ def test_compiled_and_python_loops_feed_the_same_values(
     given = {"target": target, "decodes": decodes, "none": none, "passing": passing}
     both = [Case(made, **given).run(loop) for loop in (native, python)]
     assert both[0] == both[1]
+
+
+@compiled
+@pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in PARTS.items() for part in parts])
+def test_compiled_and_python_loops_handle_each_part_of_an_out_alike(name: str, part: Any) -> None:
+    made = [(Record("in", 0, 7, 5, b"k", b"v"), ("one", [Out(**{"value": b"v", name: part})]))]
+    assert Case(made).run(native) == Case(made).run(python)
 
 
 @compiled
@@ -921,8 +928,8 @@ def test_feed_leaks_no_reference() -> None:
     ]
     breaking = [("one", [b"for good"]), ("one", ["raise"]), ("generator", [b"v", "raise"]), ("list", [b"v", "\ud800"])]
     cases = [made, *([(made[0][0], each)] for each in breaking)]
-    value, key, topic = b"value" * 9, b"key" * 9, "out-topic"
-    outs = [Out(value, key, timestamp=0), Out(value, key, timestamp=10**12)]
+    value, key, topic, latest = b"value" * 9, b"key" * 9, "out-topic", 10**12 + 1
+    outs = [Out(value, key, timestamp=0), Out(value, key, timestamp=10**12), Out(value, key)]
     plain = message(10**6, topic=topic, key=key, value=value, headers=[("h", value)])
     messages = [plain, message(1, error=ERROR), plain, plain]
     broken = [messages[0], Other(messages[0], "headers")]
@@ -950,12 +957,14 @@ def test_feed_leaks_no_reference() -> None:
         native.runs_of(runs)
         with pytest.raises(AttributeError):
             native.runs_of([*runs, made])
-        native.feed_outs(outs, TARGET, int, lambda *_: None, never)
+        native.feed_outs(outs, TARGET, lambda: latest, lambda *_: None, never)
         native.feed_values(values_of_all_kinds, lambda v: v, bare, bare_target, lambda *_: None, never, never)
 
     kinds = [Out, Record, Collected, Checked, decode, *encoder.__dict__.values()]
     given_records = [record for record, _ in made]
-    leaves_all_as_it_was(turn, [value, key, topic, *kinds, *outs, *messages, *runs, *given_records, *outs_of_all_kinds])
+    leaves_all_as_it_was(
+        turn, [value, key, topic, latest, *kinds, *outs, *messages, *runs, *given_records, *outs_of_all_kinds]
+    )
 
 
 @compiled
