@@ -6,13 +6,13 @@ import os
 
 import pytest
 from confluent_kafka import Producer
-from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest
+from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest, DescribeClientQuotasRequest
 
 import eos
 from eos import App, Record
 from eos.broker import LocalKafka
 from eos.worker.worker import Worker
-from tests.support.reading import create_topic, visible_values
+from tests.support.reading import create_topic, visible_values, wait_until
 from tests.support.wire import Wire
 
 VALUE_BYTES = 1_000
@@ -30,9 +30,13 @@ def limit_producer(servers: str, client_id: str, bytes_per_s: float) -> None:
         ],
         validate_only=False,
     )
+    client = DescribeClientQuotasRequest.ComponentData(entity_type="client-id", match_type=0, match=client_id)
+    described = DescribeClientQuotasRequest(version=0, components=[client], strict=False)
     with Wire(servers) as wire:
         response = wire.ask(request)
-    assert [one.error_code for one in response.entries] == [0], response
+        assert [one.error_code for one in response.entries] == [0], response
+        # The controller has it now; the broker applies it a moment later.
+        wait_until("the broker knows the quota", lambda: wire.ask(described).entries)
 
 
 @pytest.mark.parametrize(
