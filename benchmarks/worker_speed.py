@@ -30,7 +30,7 @@ from eos.broker import LocalKafka
 PARTITIONS = 8
 LOOPS = {
     "straight loop": ["benchmarks.straight_loop"],
-    "straight loop, keeping timestamps": ["benchmarks.straight_loop", "10", "100", "bytes"],
+    "straight loop, keeping timestamps": ["benchmarks.straight_loop", "5", "100", "bytes"],
     "eos, Record handler": ["benchmarks.eos_loop", "record"],
     "eos, process_batch": ["benchmarks.eos_loop", "batch"],
 }

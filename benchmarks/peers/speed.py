@@ -67,7 +67,7 @@ def peers(build: Path, quix_python: Path) -> list[Peer]:
     streams = f"Kafka Streams, {STREAMS_THREADS} threads"
     quix = [str(quix_python), "-W", "ignore", str(HERE / "quix_upper.py")]
     return [
-        Peer(STRAIGHT, [*python, "benchmarks.straight_loop"], ("10", "100", "bytes")),
+        Peer(STRAIGHT, [*python, "benchmarks.straight_loop"], ("5", "100", "bytes")),
         Peer("straight loop, new timestamps", [*python, "benchmarks.straight_loop"]),
         Peer("eos, Record handler", [*python, "benchmarks.eos_loop"], ("record",)),
         Peer("eos, process_batch, new timestamps", [*python, "benchmarks.eos_loop"], ("batch",)),
