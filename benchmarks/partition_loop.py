@@ -155,10 +155,11 @@ def by_eos(shape: str, bootstrap: str, source: str, target: str, count: int, gro
 
 
 BY_HAND = "by hand"
+# Each loop of eos comes after the loop by hand that does the same.
 LOOPS: dict[str, Callable[[str, str, str, int, str, float], Report]] = {
     BY_HAND: partial(by_hand, "bytes"),
-    "by hand, new timestamps": partial(by_hand, NEW_TIMESTAMPS),
     "eos, function per record": partial(by_eos, "record"),
+    f"{BY_HAND}, new timestamps": partial(by_hand, NEW_TIMESTAMPS),
     "eos, process_batch, new timestamps": partial(by_eos, "batch"),
 }
 

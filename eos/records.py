@@ -73,7 +73,8 @@ class Sink(Protocol):
     def produce(self) -> Callable[..., object]:
         """Return confluent-kafka's produce(), to be called with positional arguments.
 
-        They are (topic, value, key[, partition, None, None, timestamp_ms[, headers]])."""
+        They are (topic, value, key[, partition, None, None, timestamp_ms[, headers]]). The list of headers may be the
+        application's own, so a sink that keeps it must copy it."""
 
     def on_produce_error(self, error: Exception, send: Send) -> object:
         """Handle an error of `produce`: send the output again, or raise CallFailed."""

@@ -123,8 +123,7 @@ class Collector:
         timestamp_ms: int = 0,
         headers: list[Header] | None = None,
     ) -> None:
-        # The list may be the application's, which may change it for its next record.
-        kept = None if headers is None else headers.copy()
+        kept = None if headers is None else headers.copy()  # see Sink.produce
         self.sends.append((topic, value, key, partition, timestamp_ms, kept))
 
     def on_produce_error(self, error: Exception, send: Send) -> None:

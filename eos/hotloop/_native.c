@@ -13,7 +13,7 @@
 /* What a Message is asked for; Record and Out have fields of these names, Record in this order up to HEADERS. */
 enum name { TOPIC, PARTITION, OFFSET, TIMESTAMP, KEY, VALUE, HEADERS, ERROR, NAMES };
 enum { FIELDS = HEADERS + 1 }; /* of a Record */
-enum { OUT_FIELDS = 6 };        /* of an Out */
+enum { OUT_FIELDS = 6 };       /* of an Out */
 static const char *const texts[NAMES] = {
     "topic", "partition", "offset", "timestamp", "key", "value", "headers", "error",
 };
@@ -193,31 +193,34 @@ typedef struct {
     Field fields[FIELDS]; /* in the order of `names` */
 } Maker;
 
-/* Whether `record`, for which the type was called with these values, is what filling its fields would have made. */
-static int is_filled(Maker *maker, PyObject *record, PyObject *const *values) {
-    PyTypeObject *type = Py_TYPE(record);
-    if ((PyObject *)type != maker->type) return 0;
+/* Find the fields of these names. Return whether `made`, for which the type was called, is what filling them with these
+ * values would have made. */
+static int find_fields(
+    PyTypeObject *type, PyObject *made, int count, const enum name *which, PyObject *const *values, Field *fields
+) {
+    if (!Py_IS_TYPE(made, type)) return 0;
     /* Classes of Python's own, which may do more in making one, are all seen by the collector; a Struct need not be. */
-    if (PyType_IS_GC(type) || PyObject_HasAttrString(maker->type, "__post_init__")) return 0;
-    for (int i = 0; i < FIELDS; i++) {
-        maker->fields[i] = field_of(type, names[i]);
-        Py_ssize_t offset = maker->fields[i].offset;
-        if (!offset || *(PyObject **)((char *)record + offset) != values[i]) return 0;
+    if (PyType_IS_GC(type) || PyObject_HasAttrString((PyObject *)type, "__post_init__")) return 0;
+    for (int i = 0; i < count; i++) {
+        fields[i] = field_of(type, names[which[i]]);
+        Py_ssize_t offset = fields[i].offset;
+        if (!offset || *(PyObject **)((char *)made + offset) != values[i]) return 0;
     }
-    return type->tp_basicsize == (Py_ssize_t)(sizeof(PyObject) + FIELDS * sizeof(PyObject *)); /* and no more fields */
+    return type->tp_basicsize == (Py_ssize_t)(sizeof(PyObject) + count * sizeof(PyObject *)); /* and no more fields */
 }
 
-static PyObject *filled(const Maker *maker, PyObject *const *values) {
-    PyTypeObject *type = (PyTypeObject *)maker->type;
-    PyObject *record = type->tp_alloc(type, 0);
-    for (int i = 0; record != NULL && i < FIELDS; i++)
-        *(PyObject **)((char *)record + maker->fields[i].offset) = Py_NewRef(values[i]);
-    return record;
+static PyObject *filled(PyTypeObject *type, int count, const Field *fields, PyObject *const *values) {
+    PyObject *made = type->tp_alloc(type, 0);
+    for (int i = 0; made != NULL && i < count; i++)
+        *(PyObject **)((char *)made + fields[i].offset) = Py_NewRef(values[i]);
+    return made;
 }
 
 static PyObject *called(Maker *maker, PyObject *const *values) {
+    static const enum name which[FIELDS] = {TOPIC, PARTITION, OFFSET, TIMESTAMP, KEY, VALUE, HEADERS};
     PyObject *record = PyObject_Vectorcall(maker->type, values, FIELDS, NULL);
-    maker->fills = record != NULL && is_filled(maker, record, values);
+    maker->fills = record != NULL && PyType_Check(maker->type) &&
+                   find_fields((PyTypeObject *)maker->type, record, FIELDS, which, values, maker->fields);
     return record;
 }
 
@@ -243,7 +246,8 @@ static PyObject *record_of(
     while (known < FIELDS && (values[known] = value_of(getters, message, known, unreadable)) != NULL) known++;
     if (known == FIELDS) {
         share(&values[TOPIC], last_topic);
-        record = maker->fills ? filled(maker, values) : called(maker, values);
+        if (!maker->fills) record = called(maker, values);
+        else record = filled((PyTypeObject *)maker->type, FIELDS, maker->fields, values);
     }
     while (known) Py_DECREF(values[--known]);
     return record;
@@ -902,17 +906,10 @@ static PyObject *plainly(PyObject *method, PyObject *self, PyObject *const *args
 /* Record.out for a value alone, which fills the fields of an Out. Everything else goes to the method itself. */
 static struct {
     PyObject *method, *keep;
-    PyTypeObject *type;      /* Out */
-    Field key, timestamp;    /* of a Record */
+    PyTypeObject *type;       /* Out */
+    Field key, timestamp;     /* of a Record */
     Field fields[OUT_FIELDS]; /* of an Out */
 } out;
-
-static PyObject *filled_out(PyObject *value, PyObject *key, PyObject *timestamp) {
-    PyObject *made = out.type->tp_alloc(out.type, 0), *values[OUT_FIELDS] = {value, key, Py_None, empty, Py_None, timestamp};
-    for (int i = 0; made != NULL && i < OUT_FIELDS; i++)
-        *(PyObject **)((char *)made + out.fields[i].offset) = Py_NewRef(values[i]);
-    return made;
-}
 
 static PyObject *record_out(PyObject *record, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     if (count != 1 || keywords != NULL) return plainly(out.method, record, args, count, keywords);
@@ -921,7 +918,10 @@ static PyObject *record_out(PyObject *record, PyObject *const *args, Py_ssize_t 
         Py_DECREF(timestamp);
         return plainly(out.method, record, args, count, keywords);
     }
-    if (timestamp != NULL && (key = get(&out.key, record)) != NULL) made = filled_out(args[0], key, timestamp);
+    if (timestamp != NULL && (key = get(&out.key, record)) != NULL) {
+        PyObject *const values[OUT_FIELDS] = {args[0], key, Py_None, empty, Py_None, timestamp};
+        made = filled(out.type, OUT_FIELDS, out.fields, values);
+    }
     Py_XDECREF(timestamp);
     Py_XDECREF(key);
     return made;
@@ -930,19 +930,6 @@ static PyObject *record_out(PyObject *record, PyObject *const *args, Py_ssize_t 
 /* What inspect.signature() reads. It knows no KEEP. */
 #define OUT_SIGNATURE "out($self, value, key=..., topic=None, headers=(), partition=None)\n--\n\n"
 static PyMethodDef out_definition = {"out", (PyCFunction)(void (*)(void))record_out, METH_FASTCALL | METH_KEYWORDS, NULL};
-
-/* Return whether an Out that was made for a value alone is what filling its fields would have made. */
-static int is_filled_out(PyObject *made, PyObject *value) {
-    static const enum name order[OUT_FIELDS] = {VALUE, KEY, TOPIC, HEADERS, PARTITION, TIMESTAMP};
-    PyObject *const values[OUT_FIELDS] = {value, out.keep, Py_None, empty, Py_None, out.keep};
-    for (int i = 0; i < OUT_FIELDS; i++) {
-        out.fields[i] = field_of(out.type, names[order[i]]);
-        Py_ssize_t offset = out.fields[i].offset;
-        if (!offset || *(PyObject **)((char *)made + offset) != values[i]) return 0;
-    }
-    return !PyType_IS_GC(out.type) && !PyObject_HasAttrString((PyObject *)out.type, "__post_init__") &&
-           out.type->tp_basicsize == (Py_ssize_t)(sizeof(PyObject) + OUT_FIELDS * sizeof(PyObject *));
-}
 
 /* The module has one such method, because the offsets are those of one class. */
 static PyObject *fast_out(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
@@ -953,7 +940,9 @@ static PyObject *fast_out(PyObject *Py_UNUSED(self), PyObject *const *args, Py_s
     out.keep = args[3];
     PyObject *made = PyObject_CallOneArg(args[2], zero);
     if (made == NULL) return NULL;
-    int fills = Py_IS_TYPE(made, out.type) && is_filled_out(made, zero);
+    static const enum name which[OUT_FIELDS] = {VALUE, KEY, TOPIC, HEADERS, PARTITION, TIMESTAMP};
+    PyObject *const values[OUT_FIELDS] = {zero, out.keep, Py_None, empty, Py_None, out.keep};
+    int fills = find_fields(out.type, made, OUT_FIELDS, which, values, out.fields);
     Py_DECREF(made);
     if (!fills) return Py_NewRef(args[0]);
     out.key = field_of((PyTypeObject *)args[1], names[KEY]);
@@ -1181,7 +1170,8 @@ static PyObject *fast_state(PyObject *Py_UNUSED(self), PyObject *const *args, Py
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, "As in eos/hotloop/python.py."}
 static PyMethodDef functions[] = {
-    FUNCTION(records_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs), FUNCTION(fast_out), FUNCTION(fast_state),
+    FUNCTION(records_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs),
+    FUNCTION(fast_out), FUNCTION(fast_state),
     {"encode_key", encode_key, METH_O, "As in eos/hotloop/python.py."},
     {NULL, NULL, 0, NULL},
 };
