@@ -330,14 +330,24 @@ NO_CUT = {"socket.timeout.ms": 1_000, "socket.max.fails": 0}  # a request that t
 
 def wait_for_statistics(session: TransactSession) -> None:
     """Wait for new statistics, so that the next ones are a whole interval away."""
-    producer = session.producer
-    seen = producer.client.statistics_seen
+    client = session.producer.client
+    seen = client.statistics_seen
+    poll_until(session, "new statistics", lambda: client.statistics_seen > seen)
 
-    def came() -> bool:
-        producer.poll(0.01)
-        return producer.client.statistics_seen > seen
 
-    wait_until("new statistics", came)
+def wait_until_statistics_show_init(session: TransactSession) -> None:
+    evidence = session.producer.client.evidence
+    poll_until(session, "statistics emitted after the init", lambda: not evidence.has_no_statistics)
+
+
+def poll_until(session: TransactSession, what: str, condition: Callable[[], bool]) -> None:
+    """Run the producer's callbacks until the condition holds."""
+
+    def holds() -> bool:
+        session.producer.poll(0.01)
+        return condition()
+
+    wait_until(what, holds)
 
 
 @pytest.mark.deep_for("*TxnOffsetCommit that timed out")
@@ -433,8 +443,11 @@ def test_session_survives_a_late_copy_of_its_init(scenario: Scenario) -> None:
     scenario.load(2)
     late = scenario.proxy.on(ApiKey.InitProducerId, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
     with scenario.session() as session:
+        # The cut belongs to the init. In statistics that come after the first transaction began, it would be a reason
+        # to replace the producer, and the replacement would notice the epoch earlier.
+        wait_until_statistics_show_init(session)
         assert handle(session, scenario.target).commit()
-        if why := session.producer.decide_replacement():  # the replacement would notice the epoch earlier
+        if why := session.producer.decide_replacement():
             raise TooSlow(why)
         servers, transactional_id = scenario.kafka.bootstrap_servers, scenario.transactional_id
         wait_until(
