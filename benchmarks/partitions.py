@@ -14,7 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 
@@ -96,7 +96,7 @@ class Bench:
             return Measured(report_of(process), self.broker_cpu_s() - before, len(logins))
 
     def start(self, loop: str, source: str, target: str, count: int, stay_s: float = 0) -> subprocess.Popen[bytes]:
-        command = [loop, self.bootstrap, source, target, str(count), f"{target}-group", str(stay_s)]
+        command = [loop, self.bootstrap, source, target, str(count), f"{source}-{target}", str(stay_s)]
         return subprocess.Popen([sys.executable, "-m", "benchmarks.partition_loop", *command], stdout=subprocess.PIPE)
 
     @contextmanager
@@ -151,8 +151,9 @@ def speed(bench: Bench, partitions: int, count: int, rounds: int) -> None:
 def workers(bench: Bench, partitions: int, count: int, rounds: int) -> None:
     """Run to the end of the input and of an empty topic; the difference is what the records cost.
 
-    Beside it as many loops by hand at once, each with its share of the partitions and records: what processes that
-    share the cores, the caches and the broker cost without eos.
+    Beside it as many loops by hand at once, each with its share of the input's partitions and records: what processes
+    that share the cores, the caches and the broker cost without eos. Like the workers, all write to one topic of all
+    partitions, so their batches are smaller than those of one process.
     """
     sources = {number: bench.load(number, partitions) for number in (count, 0)}
     shares = {n: [bench.load(count // n, partitions // n) for _ in range(n)] for n in WORKER_COUNTS}
@@ -164,7 +165,7 @@ def workers(bench: Bench, partitions: int, count: int, rounds: int) -> None:
         for number, records in taken:
             taken[number, records].append(cpu_to_the_end(bench, sources[records], partitions, number))
         for number, its in shares.items():
-            by_hand[number].append(cpu_by_hand(bench, its, partitions // number, count // number) / count * 1e6)
+            by_hand[number].append(cpu_by_hand(bench, its, partitions, count // number) / count * 1e6)
     for number in WORKER_COUNTS:
         empty = median(taken[number, 0])
         rates = [(whole - empty) / count * 1e6 for whole in taken[number, count]]
@@ -174,10 +175,9 @@ def workers(bench: Bench, partitions: int, count: int, rounds: int) -> None:
 
 
 def cpu_by_hand(bench: Bench, sources: list[str], partitions: int, count: int) -> float:
-    """Processor seconds of a loop by hand for each source, all at the same time."""
-    with ExitStack() as stack:
-        targets = [stack.enter_context(bench.target(partitions)) for _ in sources]
-        started = [bench.start(BY_HAND, *names, count) for names in zip(sources, targets, strict=True)]
+    """Processor seconds of a loop by hand for each source, all at the same time, to one topic of so many partitions."""
+    with bench.target(partitions) as target:
+        started = [bench.start(BY_HAND, source, target, count) for source in sources]
         return sum(report_of(process).cpu_s for process in started)
 
 
