@@ -175,7 +175,7 @@ def workers(bench: Bench, partitions: int, count: int, rounds: int) -> None:
 
 
 def cpu_by_hand(bench: Bench, sources: list[str], partitions: int, count: int) -> float:
-    """Processor seconds of a loop by hand for each source, all at the same time, to one topic of so many partitions."""
+    """Return the CPU seconds of loops by hand that run at the same time, one per source, and share an output topic."""
     with bench.target(partitions) as target:
         started = [bench.start(BY_HAND, source, target, count) for source in sources]
         return sum(report_of(process).cpu_s for process in started)

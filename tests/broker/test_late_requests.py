@@ -330,24 +330,14 @@ NO_CUT = {"socket.timeout.ms": 1_000, "socket.max.fails": 0}  # a request that t
 
 def wait_for_statistics(session: TransactSession) -> None:
     """Wait for new statistics, so that the next ones are a whole interval away."""
-    client = session.producer.client
-    seen = client.statistics_seen
-    poll_until(session, "new statistics", lambda: client.statistics_seen > seen)
+    producer = session.producer
+    seen = producer.client.statistics_seen
 
+    def came() -> bool:
+        producer.poll(0.01)
+        return producer.client.statistics_seen > seen
 
-def wait_until_statistics_show_init(session: TransactSession) -> None:
-    evidence = session.producer.client.evidence
-    poll_until(session, "statistics emitted after the init", lambda: not evidence.has_no_statistics)
-
-
-def poll_until(session: TransactSession, what: str, condition: Callable[[], bool]) -> None:
-    """Run the producer's callbacks until the condition holds."""
-
-    def holds() -> bool:
-        session.producer.poll(0.01)
-        return condition()
-
-    wait_until(what, holds)
+    wait_until("new statistics", came)
 
 
 @pytest.mark.deep_for("*TxnOffsetCommit that timed out")
@@ -445,7 +435,7 @@ def test_session_survives_a_late_copy_of_its_init(scenario: Scenario) -> None:
     with scenario.session() as session:
         # The cut belongs to the init. In statistics that come after the first transaction began, it would be a reason
         # to replace the producer, and the replacement would notice the epoch earlier.
-        wait_until_statistics_show_init(session)
+        session.producer._wait_for_first_statistics()
         assert handle(session, scenario.target).commit()
         if why := session.producer.decide_replacement():
             raise TooSlow(why)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -21,6 +20,7 @@ from tests.support.reading import create_topic
 pytestmark = [pytest.mark.takes(60), pytest.mark.deep]
 
 RECORDS, PARTITIONS, KILLS, DEADLINE_S = 100_000, 6, 12, 240
+LINES = RECORDS * 9 // 10  # every tenth record is a payment
 VICTIMS = ("worker", "database", "broker")
 APP = """
 import eos
@@ -39,9 +39,12 @@ def pay(value: dict, db: Cursor) -> None:
 """
 
 
-def load(producer: Producer, numbers: range) -> None:
-    """Load these records, of which every tenth is a payment."""
-    for number in numbers:
+def load(servers: str) -> None:
+    """Load the records into two topics."""
+    for topic in ("lines", "payments"):
+        create_topic(servers, topic, partitions=PARTITIONS)
+    producer = Producer({"bootstrap.servers": servers, "linger.ms": 50, "enable.idempotence": True})
+    for number in range(RECORDS):
         topic = "lines" if number % 10 else "payments"
         producer.produce(topic, json.dumps({"number": number}), str(number))
         producer.poll(0)
@@ -74,26 +77,24 @@ class Worker:
             self._start()
         return code == 0
 
-    def keep_running(self) -> None:
-        """Start the worker again if it ended, also at the end of its input: more will come."""
-        if self.is_done():
-            self._start()
 
-
-def load_and_kill(
-    producer: Producer, workers: list[Worker], server: PostgresServer, kafka: LocalKafka, chosen: random.Random
+def kill_until_the_end(
+    workers: list[Worker], server: PostgresServer, kafka: LocalKafka, chosen: random.Random
 ) -> Counter[str]:
-    """Load the records in parts. After each part, kill one participant while the workers handle it. Return how often
-    each was killed."""
+    """Kill the participants one after the other, each after some number of rows. Return how often each was killed."""
     victims = [*VICTIMS, *(chosen.choice(VICTIMS) for _ in range(KILLS - len(VICTIMS)))]
-    bounds = [RECORDS * part // KILLS for part in range(KILLS + 1)]
-    for victim, numbers in zip(victims, itertools.starmap(range, itertools.pairwise(bounds)), strict=True):
-        load(producer, numbers)
-        next_kill = time.monotonic() + chosen.uniform(0.1, 1.5)
-        while time.monotonic() < next_kill:
-            for worker in workers:
-                worker.keep_running()
-            time.sleep(0.05)
+    # At least a fifth of the rows is missing at each kill, so that no machine is too fast for the last ones.
+    rows = sorted(chosen.sample(range(LINES * 4 // 5), KILLS))
+    plan = [*zip(rows, victims, strict=True)]
+    kills = Counter[str]()
+    deadline = time.monotonic() + DEADLINE_S
+    while sum(worker.is_done() for worker in workers) < len(workers):
+        assert time.monotonic() < deadline, f"not done after {DEADLINE_S} s; {kills}"
+        time.sleep(0.05)
+        if not plan or server.execute("postgres", "select count(*) from lines")[0][0] < plan[0][0]:
+            continue
+        _, victim = plan.pop(0)
+        kills[victim] += 1
         if victim == "worker":
             chosen.choice(workers).kill()
         elif victim == "database":
@@ -102,14 +103,7 @@ def load_and_kill(
         else:
             kafka.kill(0)
             kafka.start(0)
-    return Counter(victims)
-
-
-def wait_for_the_end(workers: list[Worker]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while sum(worker.is_done() for worker in workers) < len(workers):
-        assert time.monotonic() < deadline, f"not done after {DEADLINE_S} s"
-        time.sleep(0.05)
+    return kills
 
 
 def test_each_row_is_there_once_after_kills_of_everything(server: PostgresServer, tmp_path: Path) -> None:
@@ -117,8 +111,7 @@ def test_each_row_is_there_once_after_kills_of_everything(server: PostgresServer
     print(f"seed {seed}")
     chosen = random.Random(seed)
     with LocalKafka(nodes=1) as kafka:
-        for topic in ("lines", "payments"):
-            create_topic(kafka.bootstrap_servers, topic, partitions=PARTITIONS)
+        load(kafka.bootstrap_servers)
         for statement in (
             "create table lines (number integer)",
             "create table accounts (id integer primary key, balance bigint not null default 0)",
@@ -127,17 +120,15 @@ def test_each_row_is_there_once_after_kills_of_everything(server: PostgresServer
             server.execute("postgres", statement)
         (tmp_path / "chaos.py").write_text(APP.format(dsn=server.dsn()))
         environment = os.environ | {"KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers, "PYTHONPATH": str(tmp_path)}
-        producer = Producer(
-            {"bootstrap.servers": kafka.bootstrap_servers, "linger.ms": 50, "enable.idempotence": True, "log_level": 0}
-        )
         workers = [Worker(instance, tmp_path, environment) for instance in ("one", "two")]
         try:
-            print(load_and_kill(producer, workers, server, kafka, chosen))
-            wait_for_the_end(workers)
+            kills = kill_until_the_end(workers, server, kafka, chosen)
         finally:
             for worker in workers:
                 worker.kill()
+        print(kills)
+        assert set(kills) == set(VICTIMS), "the run was long enough for each kind of kill"
         found = server.execute("postgres", "select count(*), count(distinct number) from lines")
-        assert found == [(RECORDS * 9 // 10, RECORDS * 9 // 10)]
+        assert found == [(LINES, LINES)]
         balances = dict(server.execute("postgres", "select id, balance from accounts"))
         assert balances == {0: sum(range(0, RECORDS, 10))} | dict.fromkeys(range(1, 10), 0)
