@@ -44,6 +44,11 @@ class Hit:
     partitions: int
     attempts: int
 
+    def __str__(self) -> str:
+        partitions = f"{self.partitions} partition{'s' * (self.partitions != 1)}"
+        tries = f", {self.attempts} tries" if self.attempts > 1 else ""
+        return f"{self.transactional_id}: {self.found.state}, records in {partitions}{tries}"
+
 
 class Witness:
     """Queries the cluster about the workers' transactions. `tick` is called while it waits."""

@@ -132,8 +132,7 @@ def _kill_in_mid_batch(show: Show, driver: Child, witness: Witness) -> Killed:
         if hit := witness.find_open_transaction_by(TRANSACTIONAL_ID, attempt):
             batches = _batches(driver)
             show.event(
-                f"SIGKILL to the driver after {batches} batches, in a transaction ({TRANSACTIONAL_ID}: "
-                f"{hit.found.state}, records in {hit.partitions} partitions)",
+                f"SIGKILL to the driver after {batches} batches, in a transaction ({hit})",
                 "red",
             )
             return Killed(hit, batches)

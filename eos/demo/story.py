@@ -211,7 +211,7 @@ class Workers:
 
 def _kill(show: Show, worker: Child, witness: Witness) -> Hit:
     hit = kill_in_a_transaction(worker, witness)
-    show.event(f"SIGKILL to worker {worker.name} in a transaction ({_describe(hit)})", "red")
+    show.event(f"SIGKILL to worker {worker.name} in a transaction ({hit})", "red")
     worker.start()
     show.event(f"worker {worker.name} is started again: first it aborts the transaction that it left open")
     return hit
@@ -220,7 +220,7 @@ def _kill(show: Show, worker: Child, witness: Witness) -> Hit:
 def _pause(show: Show, worker: Child, witness: Witness) -> tuple[Hit, TransactionalIdState]:
     hit = pause_in_a_transaction(worker, witness)
     began = time.monotonic()
-    show.event(f"SIGSTOP to worker {worker.name} in a transaction ({_describe(hit)})", "red")
+    show.event(f"SIGSTOP to worker {worker.name} in a transaction ({hit})", "red")
     timed_out = witness.wait_until_ended(hit)
     paused_s = time.monotonic() - began
     show.event(f"{paused_s:.1f} s later the broker aborts the transaction of worker {worker.name}", "yellow")
@@ -229,11 +229,6 @@ def _pause(show: Show, worker: Child, witness: Witness) -> tuple[Hit, Transactio
     witness.wait_for_log(worker, "rebuilt from the committed offsets")
     show.event(f"the commit of worker {worker.name} is refused, and it continues from the committed offsets")
     return hit, timed_out
-
-
-def _describe(hit: Hit) -> str:
-    tries = f", {hit.attempts} tries" if hit.attempts > 1 else ""
-    return f"{hit.transactional_id}: {hit.found.state}, records in {hit.partitions} partitions{tries}"
 
 
 def _run_contrast(show: Show, servers: str, directory: Path) -> contrast.Contrast:

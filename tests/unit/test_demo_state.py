@@ -77,7 +77,10 @@ def proof(
     }
 
     def read(_: str, topic: str | tuple[str, ...], isolation: str = "read_committed", config: object = None) -> Log:
-        return there[topic] if isinstance(topic, str) else log_of_hours([*final, *final[:5]])
+        if isinstance(topic, str):
+            return there[topic]
+        count = sum(len(there[name]) for name in topic) + 5
+        return log_of([b""] * count, [None] * count)
 
     ends = {(state.BY_HOUR, 0): 10}
     monkeypatch.setattr(state, "read_topic", read)
