@@ -75,7 +75,7 @@ static PyObject *caught(PyObject *kind) {
 typedef struct {
     PyTypeObject *type;      /* of messages that have these */
     PyCFunction call[NAMES]; /* NULL: by name */
-    Py_ssize_t timestamp;    /* its place in the object; 0: it is asked for */
+    Py_ssize_t place[NAMES]; /* of the field in the message's memory; 0: the getter is asked */
 } Getters;
 
 static PyObject *ask(const Getters *getters, PyObject *message, enum name which) {
@@ -83,62 +83,106 @@ static PyObject *ask(const Getters *getters, PyObject *message, enum name which)
     return PyObject_CallMethodNoArgs(message, names[which]);
 }
 
-static PyObject *asked_timestamp(const Getters *getters, PyObject *message) {
-    PyObject *pair = ask(getters, message, TIMESTAMP);
-    if (pair == NULL) return NULL;
-    PyObject *timestamp = PySequence_GetItem(pair, 1);
-    Py_DECREF(pair);
+/* The field as a Record has it: of the timestamp, the number alone. */
+static PyObject *asked(const Getters *getters, PyObject *message, enum name which) {
+    PyObject *answer = ask(getters, message, which);
+    if (which != TIMESTAMP || answer == NULL) return answer;
+    PyObject *timestamp = PySequence_GetItem(answer, 1);
+    Py_DECREF(answer);
     return timestamp;
 }
 
-static long long number_at(PyObject *object, Py_ssize_t place) {
+/* Calling the getters takes a third of the time of making a Record. So the fields of the client's own type are read
+ * where a message keeps them, as long as each getter says the same of the first message that records_of is given. */
+
+static long long long_at(const char *at) {
     long long number;
-    memcpy(&number, (char *)object + place, sizeof(number));
+    memcpy(&number, at, sizeof(number));
     return number;
 }
 
-/* A Message with this timestamp; NULL, and no exception is set: this type cannot be made so. */
-static PyObject *message_of_time(PyTypeObject *type, long long timestamp) {
-    PyObject *named = Py_BuildValue("{s(iL)}", texts[TIMESTAMP], 1, timestamp), *message = NULL;
-    if (named != NULL) message = PyObject_Call((PyObject *)type, empty, named);
-    Py_XDECREF(named);
-    PyErr_Clear();
-    return message;
+static int int_at(const char *at) {
+    int number;
+    memcpy(&number, at, sizeof(number));
+    return number;
 }
 
-/* The only place at which a Message holds the timestamp that it was made with; 0 if there is none.
- *
- * Message.timestamp() makes a tuple of two numbers, which takes a quarter of the time of a whole Record. */
-static Py_ssize_t place_of_timestamp(PyTypeObject *type) {
-    const long long timestamp = 0x0123456789ABCDEF; /* nothing else in it is like this */
-    PyObject *message = message_of_time(type, timestamp);
-    if (message == NULL) return 0;
-    Py_ssize_t found = 0, places = 0, last = Py_TYPE(message)->tp_basicsize - (Py_ssize_t)sizeof(timestamp);
+/* What is read at the field's place; NULL without an exception if the getter must be asked. */
+static PyObject *read_field(const Getters *getters, PyObject *message, enum name which) {
+    if (!getters->place[which] || !Py_IS_TYPE(message, getters->type)) return NULL;
+    const char *at = (char *)message + getters->place[which];
+    if (which == TIMESTAMP) return PyLong_FromLongLong(long_at(at));
+    if (which == PARTITION || which == OFFSET) { /* of some negative numbers, the getters return None */
+        long long number = which == OFFSET ? long_at(at) : int_at(at);
+        return number < 0 ? NULL : PyLong_FromLongLong(number);
+    }
+    PyObject *object = *(PyObject **)at;
+    return object != NULL ? Py_NewRef(object) : which == ERROR ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *field_in(const Getters *getters, PyObject *message, enum name which) {
+    PyObject *value = read_field(getters, message, which);
+    return value != NULL || PyErr_Occurred() ? value : asked(getters, message, which);
+}
+
+/* The only place at which these bytes are in a message; 0 if there is none. */
+static Py_ssize_t only_place(PyObject *message, const void *bytes, size_t size) {
+    Py_ssize_t found = 0, places = 0, last = Py_TYPE(message)->tp_basicsize - (Py_ssize_t)size;
     for (Py_ssize_t place = sizeof(PyObject); place <= last; place += sizeof(int)) {
-        if (number_at(message, place) != timestamp) continue;
+        if (memcmp((char *)message + place, bytes, size) != 0) continue;
         found = place;
         places++;
     }
-    Py_DECREF(message);
     return places == 1 ? found : 0;
 }
 
-/* The place, measured when a type is not the one before, if it says of this message what the getter says (a later
- * client's may do more than read it). */
-static Py_ssize_t timestamp_in(const Getters *getters, PyObject *message) {
+/* Fill in the places of a message's fields; none of a type that cannot be called so. */
+static void find_places(PyTypeObject *type, Py_ssize_t *place) {
+    const int partition = 0x12345678; /* nothing else in the message is like these */
+    const long long offset = 0x0123456789ABCDEF, timestamp = 0x0FEDCBA987654321;
+    static const enum name objects[] = {TOPIC, KEY, VALUE, ERROR};
+    PyObject *given[NAMES] = {NULL}, *message = NULL;
+    for (size_t i = 0; i < COUNT_OF(objects); i++) given[objects[i]] = PyUnicode_FromFormat("a %s", texts[objects[i]]);
+    PyObject *named = Py_BuildValue( /* which the objects belong to */
+        "{sN sN sN sN si sL s(iL)}", texts[TOPIC], given[TOPIC], texts[KEY], given[KEY], texts[VALUE], given[VALUE],
+        texts[ERROR], given[ERROR], texts[PARTITION], partition, texts[OFFSET], offset, texts[TIMESTAMP], 1, timestamp
+    );
+    if (named != NULL) message = PyObject_Call((PyObject *)type, empty, named);
+    if (message != NULL) {
+        for (size_t i = 0; i < COUNT_OF(objects); i++)
+            place[objects[i]] = only_place(message, &given[objects[i]], sizeof(PyObject *));
+        place[PARTITION] = only_place(message, &partition, sizeof(partition));
+        place[OFFSET] = only_place(message, &offset, sizeof(offset));
+        place[TIMESTAMP] = only_place(message, &timestamp, sizeof(timestamp));
+    }
+    Py_XDECREF(message);
+    Py_XDECREF(named);
+    PyErr_Clear();
+}
+
+/* Whether the getter says the same of this message as its memory (a later client's may do more than read it). */
+static int is_confirmed(const Getters *getters, PyObject *message, enum name which) {
+    PyObject *read = read_field(getters, message, which), *answer = asked(getters, message, which);
+    int same = read == answer || (read == NULL && answer == Py_None);
+    if (!same && read != NULL && answer != NULL && PyLong_CheckExact(read) && PyLong_CheckExact(answer))
+        same = PyObject_RichCompareBool(read, answer, Py_EQ) > 0;
+    Py_XDECREF(read);
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return same;
+}
+
+static void set_places(Getters *getters, PyObject *message) {
     static PyTypeObject *measured; /* never freed: a type of C's own */
-    static Py_ssize_t place;
+    static Py_ssize_t place[NAMES];
     if (measured != getters->type) {
-        place = place_of_timestamp(getters->type);
+        memset(place, 0, sizeof(place));
+        find_places(getters->type, place);
         measured = getters->type;
     }
-    if (!place) return 0;
-    long long there = number_at(message, place);
-    PyObject *asked = asked_timestamp(getters, message);
-    int same = asked != NULL && PyLong_CheckExact(asked) && PyLong_AsLongLong(asked) == there;
-    Py_XDECREF(asked);
-    PyErr_Clear();
-    return same ? place : 0;
+    memcpy(getters->place, place, sizeof(place));
+    for (int i = 0; i < NAMES; i++)
+        if (getters->place[i] && !is_confirmed(getters, message, i)) getters->place[i] = 0;
 }
 
 /* Whether it is defined in C and is this type's own, not inherited: then no code of Python's runs in making one. */
@@ -147,8 +191,8 @@ static int is_clients_own(PyTypeObject *type, PyObject *getter) {
 }
 
 static Getters getters_of(PyObject *message) {
-    Getters getters = {Py_TYPE(message), {NULL}, 0};
-    int measurable = 0;
+    Getters getters = {Py_TYPE(message), {NULL}, {0}};
+    int own = 0;
     for (int i = 0; i < NAMES; i++) {
         PyObject *found = PyObject_GetAttr((PyObject *)getters.type, names[i]);
         if (found == NULL) {
@@ -156,18 +200,12 @@ static Getters getters_of(PyObject *message) {
         } else if (Py_IS_TYPE(found, &PyMethodDescr_Type)) {
             const PyMethodDef *method = ((PyMethodDescrObject *)found)->d_method;
             if (method->ml_flags == METH_NOARGS) getters.call[i] = method->ml_meth;
-            if (i == TIMESTAMP) measurable = getters.call[i] != NULL && is_clients_own(getters.type, found);
+            own += getters.call[i] != NULL && is_clients_own(getters.type, found);
         }
         Py_XDECREF(found);
     }
-    if (measurable) getters.timestamp = timestamp_in(&getters, message);
+    if (own == NAMES) set_places(&getters, message);
     return getters;
-}
-
-static PyObject *timestamp_of(const Getters *getters, PyObject *message) {
-    if (getters->timestamp && Py_IS_TYPE(message, getters->type))
-        return PyLong_FromLongLong(number_at(message, getters->timestamp));
-    return asked_timestamp(getters, message);
 }
 
 static PyObject *headers_of(const Getters *getters, PyObject *message, PyObject *unreadable) {
@@ -201,6 +239,7 @@ static int find_fields(
     if (!Py_IS_TYPE(made, type)) return 0;
     /* Classes of Python's own, which may do more in making one, are all seen by the collector; a Struct need not be. */
     if (PyType_IS_GC(type) || PyObject_HasAttrString((PyObject *)type, "__post_init__")) return 0;
+    if (type->tp_alloc != PyType_GenericAlloc || type->tp_free != PyObject_Free) return 0;
     for (int i = 0; i < count; i++) {
         fields[i] = field_of(type, names[which[i]]);
         Py_ssize_t offset = fields[i].offset;
@@ -210,7 +249,7 @@ static int find_fields(
 }
 
 static PyObject *filled(PyTypeObject *type, int count, const Field *fields, PyObject *const *values) {
-    PyObject *made = type->tp_alloc(type, 0);
+    PyObject *made = PyObject_New(PyObject, type); /* not tp_alloc, which fills the memory with zeros first */
     for (int i = 0; made != NULL && i < count; i++)
         *(PyObject **)((char *)made + fields[i].offset) = Py_NewRef(values[i]);
     return made;
@@ -225,9 +264,8 @@ static PyObject *called(Maker *maker, PyObject *const *values) {
 }
 
 static PyObject *value_of(const Getters *getters, PyObject *message, enum name which, PyObject *unreadable) {
-    if (which == TIMESTAMP) return timestamp_of(getters, message);
     if (which == HEADERS) return headers_of(getters, message, unreadable);
-    return ask(getters, message, which);
+    return field_in(getters, message, which);
 }
 
 /* Replace a topic by the last record's, if they are equal. Each message has a string of its own, and so all records of
@@ -268,7 +306,7 @@ static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py
     Maker maker = {args[1], 0, {{0}}};
     for (Py_ssize_t i = 0; records != NULL && i < PySequence_Fast_GET_SIZE(messages); i++) {
         PyObject *message = Py_NewRef(PySequence_Fast_GET_ITEM(messages, i));
-        PyObject *error = ask(&getters, message, ERROR);
+        PyObject *error = field_in(&getters, message, ERROR);
         if (error == Py_None) {
             PyObject *record = record_of(&getters, message, &maker, args[2], &last_topic);
             if (record == NULL || PyList_Append(records, record) < 0) Py_CLEAR(records);
@@ -328,6 +366,79 @@ static PyObject *runs_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ss
     return runs;
 }
 
+/* ---- headers ----------------------------------------------------------------------------------------------------- */
+
+/* Return None and bytes unchanged, text as UTF-8, and everything else as `other` encodes it. */
+static PyObject *text_of(PyObject *value, PyObject *other) {
+    if (value == Py_None || PyBytes_CheckExact(value)) return Py_NewRef(value);
+    if (PyUnicode_CheckExact(value)) return PyUnicode_AsUTF8String(value);
+    return other == NULL ? NULL : PyObject_CallOneArg(other, value);
+}
+
+static PyObject *header_of(PyObject *name, PyObject *value) {
+    Py_ssize_t length;
+    const char *utf8 = PyUnicode_CheckExact(name) ? PyUnicode_AsUTF8AndSize(name, &length) : NULL; /* or it raises */
+    int is_name = utf8 != NULL && memchr(utf8, 0, length) == NULL;
+    PyObject *text = is_name ? text_of(value, NULL) : NULL, *header = NULL;
+    Py_INCREF(name); /* making a tuple may run the collector, and with it anybody's code */
+    if (text != NULL) header = PyTuple_Pack(2, name, text);
+    Py_DECREF(name);
+    Py_XDECREF(text);
+    return header;
+}
+
+/* Takes `header` over. */
+static PyObject *with_header(PyObject *list, PyObject *header) {
+    if (header == NULL || PyList_Append(list, header) < 0) Py_CLEAR(list);
+    Py_XDECREF(header);
+    return list;
+}
+
+/* Return the headers of a list, a tuple or a mapping as a list of names and bytes. */
+static PyObject *listed(PyObject *headers) {
+    int is_dict = PyDict_CheckExact(headers);
+    if (!is_dict && !PyList_CheckExact(headers) && !PyTuple_CheckExact(headers)) return NULL;
+    PyObject *list = PyList_New(0), *name, *value;
+    for (Py_ssize_t at = 0; is_dict && list != NULL && PyDict_Next(headers, &at, &name, &value);)
+        list = with_header(list, header_of(name, value));
+    for (Py_ssize_t i = 0; !is_dict && list != NULL && i < PySequence_Fast_GET_SIZE(headers); i++) {
+        PyObject *pair = PySequence_Fast_GET_ITEM(headers, i);
+        int fits = PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2;
+        list = with_header(list, fits ? header_of(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) : NULL);
+    }
+    return list;
+}
+
+/* ASCII without a zero byte: other text needs an encoding, which may fail, and the client ends text at a zero byte. */
+static int is_plain_text(PyObject *text) {
+    if (!PyUnicode_CheckExact(text) || !PyUnicode_IS_COMPACT_ASCII(text)) return 0;
+    return memchr(PyUnicode_1BYTE_DATA(text), 0, PyUnicode_GET_LENGTH(text)) == NULL;
+}
+
+/* Whether the client sends this header as `header_of` would make it. */
+static int is_plain(PyObject *name, PyObject *value) {
+    return is_plain_text(name) && (value == Py_None || PyBytes_CheckExact(value) || is_plain_text(value));
+}
+
+static int are_plain(PyObject *headers) {
+    PyObject *name, *value;
+    if (PyDict_CheckExact(headers)) {
+        for (Py_ssize_t at = 0; PyDict_Next(headers, &at, &name, &value);)
+            if (!is_plain(name, value)) return 0;
+        return 1;
+    }
+    if (!PyList_CheckExact(headers)) return 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(headers); i++) {
+        PyObject *pair = PyList_GET_ITEM(headers, i);
+        if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) return 0;
+        if (!is_plain(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1))) return 0;
+    }
+    return 1;
+}
+
+/* The headers of an Out for `produce`, as they are if the client takes them so. */
+static PyObject *usual_headers(PyObject *headers) { return are_plain(headers) ? Py_NewRef(headers) : listed(headers); }
+
 /* ---- producing --------------------------------------------------------------------------------------------------- */
 
 /* How many arguments `produce` is given, always in a tuple: topic, value, key[, -1, None, None, timestamp[, headers]]. */
@@ -340,10 +451,19 @@ static PyObject *send_of(PyObject *call) {
     return PyTuple_Pack(6, args[0], args[1], args[2], partition, timestamp, given == LONGEST ? args[7] : Py_None);
 }
 
+/* Make the headers a list of names and bytes: only the client need take them as they are. -1: raised. */
+static int list_headers(PyObject *call) {
+    if (PyTuple_GET_SIZE(call) < LONGEST) return 0;
+    PyObject *list = listed(PyTuple_GET_ITEM(call, LONGEST - 1));
+    if (list != NULL) Py_SETREF(PyTuple_GET_ITEM(call, LONGEST - 1), list);
+    else if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the headers changed before they were sent");
+    return list == NULL ? -1 : 0;
+}
+
 /* function(*call). The client's `produce`, which takes a tuple, is called as C: that saves a tenth of its time. */
 static PyObject *called_with(PyObject *function, PyObject *call) {
     if (!PyCFunction_CheckExact(function) || PyCFunction_GET_FLAGS(function) != (METH_VARARGS | METH_KEYWORDS))
-        return PyObject_Call(function, call, NULL);
+        return list_headers(call) < 0 ? NULL : PyObject_Call(function, call, NULL);
     PyCFunctionWithKeywords method = (PyCFunctionWithKeywords)(void (*)(void))PyCFunction_GET_FUNCTION(function);
     PyObject *result = method(PyCFunction_GET_SELF(function), call, NULL);
     if (result == NULL && !PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "no result and no exception");
@@ -356,7 +476,7 @@ static int put(PyObject *produce, PyObject *refused, PyObject *call) {
     if (result == NULL) {
         PyObject *error = caught(PyExc_Exception);
         if (error == NULL) return -1;
-        PyObject *send = send_of(call);
+        PyObject *send = list_headers(call) < 0 ? NULL : send_of(call);
         if (send != NULL) {
             result = PyObject_CallFunctionObjArgs(refused, error, send, NULL);
             Py_DECREF(send);
@@ -480,13 +600,6 @@ static void know(Target *target) {
     target->known = 1;
 }
 
-/* Return None and bytes unchanged, text as UTF-8, and everything else as `other` encodes it. */
-static PyObject *text_of(PyObject *value, PyObject *other) {
-    if (value == Py_None || PyBytes_CheckExact(value)) return Py_NewRef(value);
-    if (PyUnicode_CheckExact(value)) return PyUnicode_AsUTF8String(value);
-    return other == NULL ? NULL : PyObject_CallOneArg(other, value);
-}
-
 /* Return a value as bytes or None. Call the bare encoder for values of its types. */
 static PyObject *encoded(const Target *target, PyObject *value) {
     int is_bare = 0;
@@ -498,54 +611,6 @@ static PyObject *encoded(const Target *target, PyObject *value) {
     if (bytes != NULL || !is_bare || !PyErr_ExceptionMatches(PyExc_TypeError)) return bytes;
     PyErr_Clear();
     return PyObject_CallOneArg(target->value_of, value);
-}
-
-static PyObject *header_of(PyObject *name, PyObject *value) {
-    Py_ssize_t length;
-    const char *utf8 = PyUnicode_CheckExact(name) ? PyUnicode_AsUTF8AndSize(name, &length) : NULL; /* or it raises */
-    int is_name = utf8 != NULL && memchr(utf8, 0, length) == NULL;
-    PyObject *text = is_name ? text_of(value, NULL) : NULL, *header = NULL;
-    Py_INCREF(name); /* making a tuple may run the collector, and with it anybody's code */
-    if (text != NULL) header = PyTuple_Pack(2, name, text);
-    Py_DECREF(name);
-    Py_XDECREF(text);
-    return header;
-}
-
-/* Takes `header` over. */
-static PyObject *with_header(PyObject *list, PyObject *header) {
-    if (header == NULL || PyList_Append(list, header) < 0) Py_CLEAR(list);
-    Py_XDECREF(header);
-    return list;
-}
-
-/* Return whether a list consists of headers as `header_of` makes them, so that it can be sent as it is. */
-static int are_encoded(PyObject *list) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i);
-        if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) return 0;
-        PyObject *name = PyTuple_GET_ITEM(pair, 0), *value = PyTuple_GET_ITEM(pair, 1);
-        if (!PyUnicode_CheckExact(name) || (value != Py_None && !PyBytes_CheckExact(value))) return 0;
-        /* Other text needs an encoding, which may fail. */
-        if (!PyUnicode_IS_COMPACT_ASCII(name) || memchr(PyUnicode_1BYTE_DATA(name), 0, PyUnicode_GET_LENGTH(name)))
-            return 0;
-    }
-    return 1;
-}
-
-static PyObject *usual_headers(PyObject *headers) {
-    if (PyList_CheckExact(headers) && are_encoded(headers)) return Py_NewRef(headers);
-    int is_dict = PyDict_CheckExact(headers);
-    if (!is_dict && !PyList_CheckExact(headers) && !PyTuple_CheckExact(headers)) return NULL;
-    PyObject *list = PyList_New(0), *name, *value;
-    for (Py_ssize_t at = 0; is_dict && list != NULL && PyDict_Next(headers, &at, &name, &value);)
-        list = with_header(list, header_of(name, value));
-    for (Py_ssize_t i = 0; !is_dict && list != NULL && i < PySequence_Fast_GET_SIZE(headers); i++) {
-        PyObject *pair = PySequence_Fast_GET_ITEM(headers, i);
-        int fits = PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2;
-        list = with_header(list, fits ? header_of(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) : NULL);
-    }
-    return list;
 }
 
 /* Whether a header of this name is among `own`, a list of pairs or NULL. -1: raised. */
@@ -623,15 +688,23 @@ static PyObject *latest_of(Target *target) {
     return Py_XNewRef(target->latest);
 }
 
-/* Adds what of the record's headers is passed on. -1: raised. */
+/* -1: raised, or the output's own headers are not usual. */
+static int add_passed(PyObject *headers, PyObject *passing, Parts *parts) {
+    PyObject *own = parts->headers == NULL ? NULL : listed(parts->headers);
+    if (own == NULL && parts->headers != NULL) return -1;
+    Py_XSETREF(parts->headers, passed_of(headers, passing, own));
+    Py_XDECREF(own);
+    return parts->headers == NULL ? -1 : 0;
+}
+
+/* Adds what of the record's headers is passed on. -1: as above. */
 static int pass_on(const Target *target, const Input *input, PyObject *record, Parts *parts) {
     if (target->passing == NULL || record == NULL) return 0;
     PyObject *headers = get(&input->headers, record);
     if (headers == NULL) return -1;
-    int given = headers != empty;
-    if (given) Py_XSETREF(parts->headers, passed_of(headers, target->passing, parts->headers));
+    int done = headers == empty ? 0 : add_passed(headers, target->passing, parts);
     Py_DECREF(headers);
-    return given && parts->headers == NULL ? -1 : 0;
+    return done;
 }
 
 /* Each part of an Out in its usual form; 0: it has none, or raised. */
@@ -678,7 +751,7 @@ static void move(PyObject *tuple, Py_ssize_t at, PyObject **part) {
 }
 
 static PyObject *packed(Parts *parts) {
-    int some = parts->headers != NULL && PyList_GET_SIZE(parts->headers) > 0;
+    int some = parts->headers != NULL && PyObject_Size(parts->headers) > 0;
     int few = !some && parts->timestamp == zero && parts->partition == minus_one;
     PyObject *call = PyTuple_New(some ? LONGEST : few ? SHORT : LONG);
     if (call == NULL) return NULL;

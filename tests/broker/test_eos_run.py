@@ -24,10 +24,15 @@ import pytest
 from eos.errors import PoisonRecord
 
 app = eos.App("orders")
+HEADERS = {"h": "1", "bytes": b"\\xff", "none": None, "empty": "", "größe": "groß", "zero": "a\\0b"}
 
 @app.process("orders", to=["doubled", "other"], on_error=eos.retry(1, then=eos.dlq, backoff_ms=1))
 def double(order: dict):
-    return [{"n": order["n"] * 2}, eos.Out(b"copy", topic="other", headers={"h": "1"})]
+    copies = [
+        eos.Out(f"copy {n}", topic="other", headers=headers)
+        for n, headers in enumerate([HEADERS, [*HEADERS.items(), ("h", "2")], *({k: v} for k, v in HEADERS.items())])
+    ]
+    return [{"n": order["n"] * 2}, *copies]
 
 strict = eos.App("strict")
 

@@ -93,21 +93,43 @@ class Heir(Message):
 
 
 class Late(Message):
-    """A Message whose getter returns another value than its constructor got."""
+    """A Message whose getters return other values than its constructor got."""
 
     def timestamp(self) -> tuple[int, int]:
         kind, number = super().timestamp()
         return kind, number + 1
 
+    def offset(self) -> int:
+        return int(super().offset() or 0) + 1
+
+    def partition(self) -> int:
+        return int(super().partition() or 0) + 1
+
+    def topic(self) -> str:
+        return f"late {super().topic()}"
+
+    def key(self) -> bytes:
+        return b"late key"
+
+    def value(self) -> bytes:
+        return b"late value"
+
 
 class Odd(Message):
-    """A Message whose getter is another getter of the client."""
+    """A Message with a getter that is another getter of the client."""
 
     timestamp = Message.topic  # type: ignore[assignment]
 
 
+class Hidden(Message):
+    """A Message that never tells of its error."""
+
+    def error(self) -> None:
+        return None
+
+
 class Counted(Message):
-    """Creating an instance has an effect, so none is created to find the timestamp's field."""
+    """Creating an instance has an effect, so none is created to find the places of the fields."""
 
     made = 0
 
@@ -116,17 +138,32 @@ class Counted(Message):
         super().__init__(**fields)
 
 
-TIMES = st.integers(-(2**63), 2**63 - 1) | st.sampled_from([-1, 0, 1, 1_700_000_000_000])
+INT64 = st.integers(-(2**63), 2**63 - 1)
+fields_of_message = st.fixed_dictionaries(
+    {
+        "topic": st.sampled_from(["in", "other"]),
+        "partition": st.integers(-(2**31), 2**31 - 1),
+        "offset": INT64,
+        "timestamp": st.tuples(st.sampled_from([0, 1, 2]), INT64 | st.sampled_from([-1, 0, 1, 1_700_000_000_000])),
+        "key": st.none() | st.binary(max_size=3),
+        "value": st.none() | st.binary(max_size=3),
+        "error": st.none() | st.just(KafkaError(KafkaError._PARTITION_EOF)),
+    }
+)
 
 
 @both
-@given(st.lists(st.tuples(st.sampled_from([Message, Heir, Late, Odd, Counted]), st.sampled_from([0, 1, 2]), TIMES)))
-def test_timestamp_comes_from_the_getter(loop: Any, made: list[tuple[type[Message], int, int]]) -> None:
-    messages = [kind(topic="in", timestamp=(how, when)) for kind, how, when in made]
+@given(st.lists(st.tuples(st.sampled_from([Message, Heir, Late, Odd, Hidden, Counted]), fields_of_message)))
+def test_fields_come_from_the_getters(loop: Any, made: list[tuple[type[Message], dict[str, Any]]]) -> None:
+    messages = [kind(**fields) for kind, fields in made]
     before = Counted.made
     records = loop.records_of(messages, Record, no_headers)
     assert Counted.made == before
-    assert [record.timestamp for record in records] == [m.timestamp()[1] for m in messages]
+    assert records == [
+        Record(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value())  # type: ignore[arg-type]
+        for m in messages
+        if m.error() is None
+    ]
 
 
 class Fields(msgspec.Struct, gc=False):
