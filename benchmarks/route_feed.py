@@ -33,10 +33,11 @@ def messages() -> list[Message]:
 
 
 def worker_of(shape: Shape, given: list[Message]) -> Callable[[], None]:
-    feed, sink = app_of(shape, "app", "in", "out").routes["in"].feed, Sink()
+    route, sink = app_of(shape, "app", "in", "out").routes["in"], Sink()
+    feed, records_of = route.feed, hotloop.fetched_of if route.takes_values else hotloop.records_of
 
     def run() -> None:
-        records = hotloop.records_of(given, Record, _raise)
+        records = records_of(given, Record, _raise)
         hotloop.runs_of(records)
         fed = feed(records, sink)
         assert (fed.handled, fed.error) == (COUNT, None)

@@ -29,6 +29,7 @@ fast_out = python.fast_out
 fast_state = python.fast_state
 feed_outs = python.feed_outs
 feed_values = python.feed_values
+fetched_of = python.fetched_of
 records_of = python.records_of
 runs_of = python.runs_of
 
@@ -46,6 +47,7 @@ if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
                 fast_state,
                 feed_outs,
                 feed_values,
+                fetched_of,
                 records_of,
                 runs_of,
             )

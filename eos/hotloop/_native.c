@@ -27,10 +27,17 @@ typedef struct {
     PyTypeObject *type; /* whose objects have the field at `offset` */
     Py_ssize_t offset;  /* 0: by name */
     PyObject *name;
+    enum name which; /* NAMES: another name */
 } Field;
 
+static enum name which_of(PyObject *name) {
+    int which = 0;
+    while (which < NAMES && names[which] != name) which++;
+    return which;
+}
+
 static Field field_of(PyTypeObject *type, PyObject *name) {
-    Field field = {type, 0, name};
+    Field field = {type, 0, name, which_of(name)};
     PyObject *found = PyObject_GetAttr((PyObject *)type, name);
     if (found == NULL) {
         PyErr_Clear();
@@ -44,11 +51,15 @@ static Field field_of(PyTypeObject *type, PyObject *name) {
     return field;
 }
 
+static PyTypeObject fetched_type;
+static PyObject *fetched_field(PyObject *fetched, enum name which);
+
 static PyObject *get(const Field *field, PyObject *object) {
     if (field->offset && Py_IS_TYPE(object, field->type)) {
         PyObject *value = *(PyObject **)((char *)object + field->offset);
         if (value != NULL) return Py_NewRef(value);
     }
+    if (Py_IS_TYPE(object, &fetched_type) && (int)field->which < FIELDS) return fetched_field(object, field->which);
     return PyObject_GetAttr(object, field->name);
 }
 
@@ -291,8 +302,80 @@ static PyObject *record_of(
     return record;
 }
 
-static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
-    if (count != 3) return PyErr_Format(PyExc_TypeError, "records_of takes 3 arguments");
+/* ---- fetched_of(messages, record_type, unreadable) -------------------------------------------------------------- */
+
+/* Has the attributes of a Record, but leaves most of them in the client's message until they are asked for. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *message, *topic, *headers;
+    long long offset;
+    int partition;
+} Fetched;
+
+static Getters client; /* of the messages of the newest ones; a message of another type is read by name */
+
+static PyObject *fetched_field(PyObject *self, enum name which) {
+    const Fetched *fetched = (Fetched *)self;
+    switch (which) {
+    case TOPIC: return Py_NewRef(fetched->topic);
+    case PARTITION: return PyLong_FromLong(fetched->partition);
+    case OFFSET: return PyLong_FromLongLong(fetched->offset);
+    case HEADERS: return Py_NewRef(fetched->headers);
+    default: return field_in(&client, fetched->message, which);
+    }
+}
+
+static PyObject *get_fetched(PyObject *self, void *which) { return fetched_field(self, *(const enum name *)which); }
+
+static void free_fetched(PyObject *self) {
+    Fetched *fetched = (Fetched *)self;
+    Py_DECREF(fetched->message);
+    Py_DECREF(fetched->topic);
+    Py_DECREF(fetched->headers);
+    PyObject_Free(self);
+}
+
+static enum name fetched_names[FIELDS] = {TOPIC, PARTITION, OFFSET, TIMESTAMP, KEY, VALUE, HEADERS};
+static PyGetSetDef fetched_attributes[FIELDS + 1]; /* filled when the module is made */
+static PyTypeObject fetched_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "eos.hotloop._native.Fetched",
+    .tp_basicsize = sizeof(Fetched),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_dealloc = free_fetched,
+    .tp_getset = fetched_attributes,
+};
+
+static int ready_fetched(void) {
+    for (int i = 0; i < FIELDS; i++)
+        fetched_attributes[i] = (PyGetSetDef){texts[i], get_fetched, NULL, NULL, &fetched_names[i]};
+    return PyType_Ready(&fetched_type);
+}
+
+/* NULL without an exception: the message's position is not at known places. */
+static PyObject *fetched_from(PyObject *message, PyObject *unreadable, PyObject **last_topic) {
+    if (!Py_IS_TYPE(message, client.type) || !client.place[OFFSET] || !client.place[PARTITION]) return NULL;
+    long long offset = long_at((char *)message + client.place[OFFSET]);
+    int partition = int_at((char *)message + client.place[PARTITION]);
+    if (offset < 0 || partition < 0) return NULL;
+    PyObject *headers = headers_of(&client, message, unreadable), *topic = NULL;
+    if (headers != NULL) topic = field_in(&client, message, TOPIC);
+    Fetched *fetched = topic == NULL ? NULL : PyObject_New(Fetched, &fetched_type);
+    if (fetched == NULL) {
+        Py_XDECREF(headers);
+        Py_XDECREF(topic);
+        return NULL;
+    }
+    share(&topic, last_topic);
+    fetched->message = Py_NewRef(message);
+    fetched->topic = topic;
+    fetched->headers = headers;
+    fetched->offset = offset;
+    fetched->partition = partition;
+    return (PyObject *)fetched;
+}
+
+static PyObject *all_of(PyObject *const *args, Py_ssize_t count, int fetches) {
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "messages, a type and a function are needed");
     PyObject *messages = PySequence_Fast(args[0], "messages");
     if (messages == NULL) return NULL;
     PyObject *records = PyList_New(0);
@@ -303,12 +386,15 @@ static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py
     PyObject *first = Py_NewRef(PySequence_Fast_GET_ITEM(messages, 0)); /* keeps its type, which `getters` is about */
     PyObject *last_topic = NULL;
     const Getters getters = getters_of(first);
+    if (fetches) client = getters;
     Maker maker = {args[1], 0, {{0}}};
     for (Py_ssize_t i = 0; records != NULL && i < PySequence_Fast_GET_SIZE(messages); i++) {
         PyObject *message = Py_NewRef(PySequence_Fast_GET_ITEM(messages, i));
         PyObject *error = field_in(&getters, message, ERROR);
         if (error == Py_None) {
-            PyObject *record = record_of(&getters, message, &maker, args[2], &last_topic);
+            PyObject *record = fetches ? fetched_from(message, args[2], &last_topic) : NULL;
+            if (record == NULL && !PyErr_Occurred())
+                record = record_of(&getters, message, &maker, args[2], &last_topic);
             if (record == NULL || PyList_Append(records, record) < 0) Py_CLEAR(records);
             Py_XDECREF(record);
         } else if (error == NULL) {
@@ -321,6 +407,14 @@ static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py
     Py_DECREF(first);
     Py_DECREF(messages);
     return records;
+}
+
+static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    return all_of(args, count, 0);
+}
+
+static PyObject *fetched_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    return all_of(args, count, 1);
 }
 
 /* ---- runs_of(records) -------------------------------------------------------------------------------------------- */
@@ -341,6 +435,13 @@ static int number_of(PyObject *value, long long *number) {
     return *number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
+/* Whether one fetched record continues the run of another; 0 also if they are of other types. */
+static int continues(PyObject *before, PyObject *record) {
+    if (!Py_IS_TYPE(before, &fetched_type) || !Py_IS_TYPE(record, &fetched_type)) return 0;
+    const Fetched *one = (Fetched *)before, *two = (Fetched *)record;
+    return one->topic == two->topic && one->partition == two->partition && one->offset < two->offset;
+}
+
 static PyObject *runs_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
     if (count != 1 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "runs_of takes a list");
     PyObject *records = args[0], *runs = PyList_New(0), *topic = NULL, *partition = NULL;
@@ -350,6 +451,10 @@ static PyObject *runs_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ss
     const Field topics = field_of(type, names[TOPIC]), partitions = field_of(type, names[PARTITION]);
     const Field offsets = field_of(type, names[OFFSET]);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(records) && runs != NULL; i++) {
+        if (i && continues(PyList_GET_ITEM(records, i - 1), PyList_GET_ITEM(records, i))) {
+            last = ((Fetched *)PyList_GET_ITEM(records, i))->offset;
+            continue;
+        }
         PyObject *record = Py_NewRef(PyList_GET_ITEM(records, i));
         int same_topic = is_last(&topic, get(&topics, record));
         int same_partition = same_topic < 0 ? -1 : is_last(&partition, get(&partitions, record));
@@ -1243,7 +1348,7 @@ static PyObject *fast_state(PyObject *Py_UNUSED(self), PyObject *const *args, Py
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, "As in eos/hotloop/python.py."}
 static PyMethodDef functions[] = {
-    FUNCTION(records_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs),
+    FUNCTION(records_of), FUNCTION(fetched_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs),
     FUNCTION(fast_out), FUNCTION(fast_state),
     {"encode_key", encode_key, METH_O, "As in eos/hotloop/python.py."},
     {NULL, NULL, 0, NULL},
@@ -1258,6 +1363,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     minus_one = PyLong_FromLong(-1);
     end_of_time = PyLong_FromLongLong(END_OF_TIME);
     if (empty == NULL || zero == NULL || minus_one == NULL || end_of_time == NULL) return NULL;
+    if (ready_fetched() < 0) return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made == NULL) return NULL;
     PyObject *source = PyLong_FromLongLong(EOS_SOURCE); // of build.py: source.py's checksum of this file

@@ -83,6 +83,12 @@ class Participant(Follower, Protocol):
 class Listener:
     """Receives a session's notifications, on the session's thread. The methods do nothing unless overridden."""
 
+    @property
+    def needs_records(self) -> bool:
+        """Return whether transactions must hand out Records, and not only objects with the attributes of a Record,
+        which are fetched faster. Read once, when the session is created."""
+        return True
+
     def on_idle(self) -> None:
         """Do periodic work: called about every 100 ms while there is nothing else to do."""
 

@@ -55,6 +55,7 @@ class Parts:
             pulse=self.pulse,
             world=world,
             on_unreadable=listener.on_unreadable,
+            needs_records=listener.needs_records,
         )
         self.positions = self.fetcher.positions
         changelogs = {topic for participant in participants for topic in participant.topics}

@@ -203,6 +203,10 @@ class Worker(Listener):
 
     # ---- notifications from the session -----------------------------------------------------------------------
 
+    @property
+    def needs_records(self) -> bool:
+        return not all(function.takes_values for function in self.app.functions)
+
     def on_idle(self) -> None:
         self._tick()
 

@@ -26,7 +26,8 @@ WHY = "the name of header 1 of 2 is not UTF-8"
 @pytest.fixture(params=[pytest.param(python, id="python"), pytest.param(hotloop, id="as installed")])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     loop: ModuleType = request.param
-    monkeypatch.setattr(hotloop, "records_of", loop.records_of)
+    for name in ("records_of", "fetched_of"):
+        monkeypatch.setattr(hotloop, name, getattr(loop, name))
 
 
 @pytest.fixture

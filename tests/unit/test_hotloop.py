@@ -40,6 +40,12 @@ BOTH = [
 ]
 both = pytest.mark.parametrize("loop", BOTH)
 compiled = pytest.mark.skipif(native is None, reason="no compiler was here")
+reads = pytest.mark.parametrize("read", ["records_of", "fetched_of"])
+FIELDS = Record.__struct_fields__
+
+
+def fields_of(records: list[Any]) -> list[tuple[object, ...]]:
+    return [tuple(getattr(record, name) for name in FIELDS) for record in records]
 
 
 class Interrupt(BaseException):
@@ -55,18 +61,21 @@ def no_headers(message: Any, error: Exception) -> Any:
     raise error
 
 
-# ---- records_of ---------------------------------------------------------------------------------------------------
+# ---- records_of, fetched_of ---------------------------------------------------------------------------------------
 
 
 @both
-def test_records_of_skips_errors_and_keeps_the_order_of_messages(loop: Any) -> None:
+@reads
+def test_messages_that_are_errors_are_skipped_and_the_order_is_kept(loop: Any, read: str) -> None:
     error = message(1, error=KafkaError(KafkaError._PARTITION_EOF))
     headed = message(2, headers=[("h", b"x")], key=None, value=None, timestamp=(0, -1))
-    assert loop.records_of([message(0), error, headed], Record, no_headers) == [
-        Record("in", 3, 0, 1_700_000_000_000, b"k", b"v", ()),
-        Record("in", 3, 2, -1, None, None, [("h", b"x")]),
+    records = getattr(loop, read)([message(0), error, headed], Record, no_headers)
+    assert fields_of(records) == [
+        ("in", 3, 0, 1_700_000_000_000, b"k", b"v", ()),
+        ("in", 3, 2, -1, None, None, [("h", b"x")]),
     ]
-    assert loop.records_of([], Record, no_headers) == []
+    assert {type(record) for record in records} == {Record} or (loop, read) == (native, "fetched_of")
+    assert getattr(loop, read)([], Record, no_headers) == []
 
 
 class Other:
@@ -82,10 +91,22 @@ class Other:
 
 
 @both
-def test_records_of_reads_foreign_messages_by_method_name(loop: Any) -> None:
+@reads
+def test_foreign_messages_are_read_by_method_name(loop: Any, read: str) -> None:
     mixed = [Other(message(0)), message(1), Other(message(2))]
-    assert [record.offset for record in loop.records_of(mixed, Record, no_headers)] == [0, 1, 2]
-    assert loop.records_of(mixed[1:], Record, no_headers) == python.records_of(mixed[1:], Record, no_headers)
+    records = getattr(loop, read)(mixed, Record, no_headers)
+    assert [record.offset for record in records] == [0, 1, 2]
+    records = getattr(loop, read)(mixed[1:], Record, no_headers)
+    assert fields_of(records) == fields_of(python.records_of(mixed[1:], Record, no_headers))
+
+
+@both
+def test_fetched_records_keep_their_fields_when_other_messages_are_read(loop: Any) -> None:
+    fetched = loop.fetched_of([message(0, timestamp=(1, 5))], Record, no_headers)
+    loop.fetched_of([Late(topic="in", partition=0, offset=1)], Record, no_headers)
+    assert fields_of(fetched) == [("in", 3, 0, 5, b"k", b"v", ())]
+    with pytest.raises(AttributeError):
+        fetched[0].other  # noqa: B018
 
 
 class Heir(Message):
@@ -153,14 +174,15 @@ fields_of_message = st.fixed_dictionaries(
 
 
 @both
+@reads
 @given(st.lists(st.tuples(st.sampled_from([Message, Heir, Late, Odd, Hidden, Counted]), fields_of_message)))
-def test_fields_come_from_the_getters(loop: Any, made: list[tuple[type[Message], dict[str, Any]]]) -> None:
+def test_fields_come_from_the_getters(loop: Any, read: str, made: list[tuple[type[Message], dict[str, Any]]]) -> None:
     messages = [kind(**fields) for kind, fields in made]
     before = Counted.made
-    records = loop.records_of(messages, Record, no_headers)
+    records = getattr(loop, read)(messages, Record, no_headers)
     assert Counted.made == before
-    assert records == [
-        Record(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value())  # type: ignore[arg-type]
+    assert fields_of(records) == [
+        (m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), ())
         for m in messages
         if m.error() is None
     ]
@@ -176,7 +198,6 @@ class Fields(msgspec.Struct, gc=False):
     headers: Any
 
 
-FIELDS = Fields.__struct_fields__
 Collected = msgspec.defstruct("Collected", FIELDS, frozen=True)  # as Record, but seen by the garbage collector
 # Positional values fill the first field first.
 Shuffled = msgspec.defstruct("Shuffled", (*FIELDS[-2::-1], "headers"), gc=False)
@@ -227,14 +248,16 @@ def test_other_record_type_is_created_by_calling_the_type(loop: Any, kind: Any) 
 
 
 @both
+@reads
 @pytest.mark.parametrize("fails", ["error", "topic", "timestamp", "value", "headers"])
-def test_getter_error_is_raised(loop: Any, fails: str) -> None:
+def test_getter_error_is_raised(loop: Any, read: str, fails: str) -> None:
     with pytest.raises(ValueError, match=fails):
-        loop.records_of([message(0), Other(message(1), fails)], Record, no_headers)
+        getattr(loop, read)([message(0), Other(message(1), fails)], Record, no_headers)
 
 
 @both
-def test_record_with_unreadable_headers_gets_replacement_headers(loop: Any) -> None:
+@reads
+def test_record_with_unreadable_headers_gets_replacement_headers(loop: Any, read: str) -> None:
     asked: list[tuple[object, str]] = []
 
     def others(message: Any, error: Exception) -> list[tuple[str, bytes]]:
@@ -242,7 +265,7 @@ def test_record_with_unreadable_headers_gets_replacement_headers(loop: Any) -> N
         return [("other", b"x")]
 
     broken = Other(message(1), "headers")
-    records = loop.records_of([message(0), broken, message(2, headers=[("h", b"x")])], Record, others)
+    records = getattr(loop, read)([message(0), broken, message(2, headers=[("h", b"x")])], Record, others)
     assert [record.headers for record in records] == [(), [("other", b"x")], [("h", b"x")]]
     assert asked == [(broken, "headers")]
 
@@ -257,10 +280,11 @@ def test_error_of_the_record_constructor_is_raised(loop: Any) -> None:
 
 
 @both
-def test_records_keep_the_topics_of_their_messages(loop: Any) -> None:
+@reads
+def test_records_keep_the_topics_of_their_messages(loop: Any, read: str) -> None:
     topics = ["in", "in", "other", "in", "", "inn", "other", "other"]
     messages = [message(topic="".join(list(topic))) for topic in topics]
-    assert [record.topic for record in loop.records_of(messages, Record, no_headers)] == topics
+    assert [record.topic for record in getattr(loop, read)(messages, Record, no_headers)] == topics
 
 
 # ---- runs_of ------------------------------------------------------------------------------------------------------
@@ -288,6 +312,17 @@ def test_runs_begin_at_partition_change_or_offset_drop(loop: Any, made: list[tup
         at for at, each in enumerate(made) if at == 0 or each[1:3] != made[at - 1][1:3] or each[3] <= made[at - 1][3]
     ]
     assert loop.runs_of([placed(*each) for each in made]) == expected
+
+
+@both
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([0, 1, 300]), st.sampled_from([0, 1, 2, 2**40]))))
+def test_runs_of_fetched_records_are_those_of_records(loop: Any, made: list[tuple[str, int, int]]) -> None:
+    messages = [message(topic=topic, partition=partition, offset=offset) for topic, partition, offset in made]
+    fetched, records = (read(messages, Record, no_headers) for read in (loop.fetched_of, loop.records_of))
+    expected = python.runs_of(records)
+    assert loop.runs_of(fetched) == expected
+    mixed = [(fetched, records)[at % 3 == 0][at] for at in range(len(made))]
+    assert loop.runs_of(mixed) == expected
 
 
 @both
@@ -384,6 +419,11 @@ inputs = st.builds(
 )
 
 
+def message_of(record: Record) -> Message:
+    headers = list(record.headers) or None
+    return message(record.offset, timestamp=(1, record.timestamp), key=record.key, value=record.value, headers=headers)
+
+
 class Case:
     """Records with the result of the function for each, and a producer and sinks that record their calls."""
 
@@ -467,6 +507,16 @@ def test_compiled_and_python_loops_feed_the_same_values(
     given = {"target": target, "decodes": decodes, "none": none, "passing": passing}
     both = [Case(made, **given).run(loop) for loop in (native, python)]
     assert both[0] == both[1]
+
+
+@compiled
+@settings(max_examples=300)
+@given(st.lists(st.tuples(inputs, results)), st.booleans(), st.booleans(), passing_names)
+def test_fetched_records_are_fed_as_records(made: Any, target: bool, none: bool, passing: Any) -> None:
+    given = {"target": target, "decodes": True, "none": none, "passing": passing}
+    fetched, records = Case(made, **given), Case(made, **given)
+    fetched.records = native.fetched_of([message_of(record) for record in records.records], Record, no_headers)
+    assert fetched.run(native) == records.run(python)
 
 
 @compiled
@@ -989,8 +1039,13 @@ def test_feed_leaks_no_reference() -> None:
         native.feed_values([odd], lambda r: r.value, None, Case([], passing=PASSING).target, never, never, never)
         for kind in (Record, Collected, Checked, Slots, list_of):
             native.records_of(messages, kind, no_headers)
-        with pytest.raises(ValueError, match="headers"):
-            native.records_of(broken, Record, no_headers)
+        for read in (native.records_of, native.fetched_of):
+            with pytest.raises(ValueError, match="headers"):
+                read(broken, Record, no_headers)
+        fetched = native.fetched_of(messages, Record, no_headers)
+        fields_of(fetched)
+        native.runs_of([*fetched, runs[0]])
+        native.feed_values(fetched, lambda v: v, bare, bare_target, lambda *_: None, never, never)
         native.runs_of(runs)
         with pytest.raises(AttributeError):
             native.runs_of([*runs, made])
@@ -1000,7 +1055,20 @@ def test_feed_leaks_no_reference() -> None:
     kinds = [Out, Record, Collected, Checked, decode, *encoder.__dict__.values()]
     given_records = [record for record, _ in made]
     leaves_all_as_it_was(
-        turn, [value, key, topic, latest, *kinds, *outs, *messages, *runs, *given_records, *outs_of_all_kinds]
+        turn,
+        [
+            value,
+            key,
+            topic,
+            latest,
+            *kinds,
+            *outs,
+            *messages,
+            *runs,
+            *given_records,
+            *outs_of_all_kinds,
+            plain.headers(),
+        ],
     )
 
 

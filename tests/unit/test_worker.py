@@ -183,3 +183,61 @@ def test_slow_record_after_a_sent_one_is_logged(clock: Clock, caplog: pytest.Log
             worker.session._parts.positions.committed = {("a", 0): 2, ("b", 0): 3}
             given = [Record(r.topic, 0, r.offset, value=b"v") for r in given]
     assert {line.partition(" why=")[0] for line in caplog.messages} == {"transaction may exceed its timeout"}
+
+
+def of_value(value: bytes) -> bytes:
+    return value
+
+
+def of_json(value: dict[str, int]) -> dict[str, int]:
+    return value
+
+
+def of_record(record: Record) -> Out:
+    return record.out(record.value)
+
+
+def of_typed_record(record: Record[dict[str, int]]) -> Out:
+    return record.out(record.value)
+
+
+def of_value_and_record(value: bytes, record: Record) -> Out:
+    return record.out(value)
+
+
+async def later(value: bytes) -> bytes:
+    return value
+
+
+@pytest.mark.parametrize(
+    ("functions", "needs_records"),
+    [
+        ([of_value], False),
+        ([of_value, of_json], False),
+        ([of_record], True),
+        ([of_typed_record], True),
+        ([of_value_and_record], True),
+        ([later], True),
+        ([of_value, of_record], True),
+    ],
+)
+def test_records_are_made_if_any_function_needs_them(functions: list[Any], needs_records: bool) -> None:
+    app = App("app")
+    for number, function in enumerate(functions):
+        app.process(f"in-{number}", to="out")(function)
+    assert Worker(app, eos.Settings(SETTINGS)).needs_records is needs_records
+
+
+def test_records_are_made_for_batches_and_state() -> None:
+    batches, counts = App("batches"), App("counts")
+
+    @batches.process_batch("in", to="out")
+    def copy(records: list[Record]) -> list[Out]:
+        return [record.out(record.value) for record in records]
+
+    @counts.process("in", to="out")
+    def count(value: bytes, total: eos.State[int]) -> None:
+        total.set(total.get(0) + 1)
+
+    for app in (batches, counts):
+        assert Worker(app, eos.Settings(SETTINGS)).needs_records

@@ -92,6 +92,7 @@ class Route:
         "source",
         "sources",
         "stores",
+        "takes_values",
         "tally",
         "timer_names",
         "timing",
@@ -107,6 +108,8 @@ class Route:
     """The timer functions by the name of the timer; the function of the name "" closes the windows."""
     tally: Tally | None
     """Counts the late records and duplicates of a route that uses time."""
+    takes_values: bool
+    """Whether the function gets values alone, so that no user code gets a Record."""
     discard: Callable[[Record], None] | None
     """Clears a timer whose function failed, if the route is a timer function."""
 
@@ -199,6 +202,7 @@ class Route:
             # This is not a loop over `outputs`, because an error of such a loop could not name its record.
             self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
         self.outputs, self.each, self.feed = shape.outputs, shape.each, shape.feed
+        self.takes_values = isinstance(shape, Single) and shape.takes_values
 
     def _caller(self, function: Callable[..., Any], stores: Stores) -> Caller:
         timers_at = next((at for at, store in enumerate(self.stores) if not store.is_kept), None)

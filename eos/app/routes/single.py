@@ -21,6 +21,7 @@ class Single:
         self, function: Callable[[Any], Any], decode: Decode | None, normalise: Normalise, target: Target | None
     ) -> None:
         self._function, self._decode, self._normalise = function, decode, normalise
+        self.takes_values = decode is not None
         self.feed = make_feed(function, decode, target, normalise)
         self.each = one_by_one(self.outputs)
 

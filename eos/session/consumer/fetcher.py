@@ -75,8 +75,8 @@ class KeepsPosition(Protocol):
 
 
 class Fetcher:
-    """Fetches the input of one session. `stopping` returns True once a stop was requested. `on_unreadable`: see
-    Listener.unreadable."""
+    """Fetches the input of one session. `stopping` returns True once a stop was requested. `on_unreadable`,
+    `needs_records`: see Listener."""
 
     def __init__(
         self,
@@ -92,12 +92,14 @@ class Fetcher:
         pulse: Pulse,
         world: World,
         on_unreadable: Callable[[str, int, int, str], None],
+        needs_records: bool = True,
     ) -> None:
         self._settings, self.topics, self._pacing, self._followers = settings, list(topics), pacing, followers
         self._watcher = watcher
         self._until_end, self._stopping = until_end, stopping
         self._with_ends = with_ends or until_end
         self._pulse, self._world, self._on_unreadable = pulse, world, on_unreadable
+        self._needs_records = needs_records
         self._pattern_topics: set[str] = set()
         self.positions: Positions[Record] = Positions()
         self._chained: set[str] = set()  # input topics that the session itself writes
@@ -169,6 +171,7 @@ class Fetcher:
             handover=self._handover,
             changelogs=[topic for follower in self._followers for topic in follower.topics],
             on_unreadable=self._on_unreadable,
+            needs_records=self._needs_records,
             take_over=self._take_over,
             kept=[follower.position_topic for follower in self._followers if isinstance(follower, KeepsPosition)],
         )

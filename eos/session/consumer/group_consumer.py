@@ -81,10 +81,11 @@ class GroupConsumer:
         on_unreadable: Callable[[str, int, int, str], None] = lambda topic, partition, offset, why: None,
         take_over: Callable[[Mapping[Partition, int]], Mapping[Partition, int]] = lambda _: {},
         kept: Collection[str] = (),
+        needs_records: bool = True,
     ) -> None:
         """Create the consumer. `stopping` returns True once a stop was requested, which ends waits for the cluster.
-        `with_ends`: report the ends of partitions to the positions. `changelogs`: see TopicIds. `on_unreadable`: see
-        Listener. `take_over`: see KeepsOffsets. `kept`: see StartOffsets."""
+        `with_ends`: report the ends of partitions to the positions. `changelogs`: see TopicIds. `on_unreadable`,
+        `needs_records`: see Listener. `take_over`: see KeepsOffsets. `kept`: see StartOffsets."""
         self._settings, self._world = settings, world
         self._topics = list(topics)
         self._positions = positions
@@ -95,6 +96,7 @@ class GroupConsumer:
         """Why the open transaction cannot commit: it took records of partitions that the group took away."""
         self._latched_error: BaseException | None = None  # raised by a callback
         self._on_unreadable = on_unreadable
+        self._records_of = hotloop.records_of if needs_records else hotloop.fetched_of
         self._ended_at: dict[Partition, float] = {}  # when the consumer was last at the end of each partition
         self._must_seek = False  # the consumer may have passed records that it did not return
         configuration = guard_callbacks(settings.consumer() | {"logger": log.client_logger}, self._latch)
@@ -230,7 +232,7 @@ class GroupConsumer:
             failed, self._must_seek = error.args[0], True
         # Add them before anything is raised: fetched records are not delivered again to a caller that continues after
         # the error.
-        records = hotloop.records_of(messages, Record, self._note_unreadable)
+        records = self._records_of(messages, Record, self._note_unreadable)
         repeated = self._positions.repeated
         self._positions.add_fetched(records)
         if not repeated and self._positions.repeated:
