@@ -161,7 +161,7 @@ def test_revoked_partitions_do_not_keep_records_running_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(("made", "setting"), [
-    (route(batch=True), "eos.batch.max.records=250"), (route(function=one), "eos.async.max.records=100")
+    (route(batch=True), "eos.batch.max.records=1000"), (route(function=one), "eos.async.max.records=100")
 ])  # fmt: skip
 def test_batch_lost_twice_names_the_batch_size_setting(made: Route, setting: str) -> None:
     session = Session()

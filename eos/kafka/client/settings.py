@@ -80,9 +80,9 @@ OPTIONS: dict[str, Option] = {
     "eos.input.topics": Option("", str, "source topics of a TransactSession, separated by commas"),
     "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction collects and handles records"),
     "eos.transaction.max.records": Option(200_000, _at_least(1), "maximum number of input records of one transaction"),
-    # Chosen so that a batch fits in the processor's cache: with batches of 5,000 records of 1 KB each record costs a
-    # tenth more (docs/engineering/measurements.md).
-    "eos.batch.max.records": Option(250, _at_least(1), "maximum number of records passed to a batch function at once"),
+    # With fewer records of 100 B the calls cost more, and with more records the batch no longer fits in the processor's
+    # cache (docs/engineering/measurements.md).
+    "eos.batch.max.records": Option(1_000, _at_least(1), "maximum number of records passed to a batch function at once"),
     "eos.async.max.records": Option(
         100, _at_least(1), "maximum number of records that an `async def` function handles at once"
     ),
