@@ -446,5 +446,5 @@ def test_topic_without_leaders_is_logged_once_and_checked_less_often(
 def test_worker_with_a_batch_function_polls_whole_batches() -> None:
     app = App("app")
     app.process_batch("in", to="out")(lambda records: [])
-    assert Worker(app, Settings(SETTINGS)).session._parts.pacing.handled_at_once == 250
+    assert Worker(app, Settings(SETTINGS)).session._parts.pacing.handled_at_once == 1_000
     assert Worker(app_of(("in", "out")), Settings(SETTINGS)).session._parts.pacing.handled_at_once == 1

@@ -82,7 +82,9 @@ OPTIONS: dict[str, Option] = {
     "eos.transaction.max.records": Option(200_000, _at_least(1), "maximum number of input records of one transaction"),
     # With fewer records of 100 B the calls cost more, and with more records the batch no longer fits in the processor's
     # cache (docs/engineering/measurements.md).
-    "eos.batch.max.records": Option(1_000, _at_least(1), "maximum number of records passed to a batch function at once"),
+    "eos.batch.max.records": Option(
+        1_000, _at_least(1), "maximum number of records passed to a batch function at once"
+    ),
     "eos.async.max.records": Option(
         100, _at_least(1), "maximum number of records that an `async def` function handles at once"
     ),
