@@ -131,10 +131,7 @@ def _kill_in_mid_batch(show: Show, driver: Child, witness: Witness) -> Killed:
         psutil.wait_procs(jvms, _JVM_EXIT_TIMEOUT_S)
         if hit := witness.find_open_transaction_by(TRANSACTIONAL_ID, attempt):
             batches = _batches(driver)
-            show.event(
-                f"SIGKILL to the driver after {batches} batches, in a transaction ({hit})",
-                "red",
-            )
+            show.event(f"SIGKILL to the driver after {batches} batches, in a transaction ({hit})", "red")
             return Killed(hit, batches)
     raise NotProven(f"{MAX_ATTEMPTS} SIGKILLs did not hit an open transaction of the query: {driver.log_path}")
 

@@ -18,6 +18,7 @@ static const char *const texts[NAMES] = {
     "topic", "partition", "offset", "timestamp", "key", "value", "headers", "error",
 };
 static PyObject *names[NAMES]; /* of `texts` */
+static const enum name record_fields[FIELDS] = {TOPIC, PARTITION, OFFSET, TIMESTAMP, KEY, VALUE, HEADERS};
 static PyObject *empty, *zero, *minus_one, *end_of_time;
 #define END_OF_TIME 253402300800000LL /* as in python.py */
 
@@ -267,10 +268,9 @@ static PyObject *filled(PyTypeObject *type, int count, const Field *fields, PyOb
 }
 
 static PyObject *called(Maker *maker, PyObject *const *values) {
-    static const enum name which[FIELDS] = {TOPIC, PARTITION, OFFSET, TIMESTAMP, KEY, VALUE, HEADERS};
     PyObject *record = PyObject_Vectorcall(maker->type, values, FIELDS, NULL);
     maker->fills = record != NULL && PyType_Check(maker->type) &&
-                   find_fields((PyTypeObject *)maker->type, record, FIELDS, which, values, maker->fields);
+                   find_fields((PyTypeObject *)maker->type, record, FIELDS, record_fields, values, maker->fields);
     return record;
 }
 
@@ -335,7 +335,6 @@ static void free_fetched(PyObject *self) {
     PyObject_Free(self);
 }
 
-static enum name fetched_names[FIELDS] = {TOPIC, PARTITION, OFFSET, TIMESTAMP, KEY, VALUE, HEADERS};
 static PyGetSetDef fetched_attributes[FIELDS + 1]; /* filled when the module is made */
 static PyTypeObject fetched_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "eos.hotloop._native.Fetched",
@@ -347,7 +346,7 @@ static PyTypeObject fetched_type = {
 
 static int ready_fetched(void) {
     for (int i = 0; i < FIELDS; i++)
-        fetched_attributes[i] = (PyGetSetDef){texts[i], get_fetched, NULL, NULL, &fetched_names[i]};
+        fetched_attributes[i] = (PyGetSetDef){texts[i], get_fetched, NULL, NULL, (void *)&record_fields[i]};
     return PyType_Ready(&fetched_type);
 }
 
